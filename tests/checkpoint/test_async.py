@@ -66,7 +66,7 @@ def during(rank, folder):
         pending.wait()
     assert pending.done()
     pending.wait()  # again, with the same result
-    assert held.threads <= {"varcomm.checkpoint"}
+    assert all(name.startswith("varcomm.checkpoint") for name in held.threads)
     found = read(folder)
     assert torch.equal(found["model"]["weight"], weight)
     assert found["w"][:, 0].tolist() == [0, 2, 2, 2, 2]
@@ -107,7 +107,7 @@ def fails(rank, folder):
 
 
 def on_some(rank, folder):
-    with pytest.raises(DisagreementError, match=r"on async_: rank 0 has False, rank 1 has True"):
+    with pytest.raises(DisagreementError, match="on async_: rank 0 has False; rank 1 has True"):
         save({"x": 1}, folder, async_=rank == 1)
     group = dist.new_group([0, 2])
     if rank != 1:

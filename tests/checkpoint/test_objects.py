@@ -168,8 +168,8 @@ def test_optimizers_that_are_refused(tmp_path):
     plain = {"m": model, "o": torch.optim.SGD(model.parameters())}
     for kind, word in (
         (Counting, "Counting has a state_dict"),
-        (Taking, "Taking has a load_state_dict"),
-        (with_more, "SGD has states of other keys"),
+        (Taking, "Taking has a state_dict or load_state_dict"),
+        (with_more, "SGD has .* states of other keys"),
     ):
         state = {"m": model, "o": kind(model.parameters())}
         save(plain, tmp_path)

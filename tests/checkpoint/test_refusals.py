@@ -62,7 +62,7 @@ def key_of_a_box(rank):
 x, part = torch.ones(3), Sharded((3,), [], torch.float32)
 differ, wrong = DisagreementError, ArgumentError
 REFUSED = [  # the state of a rank, the error, words of its message
-    (on_rank(1, x, 0 * x), differ, r"ranks \[1\]: 'a.key'"),
+    (on_rank(1, x, 0 * x), differ, r"'a.key' on ranks \[1\]"),
     (on_rank(1, 0.5, 0.25), differ, "'a.key'.*0.25.*rank 1.*0.5"),
     (on_rank(1, 1, True), differ, "'a.key'"),
     (on_rank(1, x, torch.ones(2)), differ, r"'a.key'.*\(2,\).*\(3,\)"),
@@ -70,15 +70,15 @@ REFUSED = [  # the state of a rank, the error, words of its message
     (on_rank(1, x, 5), differ, "'a.key'"),
     (lambda rank: {"w": part if rank else x}, differ, "'w'"),
     (everywhere(w=x, __metadata__=x), wrong, "__metadata__"),
-    (some_ranks, differ, r"ranks \[2\]: 'y'"),
-    (copies, differ, r"ranks \[2\]: 'w'"),
+    (some_ranks, differ, r"'y' on ranks \[2\]"),
+    (copies, differ, r"'w' on ranks \[2\]"),
     (lambda rank: {"x": {"y": 1} if rank else 1}, differ, "'x' .* container"),
     (boxes((0, 2), (3, 1)), wrong, "'w' have 9 elements"),
     (boxes((0, 3), (2, 2)), wrong, "'w' have 15 elements"),
     (boxes((0, 2), (1, 2)), wrong, "'w'.* overlap"),
     (boxes((0, 0)), wrong, "'w' have 0 elements"),
     (on_rank(1, object(), 5), wrong, "on rank 1 of 3: 'a.key' .* type object"),
-    (on_rank(0, np.float64(0.5), 5), wrong, "'a.key' .* type numpy.float64"),
+    (on_rank(0, np.float32(0.5), 5), wrong, "'a.key' .* type float32"),
     (on_rank(0, lambda: 5, 5), wrong, "'a.key' .* type function"),
     (on_rank(0, 10**5000, 5), wrong, "'a.key' cannot be saved"),
     (on_rank(0, (x,), 5), wrong, "'a.key' is a tuple"),
@@ -92,7 +92,7 @@ REFUSED = [  # the state of a rank, the error, words of its message
     (lambda rank: itself(), wrong, "recursion"),
     (lambda rank: {"a.b": 1, "a": {"b": 2}}, wrong, "'a.b'"),
     (key_of_a_box, wrong, r"'w\[0:2, 0:3\]'"),
-    (everywhere(o=torch.optim.SGD(nn.Linear(2, 1).parameters())), wrong, "'o': par"),
+    (everywhere(o=torch.optim.SGD(nn.Linear(2, 1).parameters())), wrong, "'o': a par"),
     (everywhere(x=PerRank(Rows(torch.ones(1), torch.zeros(1), 1))), wrong, "'x.0': Rows"),
     (everywhere(x=PerRank(PerRank(5))), wrong, "'x.0': PerRank"),
     (everywhere(x=PerRank(part)), wrong, "'x.0'"),
@@ -126,7 +126,7 @@ def folders(rank, folder):
     (folder / f"machine {rank}").mkdir()
     if rank == 0:
         (folder / "link").symlink_to(folder / "none")
-    with pytest.raises(DisagreementError, match=r"on folder: rank 0 has .*/0, rank 1 has .*/1\."):
+    with pytest.raises(DisagreementError, match=r"on folder: rank 0 has .*/0; rank 1 has .*/1;"):
         save({"x": 1}, folder / str(rank))
     for name in ("none", "file", "empty"):
         with pytest.raises(ArgumentError, match=name):
@@ -170,25 +170,6 @@ def test_other_files_stay(tmp_path):
     names = {path.name for path in tmp_path.iterdir()}
     assert mine < names
     assert len(names) == len(mine) + 2
-
-
-def test_a_folder_without_permission(tmp_path):
-    for path in (tmp_path, *tmp_path.parents[:2]):
-        os.chmod(path, 0o755)
-    folder, user = tmp_path / "here", os.geteuid()
-    save({"x": 1}, folder)
-    os.chmod(folder / "checkpoint.json", 0o000)
-    os.chmod(folder, 0o555)
-    os.seteuid(user or 65534)  # root may write everywhere
-    try:
-        for where in (folder, folder / "deeper"):
-            with pytest.raises(ArgumentError, match=f"save to {where}: .*Permission denied"):
-                save({"x": 2}, where)
-        with pytest.raises(ArgumentError, match=r"checkpoint\.json cannot be read: .*Permission"):
-            load({"x": 1}, folder)
-    finally:
-        os.seteuid(user)
-    assert os.listdir(folder) == ["checkpoint.json"]
 
 
 def full(rank, folder):

@@ -145,7 +145,7 @@ VALUES = {
     "bytes": b"\0x",
     "complex": 1 + 2j,
     "tagged": {"!tuple": [1]},
-    "shape": torch.Size([2, 3]),
+    "device": torch.device("cpu"),
 }
 
 

@@ -111,6 +111,7 @@ def check_dtensors(one, other):
     for found in (one, other):
         assert torch.equal(found["everything"], found["rows"])
         torch.testing.assert_close(found["output"], found["expected"])
+        torch.testing.assert_close(found["gradient"], found["wanted"])
     assert (len(one["own"]), len(other["own"])) == (1, 4)
     assert (len(one["back"]), len(other["back"])) == (3, 2)
 

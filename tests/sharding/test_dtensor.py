@@ -124,18 +124,6 @@ def test_derivatives_of_any_order(worlds):
     assert_none(worlds.run(3, derivatives))
 
 
-def linear_in_between(rank):
-    """A sum whose gradient is replicated: past autograd, its derivative would be lost."""
-    mesh = init_device_mesh("cpu", (3,))
-    x = drawn(5).split((2, 2, 1))[rank].requires_grad_()
-    total = to_dtensor(x, (2, 2, 1), 0, mesh).sum().full_tensor()
-    (first,) = torch.autograd.grad(total.square(), x, create_graph=True)
-    (second,) = torch.autograd.grad(first.sum(), x)
-    torch.testing.assert_close(first, torch.full_like(first, 2 * drawn(5).sum()))
-    # of the sum over ranks of all entries of the first
-    assert torch.equal(second, torch.full_like(second, 10))
-
-
 class NoGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -194,7 +182,6 @@ def compiled(rank):
 @pytest.mark.parametrize(
     "check",
     [
-        linear_in_between,
         without_a_gradient,
         still_under_way,
         pytest.param(compiled, marks=pytest.mark.slow),

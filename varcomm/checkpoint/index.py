@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
-import math
 import re
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,7 +14,7 @@ import torch
 from varcomm.errors import ArgumentError
 from varcomm.sharding import Box
 from varcomm.sharding.files import TensorFile, check_cover, read_index, reading, verify_files
-from varcomm.transport.serialization import dtype_of
+from varcomm.transport.serialization import decoded, dtype_of
 
 KIND = "checkpoint"
 
@@ -69,76 +66,6 @@ def at(tree: Any, path: Keys, default: Any = None) -> Any:
         else:
             return default
     return tree
-
-
-def _items(values: Iterable[Any]) -> list[Any]:
-    return [*map(encode, values)]
-
-
-def _in_order(values: Iterable[Any]) -> list[Any]:
-    return sorted(_items(values), key=json.dumps)  # one order on all ranks
-
-
-def _pairs(values: Mapping[Any, Any]) -> list[Any]:
-    return [_items(pair) for pair in values.items()]
-
-
-def _name(value: Any) -> str:
-    return str(value).removeprefix("torch.")
-
-
-# Types that JSON lacks: their content as JSON, and the value of such content when it is decoded.
-_KINDS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    tuple: (_items, tuple),
-    torch.Size: (_items, torch.Size),
-    set: (_in_order, set),
-    frozenset: (_in_order, frozenset),
-    dict: (_pairs, dict),
-    OrderedDict: (_pairs, OrderedDict),
-    Counter: (_pairs, lambda pairs: Counter(dict(pairs))),
-    float: (_name, float),
-    complex: (_name, complex),
-    bytes: (lambda value: base64.b64encode(value).decode(), base64.b64decode),
-    torch.dtype: (_name, dtype_of),
-    torch.device: (_name, torch.device),
-}
-_MAKERS = {f"!{kind.__name__}": make for kind, (_, make) in _KINDS.items()}
-
-
-def encode(value: Any) -> Any:
-    """Return a plain value as JSON; types that JSON lacks are dicts with one key, as ``"!tuple"``.
-
-    TypeError if the value has another type, subclasses included.
-
-    >>> encode({"a": (1, 2.5), "b": {3: None}})
-    {'a': {'!tuple': [1, 2.5]}, 'b': {'!dict': [[3, None]]}}
-    """
-    kind = type(value)
-    if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
-        return value
-    if kind is list:
-        return _items(value)
-    if kind is dict and all(type(name) is str and name[:1] != "!" for name in value):
-        return {name: encode(item) for name, item in value.items()}
-    if kind not in _KINDS:
-        name = f"{kind.__module__}.{kind.__name__}".removeprefix("builtins.")
-        raise TypeError(f"it has type {name}; save tensors, texts, and numbers of Python's types")
-    return {f"!{kind.__name__}": _KINDS[kind][0](value)}
-
-
-def decode(content: Any) -> Any:
-    """Return the value that :func:`encode` was given, or raise ArgumentError."""
-    if isinstance(content, list):
-        return [*map(decode, content)]
-    if not isinstance(content, dict):
-        return content
-    tag = next(iter(content), "")
-    if tag[:1] != "!":
-        return {name: decode(item) for name, item in content.items()}
-    try:
-        return _MAKERS[tag](decode(content[tag]))
-    except (LookupError, TypeError, ValueError, RuntimeError) as error:
-        raise ArgumentError(f"{str(content)[:100]} is not a plain value: {error!r}") from error
 
 
 class Part(NamedTuple):
@@ -193,6 +120,8 @@ class Checkpoint:
             content, self.files = read_index(path, KIND)
             with reading(path / f"{KIND}.json"):
                 self._add_entries(content["entries"])
+        flat = {**self.values, **{key: tensor.empty() for key, tensor in self.tensors.items()}}
+        self._tree = nested({path: flat[key] for key, path in self.paths.items()})
         text = json.dumps([content, self.files], sort_keys=True)
         self.digest = hashlib.sha256(text.encode()).hexdigest()
 
@@ -207,7 +136,7 @@ class Checkpoint:
                 dtype, shape = file.stored(key)
                 part = Part(name, key, (0,) * len(shape), shape)
                 self.tensors[key] = SavedTensor(dtype, shape, (part,))
-                self.paths[key] = (key,)
+                self.paths[key] = tuple(key.split("."))
                 found[key] = name, str(dtype), shape
         return found
 
@@ -220,7 +149,7 @@ class Checkpoint:
                 raise ValueError(f"the path of {key!r} is {names}")
             self.paths[key] = path
             if "value" in entry:
-                self.values[key] = decode(entry["value"])
+                self.values[key] = decoded(entry["value"])
                 continue
             shape, parts = _sizes(entry["shape"]), []
             for rank, *box in entry["boxes"]:
@@ -229,29 +158,24 @@ class Checkpoint:
                 parts.append(Part(by_rank[rank], name, offsets, sizes))
             check_cover(key, shape, [(part.offsets, part.sizes) for part in parts])
             self.tensors[key] = SavedTensor(dtype_of(entry["dtype"]), shape, tuple(parts))
-        self.at(())
 
     def _file(self, name: str) -> TensorFile:
         if name not in self._open:
             self._open[name] = TensorFile(self.folder / name)
         return self._open[name]
 
-    def below(self, path: Keys) -> dict[Keys, str]:
-        """Return the keys at a path and inside it, by the rest of their paths."""
-        if self.files is not None:
-            n = len(path)
-            return {other[n:]: key for key, other in self.paths.items() if other[:n] == path}
-        name, start = joined(path), joined((*path, ""))
-        found: dict[Keys, str] = {(): name} if name in self.tensors else {}
-        return found | {(k.removeprefix(start),): k for k in self.tensors if k.startswith(start)}
+    def _place(self, path: Keys) -> Keys:
+        """Return a path in the tree; other tools have only texts with dots."""
+        return path if self.files is not None else tuple(joined(path).split(".") if path else ())
+
+    def keys(self, path: Keys) -> set[str]:
+        """Return the keys at a path and inside it."""
+        start = self._place(path)
+        return {key for key, own in self.paths.items() if own[: len(start)] == start}
 
     def at(self, path: Keys, default: Any = None) -> Any:
         """Return the saved tree at a path, with tensors on the meta device, or `default`."""
-        saved = {
-            rest: self.tensors[key].empty() if key in self.tensors else self.values[key]
-            for rest, key in self.below(path).items()
-        }
-        return nested(saved) if saved else default
+        return at(self._tree, self._place(path), default)
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
         """Raise ArgumentError if a file is missing, cut or altered; reads every P-th file."""
@@ -287,9 +211,8 @@ class Checkpoint:
 def _of_other_tools(path: Path) -> tuple[Path, list[str] | None]:
     """Return the folder of a checkpoint, and its files if another tool has written them."""
     if path.is_dir() and not (path / f"{KIND}.json").exists():
-        for name in (_HUB_INDEX, "model.safetensors"):
-            if (path / name).exists():
-                path = path / name
+        here = [path / name for name in (_HUB_INDEX, "model.safetensors")]
+        path = next((file for file in here if file.exists()), path)
     if path.suffix == ".safetensors":
         return path.parent, [path.name]
     if not path.name.endswith(".index.json"):

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from varcomm.checkpoint.index import Checkpoint, Keys, joined, nested
 from varcomm.checkpoint.parts import Ranks, Rows, alone, boxes_of, few, row_block
 from varcomm.checkpoint.save import finish_pending
 from varcomm.checkpoint.state import Holder, Leaf, Walk, checked_state, is_bare
-from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.sharding.files import write_tensors
+from varcomm.errors import ArgumentError
+from varcomm.ops.digest import require_equal
 from varcomm.sharding.sharded import refuse_unwritable
 from varcomm.transport.group import GroupLike
 
@@ -55,18 +56,15 @@ def load(
 
     Raises
     ------
-    ArgumentError
-        On every rank, if there is no checkpoint; if a file is missing, cut or altered; if keys,
-        shapes or dtypes do not match; if a tensor cannot be overwritten. Then nothing is changed.
-        Also if an object refuses its state, after tensors have been overwritten.
-    DisagreementError
-        On every rank, if ranks find different checkpoints.
+    ArgumentError, DisagreementError
+        On every rank, if there is no checkpoint, or ranks find different ones; if a file is
+        missing, cut or altered; if keys, shapes or dtypes do not match; if a tensor cannot be
+        overwritten. Then nothing is changed. Also if an object refuses its state, after tensors
+        have been overwritten.
 
     Notes
     -----
     Each rank verifies the SHA-256 of every P-th file, and reads only the elements that it needs.
-    Files of other tools have no digests.
-
     Communication: four rounds of small messages; rows of :class:`Rows` travel once.
 
     In one process: the checkpoint of one rank, which any number of ranks can read.
@@ -97,11 +95,8 @@ def load(
         opened.verify(ranks.rank, ranks.size)
         return opened
 
-    found, digests = ranks.agree(_WHAT, find, lambda one: one.digest)
-    if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
-        raise DisagreementError(
-            f"{_WHAT}: ranks {others} find another checkpoint in {folder} than rank 0."
-        )
+    found, digests = ranks.agree(_WHAT, find, lambda one: {f"the digest of {folder}": one.digest})
+    require_equal(_WHAT, digests)
     targets, fits = ranks.agree(_WHAT, lambda: _Targets(state, found, ranks.rank), _Targets.fit)
     alone(_WHAT, lambda: _check_fit(found, fits))  # the same on all ranks
     blocks = [(key, *row_block(rows, ranks)) for key, rows in targets.rows().items()]
@@ -116,7 +111,12 @@ def load(
     ranks.agree(_WHAT, overwrite)
     for *_, send in blocks:
         send()
-    ranks.agree(_WHAT, targets.put)
+
+    def replace() -> None:
+        for put in targets.puts:
+            put()
+
+    ranks.agree(_WHAT, replace)
 
 
 def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -148,6 +148,8 @@ def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
     def full() -> dict[str, Any]:
         found, tensors = _read_all(folder, "")
+        if found.files is None:
+            return tensors
         flat = {**found.values, **tensors}
         state: dict[str, Any] = nested({path: flat[key] for key, path in found.paths.items()})
         return state
@@ -161,7 +163,7 @@ def export(
     """Write the tensors of a checkpoint as one safetensors file; no communication.
 
     Full tensors are held in memory. ArgumentError if the checkpoint cannot be read, has no tensors
-    of this name, or has complex ones, which other tools cannot read; or if writing fails.
+    of this name or of a dtype that safetensors lacks, or if writing fails.
 
     Parameters
     ----------
@@ -189,15 +191,7 @@ def export(
         _, tensors = _read_all(folder, start)
         if not tensors:
             raise ArgumentError(f"{folder} has no tensors below {name!r}.")
-        if complex_ := [key for key, tensor in tensors.items() if tensor.is_complex()]:
-            raise ArgumentError(f"{complex_[0]!r} is complex; save torch.view_as_real of it.")
-        target = Path(file)
-        coming = target.with_name(f".{target.name}.{os.getpid()}")
-        try:
-            write_tensors(coming, {key.removeprefix(start): t for key, t in tensors.items()})
-            os.replace(coming, target)
-        finally:
-            coming.unlink(missing_ok=True)
+        save_file({key.removeprefix(start): t for key, t in tensors.items()}, file)
 
     alone("checkpoint.export", write)
 
@@ -217,12 +211,7 @@ def _read_all(
 def _check_fit(found: Checkpoint, fits: Sequence[Any]) -> None:
     """Raise, the same on all ranks, if the states of all ranks together do not match."""
     within, asked, problems, rows = zip(*fits, strict=True)
-    for rank, own in enumerate(rows):
-        if own != rows[0]:
-            raise DisagreementError(
-                f"ranks disagree on Rows: rank 0 has {rows[0]}, rank {rank} has {own}. Give the "
-                "same Rows on all ranks, without ids if a rank has none."
-            )
+    require_equal(_WHAT, [{"Rows, which may be without ids": own} for own in rows])
     left = reduce(or_, within) & ~reduce(or_, asked)
     unexpected = [repr(key) for bit, key in enumerate(sorted(found.paths)) if left >> bit & 1]
     given = [*dict.fromkeys(chain.from_iterable(problems))]
@@ -246,7 +235,7 @@ class _Targets(Walk):
         self.problems: list[str] = []
         self.asked: set[str] = set()
         paths = [()] if isinstance(state, torch.nn.Module) else [(name,) for name in state]
-        self.within = {key for path in paths for key in found.below(path).values()}
+        self.within = {key for path in paths for key in found.keys(path)}
         for leaf in self.leaves(Leaf(state)):
             self._add(leaf.key, leaf)
 
@@ -263,11 +252,6 @@ class _Targets(Walk):
         found = sorted(self.targets.items())
         return {key: value for key, value in found if isinstance(value, Rows)}
 
-    def put(self) -> None:
-        """Put all values in their places, in the order of the state."""
-        for put in self.puts:
-            put()
-
     def opens(self, holder: Holder, path: Keys) -> bool:
         saved = self.found.at(path, _ABSENT)
         if saved is not _ABSENT:
@@ -281,19 +265,19 @@ class _Targets(Walk):
         if not isinstance(saved, Mapping) or not all(str(name).isdecimal() for name in saved):
             self._differs(joined((*path, str(self.rank))), "")
             return False
-        self.asked.update(self.found.below(path).values())
+        self.asked |= self.found.keys(path)
         return str(self.rank) in saved
 
     def _add(self, key: str, leaf: Leaf) -> None:
         value = leaf.value
         if isinstance(value, Holder):
-            self.puts.append(partial(_take, key, value))
+            self.puts.append(partial(value.take, key))
             return
         if not isinstance(value, torch.Tensor | Rows):
             saved = self.found.at(leaf.path, _ABSENT)
             if value == {} and saved != {}:
                 return
-            self.asked.update(self.found.below(leaf.path).values())
+            self.asked |= self.found.keys(leaf.path)
             if saved is _ABSENT or not is_bare(saved):
                 self._differs(key, "a plain value")
             else:
@@ -301,7 +285,10 @@ class _Targets(Walk):
             return
         tensor = value.tensor if isinstance(value, Rows) else value
         shape, stored = tuple(value.shape), self.found.tensors.get(key)
-        _check_target(key, tensor)
+        if tensor.is_meta:
+            raise ArgumentError(f"{key!r} is on the meta device. Call to_empty(device=...) first.")
+        for box in boxes_of(key, tensor):
+            refuse_unwritable(repr(key), box.tensor)
         self.asked.add(key)
         if stored is None or (stored.shape, stored.dtype) != (shape, tensor.dtype):
             self._differs(key, f"{shape}, {tensor.dtype}")
@@ -314,18 +301,3 @@ class _Targets(Walk):
         problem = f"{key!r} is saved as {was} and is {here} here"
         is_there = key in self.found.paths
         self.problems.append(problem if is_there else f"{key!r} is missing in the checkpoint")
-
-
-def _take(key: str, holder: Holder) -> None:
-    try:
-        holder.take()
-    except Exception as error:
-        raise ArgumentError(f"{key!r} refuses its saved state: {error}") from error
-
-
-def _check_target(key: str, tensor: torch.Tensor) -> None:
-    """Raise ArgumentError if a tensor cannot be loaded into."""
-    if tensor.is_meta:
-        raise ArgumentError(f"{key!r} is on the meta device. Call to_empty(device=...) first.")
-    for box in boxes_of(key, tensor):
-        refuse_unwritable(repr(key), box.tensor)

@@ -121,9 +121,8 @@ def wrapped(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Ten
     """Return a tensor, as Sharded if it, or the parameter that it is like, carries a mark."""
     if not is_whole(tensor):
         return tensor
-    spec, part = shard_spec(tensor if like is None else like), tensor
-    if like is None:
-        part = tensor.detach()
+    spec = shard_spec(tensor if like is None else like)
+    part = tensor.detach() if like is None else tensor
     return part if spec is None else Sharded.of(part, spec)
 
 
@@ -151,31 +150,23 @@ def few(items: Sequence[str]) -> str:
     return f"{', '.join(items[:5])}{', ...' if len(items) > 5 else ''}"
 
 
-def shown(value: Any) -> str:
-    """Return a value for a message."""
-    if not isinstance(value, torch.Tensor):
-        return repr(value)
-    shape = "" if value.is_nested else f" of shape {tuple(value.shape)}"
-    return f"a {type(value).__name__}{shape}, {value.dtype}, {value.layout}, {value.device}"
-
-
 def checked_rows(key: str, rows: Rows) -> Rows:
     """Return Rows with int64 ids on the device of their tensor, or raise ArgumentError."""
     tensor, ids, total = rows.tensor, rows.ids, exact_int(rows.total)
     if not isinstance(tensor, torch.Tensor) or not tensor.dim() or not is_whole(tensor):
-        raise ArgumentError(f"{key!r}: tensor of Rows must have rows; got {shown(tensor)}.")
+        raise ArgumentError(f"{key!r}: tensor of Rows must be a plain tensor with rows.")
     integers = isinstance(ids, torch.Tensor) and ids.dtype in (torch.int32, torch.int64)
     if total is None or not integers or ids.shape != tensor.shape[:1]:
         raise ArgumentError(
-            f"{key!r}: ids of Rows must be {len(tensor)} integers and total an int; got "
-            f"{shown(ids)} and {rows.total!r}."
+            f"{key!r}: ids of Rows must be {len(tensor)} integers in a tensor, and total an int; "
+            f"got {ids!r} and {rows.total!r}."
         )
     if (len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < total) or total < 0:
         raise ArgumentError(f"{key!r}: ids of Rows must be 0 ... total - 1, of {total} rows.")
     return Rows(tensor.detach(), ids.to(tensor.device, torch.int64), total)
 
 
-def sorted_rows(what: str, key: str, rows: Rows, ranks: Ranks) -> Sharded:
+def sorted_rows(what: str, key: str, rows: Rows, ranks: Ranks) -> torch.Tensor:
     """Send Rows to the ranks that write them, and return this rank's block; collective."""
     sizes = ShardSizes.balanced(rows.total, ranks.size)
     ids, tensor = rows.ids, _movable(rows.tensor)
@@ -198,7 +189,7 @@ def sorted_rows(what: str, key: str, rows: Rows, ranks: Ranks) -> Sharded:
     ranks.agree(what, check)
     block = torch.empty_like(tensor)
     block[ids - first] = tensor
-    return Sharded(rows.shape, [_box(first, block.view(rows.tensor.dtype))])
+    return block.view(rows.tensor.dtype)
 
 
 def row_block(rows: Rows, ranks: Ranks) -> tuple[Box, Callable[[], None]]:
@@ -215,11 +206,7 @@ def row_block(rows: Rows, ranks: Ranks) -> tuple[Box, Callable[[], None]]:
         read = _movable(block)
         _movable(rows.tensor)[order] = read[needed] if plan is None else plan(read)
 
-    return _box(sizes.offsets[ranks.rank], block), send
-
-
-def _box(first: int, block: torch.Tensor) -> Box:
-    return Box((first, *(0,) * (block.dim() - 1)), block)
+    return Box((sizes.offsets[ranks.rank], *(0,) * (block.dim() - 1)), block), send
 
 
 def _movable(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,7 +15,7 @@ from zlib import crc32
 
 import torch
 
-from varcomm.checkpoint.index import KIND, encode, part_name
+from varcomm.checkpoint.index import KIND, part_name
 from varcomm.checkpoint.parts import (
     Ranks,
     Rows,
@@ -23,19 +23,18 @@ from varcomm.checkpoint.parts import (
     boxes_of,
     few,
     is_whole,
-    shown,
     sorted_rows,
 )
 from varcomm.checkpoint.state import Holder, Leaf, Walk, checked_state
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops.checks import checked_flag
-from varcomm.ops.digest import digest
+from varcomm.ops.digest import digest, require_equal
 from varcomm.sharding.files import FolderSave, check_cover, new_token
 from varcomm.sizes import ShardSizes
 from varcomm.transport.agreement import on_all_ranks
 from varcomm.transport.auxiliary_group import aside
 from varcomm.transport.group import GroupLike
-from varcomm.transport.serialization import dtype_of
+from varcomm.transport.serialization import dtype_of, encoded
 
 __all__ = ["PendingSave", "finish_pending", "save"]
 
@@ -92,8 +91,7 @@ def save(
 
     Notes
     -----
-    Communication: three rounds of small messages; one more if ranks have different keys; one more
-    to compare CRC-32 of replicated tensors. Rows travel once, to the rank that writes them.
+    Communication: 3 to 5 rounds of small messages. Rows travel once, to the rank that writes them.
 
     In one process: the same files, which any number of ranks can load.
 
@@ -121,31 +119,32 @@ def save(
 
     def brief(found: tuple[Path, _State]) -> tuple[Any, ...]:
         own = found[1]
-        call = {"folder": str(Path(folder)), "async_": async_, "Rows": sorted(own.rows.items())}
-        return token, call, own.digest(), own.per_rank, own.boxes
+        rows = sorted((key, str(rows.tensor.dtype), rows.shape) for key, rows in own.rows.items())
+        call = {"folder": str(Path(folder)), "async_": async_, "Rows": rows}
+        return token, call, crc32(_in_order(own.common).encode()), own.per_rank, own.parts
 
     (target, own), told = ranks.agree(_WHAT, collect, brief)
-    tokens, calls, digests, per_rank, boxes = zip(*told, strict=True)
-    for rank, call in enumerate(calls):
-        for word, first in calls[0].items():
-            if call[word] != first:
-                both = f"rank 0 has {first}, rank {rank} has {call[word]}"
-                raise DisagreementError(f"{_WHAT}: ranks disagree on {word}: {both}.")
+    tokens, calls, digests, per_rank, parts = zip(*told, strict=True)
+    require_equal(_WHAT, calls)
     commons = [own.common] * ranks.size
     if len(set(digests)) > 1:  # mostly ranks have the same keys
         _, commons = ranks.agree(_WHAT, lambda: own.common)
     entries = [common | more for common, more in zip(commons, per_rank, strict=True)]
-    plan = alone(_WHAT, lambda: _Plan(entries, boxes))  # the same on all ranks
-    for key in sorted(own.rows):
-        own.values[key] = sorted_rows(_WHAT, key, own.values[key], ranks)
-    _check_copies(own.values, plan, ranks)
-    contents = plan.contents(own.values, ranks.rank)
+    plan = alone(_WHAT, lambda: _Plan(entries, parts))  # the same on all ranks
+    for key, rows in sorted(own.rows.items()):
+        own.tensors[own.place(key, rows)] = sorted_rows(_WHAT, key, rows, ranks)
+    _check_copies(own.tensors, plan, ranks)
+    contents = {plan.name(piece): own.tensors[piece] for piece in plan.pieces[ranks.rank]}
     task = FolderSave(target, KIND, tokens[0])
     what = f"{_WHAT} to {Path(folder)}"
     if not async_:
         _write(what, task, plan, contents, ranks)
         return None
-    staged, _ = ranks.agree(_WHAT, lambda: _staged(contents), lambda _: None)
+
+    def copies() -> dict[str, torch.Tensor]:  # which training does not change
+        return {name: value.to("cpu", copy=True) for name, value in contents.items()}
+
+    staged, _ = ranks.agree(_WHAT, copies, lambda _: None)
     others = ranks if ranks.group is None else Ranks(aside(ranks.group))
     return PendingSave(lambda: _write(f"{what} with async_=True", task, plan, staged, others))
 
@@ -171,21 +170,19 @@ class PendingSave:
     _latest: PendingSave | None = None
 
     def __init__(self, run: Callable[[], None]) -> None:
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(run,), name="varcomm.checkpoint")
-        PendingSave._latest = self
-        self._thread.start()
+        def logged() -> None:
+            try:
+                run()
+            except BaseException as error:
+                logger.error("%s", error)
+                raise
 
-    def _run(self, run: Callable[[], None]) -> None:
-        try:
-            run()
-        except BaseException as error:
-            self._error = error
-            logger.error("%s", error)
+        self._future = ThreadPoolExecutor(1, "varcomm.checkpoint").submit(logged)
+        PendingSave._latest = self
 
     def done(self) -> bool:
         """Return whether the save has ended, with or without an error; no communication."""
-        return not self._thread.is_alive()
+        return self._future.done()
 
     def wait(self) -> None:
         """Return when the checkpoint is complete on all ranks; no communication.
@@ -193,11 +190,10 @@ class PendingSave:
         VarcommError on every rank if it could not be written; it names the folder, which has the
         earlier checkpoint. CommunicationError if ranks could not agree.
         """
-        self._thread.join()
+        wait([self._future])
         if PendingSave._latest is self:
             PendingSave._latest = None
-        if self._error is not None:
-            raise self._error
+        self._future.result()
 
 
 def finish_pending() -> None:
@@ -214,16 +210,19 @@ _Entry: TypeAlias = dict[str, Any]
 _Piece: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
+_EMPTY: tuple[Any, ...] = (encoded({}), [])
+
+
 class _State:
     """The state of this rank: its tensors, and what ranks tell each other of them."""
 
     def __init__(self, state: Any, ranks: Ranks) -> None:
         self._ranks = ranks
-        self.values: dict[str, Any] = {}  # tensors and Rows
-        self.rows: dict[str, Any] = {}  # the same on all ranks
+        self.tensors: dict[_Piece, torch.Tensor] = {}
+        self.rows: dict[str, Rows] = {}  # the same on all ranks
         self.common: dict[str, _Entry] = {}  # mostly the same on all ranks
         self.per_rank: dict[str, _Entry] = {}
-        self.boxes: list[_Piece] = []
+        self.parts: list[_Piece] = []  # of tensors that are sharded over ranks
         for leaf in Walk(checked_state(state), ranks.rank).leaves(Leaf(state)):
             if isinstance(leaf.value, Holder):
                 continue  # after its leaves
@@ -234,47 +233,43 @@ class _State:
             entries = self.per_rank if leaf.own else self.common
             entries[key] = {"path": leaf.path, **self._entry(key, leaf)}
 
-    def digest(self) -> int:
-        """Return a digest of the common entries."""
-        return crc32(_in_order(self.common).encode())
+    def place(self, key: str, rows: Rows) -> _Piece:
+        """Return the rows of a full tensor that this rank writes."""
+        block = ShardSizes.balanced(rows.total, self._ranks.size).range(self._ranks.rank)
+        return key, (block.start, *(0,) * (len(rows.shape) - 1)), (len(block), *rows.shape[1:])
 
     def _entry(self, key: str, leaf: Leaf) -> _Entry:
         value = leaf.value
-        if not isinstance(value, torch.Tensor | Rows):
+        if isinstance(value, Rows):
+            self.rows[key] = value
+            self.parts.append(self.place(key, value))
+            return _described(value.tensor.dtype, value.shape, "parts")
+        if not isinstance(value, torch.Tensor):
             try:
-                content = encode(value)
+                content = encoded(value)
                 json.dumps(content)
             except (TypeError, ValueError) as error:
                 raise ArgumentError(f"{key!r} cannot be saved: {error}.") from error
             return {"kind": "value", "value": content}
-        self.values[key] = value
-        shape, kind = tuple(value.shape), "parts"
-        if isinstance(value, Rows):
-            dtype = value.tensor.dtype
-            self.rows[key] = str(dtype), shape
-            rows = ShardSizes.balanced(value.total, self._ranks.size).range(self._ranks.rank)
-            offsets = rows.start, *(0,) * (len(shape) - 1)
-            self.boxes.append((key, offsets, (len(rows), *shape[1:])))
-        else:
-            _check_saved(key, value, leaf.own)
-            dtype, kind = value.dtype, "whole" if is_whole(value) else kind
-            own = [] if kind == "whole" else boxes_of(key, value)
-            self.boxes += [(key, box.offsets, tuple(box.tensor.shape)) for box in own]
-        return {"kind": kind, "dtype": str(dtype).removeprefix("torch."), "shape": shape}
+        whole = is_whole(value)
+        odd = value.is_nested or value.layout != torch.strided or value.is_quantized
+        if odd or value.is_meta or (whole and type(value) is not torch.Tensor):
+            kind = f"{type(value).__name__}, {value.layout}, {value.device}"
+            raise ArgumentError(f"{key!r} must be a plain dense tensor; got {kind}.")
+        if leaf.own and not whole:
+            raise ArgumentError(f"{key!r} is sharded over ranks and cannot be inside PerRank.")
+        found = {(key, b.offsets, tuple(b.tensor.shape)): b.tensor for b in boxes_of(key, value)}
+        self.tensors |= found
+        self.parts += [] if whole else found
+        return _described(value.dtype, value.shape, "whole" if whole else "parts")
+
+
+def _described(dtype: torch.dtype, shape: Sequence[int], kind: str) -> _Entry:
+    return {"kind": kind, "dtype": str(dtype).removeprefix("torch."), "shape": tuple(shape)}
 
 
 def _in_order(content: Any) -> str:
     return json.dumps(content, sort_keys=True)
-
-
-def _check_saved(key: str, tensor: torch.Tensor, own: bool) -> None:
-    """Raise ArgumentError if a tensor cannot be saved."""
-    whole = is_whole(tensor)
-    odd = tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized
-    if odd or tensor.is_meta or (whole and type(tensor) is not torch.Tensor):
-        raise ArgumentError(f"{key!r} must be a plain dense tensor; got {shown(tensor)}.")
-    if own and not whole:
-        raise ArgumentError(f"{key!r} is sharded over ranks and cannot be inside PerRank.")
 
 
 class _Plan:
@@ -283,7 +278,7 @@ class _Plan:
     `holders` has the ranks with a copy of each box.
     """
 
-    def __init__(self, entries: Sequence[Mapping[str, _Entry]], boxes: Sequence[Any]) -> None:
+    def __init__(self, entries: Sequence[Mapping[str, _Entry]], parts: Sequence[Any]) -> None:
         self.entries = _merged(entries)
         self.holders: dict[_Piece, list[int]] = {}
         for rank, own in enumerate(entries):
@@ -292,7 +287,7 @@ class _Plan:
                 for key, entry in own.items()
                 if entry["kind"] == "whole"
             ]
-            for piece in (*boxes[rank], *whole):
+            for piece in (*parts[rank], *whole):
                 if prod(piece[2]):
                     self.holders.setdefault(piece, []).append(rank)
         by_key: dict[str, list[Any]] = {key: [] for key in self.entries}
@@ -301,23 +296,19 @@ class _Plan:
         for key, entry in self.entries.items():
             if "shape" in entry:
                 check_cover(key, entry["shape"], by_key[key])
-        self.pieces: list[list[_Piece]] = [[] for _ in boxes]
-        load = [0] * len(boxes)
+        self.pieces: list[list[_Piece]] = [[] for _ in parts]
+        load = [0] * len(parts)
         # boxes of few ranks first; replicated ones then even out the load
         for piece, able in sorted(self.holders.items(), key=lambda item: (len(item[1]), item[0])):
             writer = min(able, key=load.__getitem__)
             self.pieces[writer].append(piece)
             load[writer] += dtype_of(self.entries[piece[0]]["dtype"]).itemsize * prod(piece[2])
-        for pieces in self.pieces:
-            for name, times in Counter(map(self._name, pieces)).items():
-                if times > 1:
-                    raise ArgumentError(f"two tensors would be saved as {name!r}. Rename one.")
+        names = Counter(self.name(piece) for piece in self.holders)
+        for name in (name for name, times in names.items() if times > 1):
+            raise ArgumentError(f"two tensors would be saved as {name!r}. Rename one.")
 
-    def contents(self, tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-        """Return the boxes that a rank writes by their names in its file."""
-        return {self._name(piece): _box(tensors, piece) for piece in self.pieces[rank]}
-
-    def _name(self, piece: _Piece) -> str:
+    def name(self, piece: _Piece) -> str:
+        """Return the name of a box in its file."""
         key, offsets, sizes = piece
         return part_name(key, self.entries[key]["shape"], offsets, sizes)
 
@@ -344,70 +335,39 @@ def _merged(given: Sequence[Mapping[str, _Entry]]) -> dict[str, _Entry]:
                     f"ranks disagree on {key!r}: on rank {other} it is {_shown(known)}, and on "
                     f"rank {rank} {_shown(entry)}. {_FIX}"
                 )
-    paths = [entry["path"] for _, entry in first.values()]
-    inner = {path[:depth] for path in paths for depth in range(len(path))}
+    inner = {e["path"][:depth] for _, e in first.values() for depth in range(len(e["path"]))}
+    found = {}
     for key, (rank, entry) in first.items():
-        if entry["path"] in inner and not _is_empty(entry):
+        if entry["path"] not in inner:
+            found[key] = entry
+        elif entry.get("value") not in _EMPTY:  # which may have entries on other ranks
             raise DisagreementError(
                 f"{key!r} is {_shown(entry)} on rank {rank}, and a container on another. {_FIX}"
             )
-    # a container that is empty on one rank may have entries on others
-    return {key: entry for key, (_, entry) in first.items() if entry["path"] not in inner}
-
-
-def _is_empty(entry: _Entry) -> bool:
-    return entry.get("value") in ({}, [])
+    return found
 
 
 def _shown(entry: _Entry) -> str:
-    if "value" not in entry:
-        part = "parts of " if entry["kind"] == "parts" else ""
-        return f"{part}a tensor of shape {entry['shape']}, torch.{entry['dtype']}"
-    text = json.dumps(entry["value"])
-    return "an empty container" if _is_empty(entry) else f"a plain value {text[:50]}"
+    if "value" in entry:
+        return f"a plain value {json.dumps(entry['value'])[:50]}"
+    part = "parts of " if entry["kind"] == "parts" else ""
+    return f"{part}a tensor of shape {entry['shape']}, torch.{entry['dtype']}"
 
 
-def _box(tensors: Mapping[str, torch.Tensor], piece: _Piece) -> torch.Tensor:
-    key, *place = piece
-    found = boxes_of(key, tensors[key])
-    return next(box.tensor for box in found if [box.offsets, tuple(box.tensor.shape)] == place)
-
-
-def _check_copies(tensors: Mapping[str, torch.Tensor], plan: _Plan, ranks: Ranks) -> None:
+def _check_copies(tensors: Mapping[_Piece, torch.Tensor], plan: _Plan, ranks: Ranks) -> None:
     """Raise on every rank if copies of a box differ between ranks; collective."""
     several = sorted(item for item in plan.holders.items() if len(item[1]) > 1)
     if not several:
         return  # on all ranks
-    own = [
-        crc32(repr(digest(_box(tensors, piece))).encode()) if ranks.rank in able else 0
-        for piece, able in several
-    ]
+    own = [crc32(repr(digest(tensors.get(piece))).encode()) for piece, _ in several]
     _, told = ranks.agree(_WHAT, lambda: own)
-    keys: dict[str, int] = {}
-    others = set()
+    wrong: dict[str, list[int]] = {}
     for place, ((key, *_), able) in enumerate(several):
-        differing = [rank for rank in able if told[rank][place] != told[able[0]][place]]
-        if differing:
-            keys[key] = able[0]
-            others.update(differing)
-    if keys:
-        raise DisagreementError(
-            f"{_WHAT}: {len(keys)} tensors differ between rank {min(keys.values())} and ranks "
-            f"{sorted(others)}: {few([*map(repr, keys)])}. {_FIX}"
-        )
-
-
-def _staged(contents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return copies on the CPU, which training does not change."""
-    staged = {}
-    for name, value in contents.items():
-        # copies into pinned memory run at full speed and one after the other
-        copy = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
-        staged[name] = copy.copy_(value, non_blocking=True)
-    for device in {value.device for value in contents.values()}:
-        if device.type != "cpu":
-            torch.get_device_module(device).synchronize(device)
-    return staged
+        if others := [rank for rank in able if told[rank][place] != told[able[0]][place]]:
+            wrong[key] = others
+    if wrong:
+        named = few([f"{key!r} on ranks {others}" for key, others in wrong.items()])
+        raise DisagreementError(f"{_WHAT}: {len(wrong)} tensors differ: {named}. {_FIX}")
 
 
 def _write(

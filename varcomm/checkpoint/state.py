@@ -107,20 +107,19 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
 
 def _is_container(leaf: Leaf) -> bool:
     """Return whether a value is loaded by parts; a dict with other keys than texts may be one."""
-    value, bare = leaf.value, is_bare(leaf.value)
-    if isinstance(value, dict):
-        names = [name for name in value if not isinstance(name, str)]
-        others = [name for name in names if type(name) is not int]
-        if others and not bare:
-            raise ArgumentError(
-                f"{leaf.key!r}: {others[0]!r} is a key of a dict with tensors in it. Use "
-                "texts or ints as keys of such dicts."
-            )
-        return bool(value) and not (bare and names)
-    if not bare and not isinstance(value, list):
+    value = leaf.value
+    names = list(value) if isinstance(value, dict) else []
+    if is_bare(value):
+        return bool(names) and all(isinstance(name, str) for name in names)
+    if not isinstance(value, dict | list):
         kind = type(value).__name__
         raise ArgumentError(f"{leaf.key!r} is a {kind} with tensors in it. Use a list or a dict.")
-    return not bare
+    if others := [name for name in names if type(name) not in (str, int)]:
+        raise ArgumentError(
+            f"{leaf.key!r}: {others[0]!r} is a key of a dict with tensors in it. Use texts or ints "
+            "as keys of such dicts."
+        )
+    return True
 
 
 class Holder:
@@ -141,9 +140,12 @@ class Holder:
             return self.held.state_dict_for(saved)
         return _copied(saved, self.tree())
 
-    def take(self) -> None:
-        """Take the targets, or refuse them."""
-        self.held.load_state_dict(self.content)
+    def take(self, key: str) -> None:
+        """Put the targets into the object, or raise ArgumentError if it refuses them."""
+        try:
+            self.held.load_state_dict(self.content)
+        except Exception as error:
+            raise ArgumentError(f"{key!r} refuses its saved state: {error}") from error
 
 
 class _Module(Holder):
@@ -166,53 +168,32 @@ class _Module(Holder):
         return found
 
 
-class _Optimizer(OptimizerStates):
-    """An optimizer of torch's; its states have the names of parameters, as in `modules`."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, modules: _Modules) -> None:
-        _check_kind(optimizer)
-        groups = [group["params"] for group in optimizer.param_groups]
-        names = _parameter_names(modules, {param for params in groups for param in params})
-        for number, params in enumerate(groups):
-            for place, param in enumerate(params):
-                if param not in names:
-                    raise ArgumentError(
-                        f"parameter {place} of group {number}, of shape {tuple(param.shape)}, is "
-                        "in no module of the state, and has no name. Add its module to the state."
-                    )
-        parts = {p: Part(name, partial(wrapped, like=p)) for p, name in names.items()}
-        super().__init__(optimizer, parts, [[names[param] for param in own] for own in groups])
-
-    def state_dict_for(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        if at(saved, ("masters",)) is not None:
-            raise ArgumentError(
-                "the saved optimizer has fp32 masters of the parameters, and a plain optimizer "
-                "has none. Load it into a varcomm.data_parallel.ShardedGradients."
-            )
-        found = super().state_dict_for(saved)
-        for own, group in zip(found["param_groups"], saved["param_groups"], strict=True):
-            options = {key: _option(value, own.get(key)) for key, value in group.items()}
-            own.clear()
-            own.update(options)
-        return found
+def _states_of(optimizer: torch.optim.Optimizer, modules: _Modules) -> OptimizerStates:
+    """Return the states of an optimizer of torch's by the names of parameters in `modules`."""
+    _check_kind(optimizer)
+    groups = [group["params"] for group in optimizer.param_groups]
+    names = _parameter_names(modules, {param for params in groups for param in params})
+    for param in (param for params in groups for param in params if param not in names):
+        raise ArgumentError(
+            f"a parameter of shape {tuple(param.shape)} is in no module of the state, and has no "
+            "name. Add its module to the state."
+        )
+    parts = {p: Part(name, partial(wrapped, like=p)) for p, name in names.items()}
+    return OptimizerStates(optimizer, parts, [[names[param] for param in own] for own in groups])
 
 
 def _check_kind(optimizer: torch.optim.Optimizer) -> None:
     """Raise ArgumentError if an optimizer keeps states elsewhere than torch's optimizers."""
     kind, plain = type(optimizer), torch.optim.Optimizer
     params = {param for group in optimizer.param_groups for param in group["params"]}
-    for odd, reason in (
-        (kind.state_dict is not plain.state_dict, "a state_dict of its own"),
-        (kind.load_state_dict is not plain.load_state_dict, "a load_state_dict of its own"),
-        (not params.issuperset(optimizer.state), "states of other keys than parameters"),
-    ):
-        if odd:
-            raise ArgumentError(
-                f"{kind.__name__} has {reason}, and its states cannot be saved by the names of "
-                "parameters. Use varcomm.data_parallel.ShardedGradients to shard states; else "
-                "save an object whose state_dict and load_state_dict call the optimizer's, "
-                "inside PerRank if ranks differ."
-            )
+    usual = kind.state_dict is plain.state_dict and kind.load_state_dict is plain.load_state_dict
+    if not usual or not params.issuperset(optimizer.state):
+        raise ArgumentError(
+            f"{kind.__name__} has a state_dict or load_state_dict of its own, or states of other "
+            "keys than parameters, and they cannot be saved by the names of parameters. Use "
+            "varcomm.data_parallel.ShardedGradients to shard states; else save an object whose "
+            "state_dict and load_state_dict call the optimizer's, inside PerRank if ranks differ."
+        )
 
 
 def _parameter_names(modules: _Modules, left: set[torch.Tensor]) -> dict[torch.Tensor, str]:
@@ -229,13 +210,6 @@ def _parameter_names(modules: _Modules, left: set[torch.Tensor]) -> dict[torch.T
         for path, own in found.items()
         for param, name in own.items()
     }
-
-
-def _option(saved: Any, own: Any) -> Any:
-    """Return the saved option of a group, or a target if it is a tensor."""
-    if not isinstance(saved, torch.Tensor):
-        return saved
-    return own if isinstance(own, torch.Tensor) else torch.empty_like(saved, device="cpu")
 
 
 def _copied(saved: Any, own: Any) -> Any:
@@ -267,7 +241,7 @@ def _holder_of(value: Any, modules: _Modules) -> Holder:
         both = {"state_dict": value.get_state, "load_state_dict": value.set_state}
         return Holder(SimpleNamespace(**both))
     if isinstance(value, torch.optim.Optimizer) and not _can(value, "state_dict_for"):
-        return Holder(_Optimizer(value, modules))
+        return Holder(_states_of(value, modules))
     return Holder(value)
 
 

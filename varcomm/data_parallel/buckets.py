@@ -1,30 +1,19 @@
-"""Buckets: parameters whose gradients travel in one message, and the sum of a bucket."""
+"""Buckets: parameters whose gradients travel in one message."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
-from varcomm.ops import packing
-from varcomm.ops.reduction import SMALL, accumulated
-from varcomm.sizes import ShardSizes
-from varcomm.transport.agreement import compare, debugging
-from varcomm.transport.engine import span, wait_for
-from varcomm.transport.failure import explained
+from varcomm.transport.engine import Pending, span
+from varcomm.transport.failure import explained, failure
 from varcomm.transport.group import Group
 
-__all__ = [
-    "BUCKET_BYTES",
-    "BucketSum",
-    "Message",
-    "Owner",
-    "cut",
-    "dense",
-    "gradient_dtype",
-    "is_owned",
-]
+__all__ = ["BUCKET_BYTES", "Owner", "cut", "gradient_dtype", "is_owned", "started"]
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -36,11 +25,6 @@ K = TypeVar("K", bound=Hashable)
 def gradient_dtype(value: torch.Tensor) -> torch.dtype:
     """Return the dtype of a parameter's gradient; for a buffer, its own dtype."""
     return getattr(value, "grad_dtype", None) or value.dtype  # of torch 2.9 or newer
-
-
-def dense(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient with all its zeros; itself, if it has them."""
-    return gradient if gradient.layout == torch.strided else gradient.to_dense()
 
 
 def cut(
@@ -97,83 +81,9 @@ def is_owned(parameter: torch.Tensor) -> bool:
     return bool(getattr(getattr(parameter, _OWNER, None), "is_open", False))
 
 
-class Message:
-    """A flat tensor in flight among all ranks, begun by a function of ``varcomm.ops.packing``.
-
-    A failure of the engine is a CommunicationError.
-    """
-
-    def __init__(
-        self, start: Callable[..., Any], name: str, group: Group, *arguments: object
-    ) -> None:
-        self._explained = explained(name, group)
-        with span(name), self._explained:
-            self._works, self._out = start(name, group, *arguments)
-
-    def done(self) -> bool:
-        """Return whether everything has arrived."""
-        return all(work.is_completed() for work in self._works)
-
-    def wait(self) -> torch.Tensor:
-        """Wait for the received tensor, and free the sent one."""
-        with self._explained:
-            wait_for(self._works)
-        self._works = ()
-        received: torch.Tensor = self._out
-        return received
-
-
-class BucketSum:
-    """A sum in flight; the same on all ranks, bit for bit.
-
-    Each rank sums a piece of ``1 / P`` in rank order, divides the piece, and sends it to the other
-    ranks: ``2 (P - 1) / P`` of the bytes of `flat`. Up to 16 KiB, one round takes less time. The
-    caller begins the second round, because an asynchronous :func:`varcomm.all_reduce` cannot.
-
-    `flat`, of shape (N,) on all ranks, must not change before the sum is complete. All ranks make
-    the same calls in the same order.
-    """
-
-    def __init__(self, flat: torch.Tensor, group: Group, use_fp32: bool = True) -> None:
-        self._group, self._use_fp32, self._numbers = group, use_fp32, flat.numel()
-        self._total: torch.Tensor | None = None
-        self._sizes: ShardSizes | None = None
-        self._start = 0
-        if group.size == 1 or flat.nbytes <= SMALL:
-            counts = [self._numbers] * group.size
-            self._message = self._begun("all_reduce", packing.all_gather, flat, counts)
-        else:
-            self._sizes = ShardSizes.balanced(self._numbers, group.size)
-            self._start = self._sizes.offsets[group.rank]
-            counts = [self._sizes[group.rank]] * group.size
-            name = "reduce_scatter_v"
-            self._message = self._begun(name, packing.exchange, flat, self._sizes, counts)
-
-    @torch.no_grad()
-    def begin_second_round(self, divisor: int = 1, undivided: int = 0) -> None:
-        """Wait for this rank's piece, and begin to send its sum.
-
-        The sum is divided by `divisor`, except its last `undivided` numbers.
-        """
-        parts = self._message.wait().view(self._group.size, -1)
-        total = accumulated(parts, self._use_fp32)
-        if divisor != 1:
-            total[: max(0, self._numbers - undivided - self._start)] /= divisor
-        self._total = total.to(parts.dtype)
-        if self._sizes is not None:
-            self._message = self._begun(
-                "all_gather_v", packing.all_gather, self._total, self._sizes
-            )
-
-    def wait(self) -> torch.Tensor:
-        """Return the sum; after :meth:`begin_second_round`."""
-        if self._sizes is None:
-            assert self._total is not None
-            return self._total
-        return self._message.wait()
-
-    def _begun(self, name: str, start: Callable[..., Any], *arguments: Any) -> Message:
-        if debugging():
-            how = {"dtype": str(arguments[0].dtype), "use_fp32": self._use_fp32}
-            compare(self._group, {"operation": name, "numbers": self._numbers, **how})
-        return Message(start, name, self._group, *arguments)
+def started(name: str, group: Group, start: Callable[..., Any], *arguments: object) -> Pending:
+    """Begin a message among all ranks by a function of ``varcomm.ops.packing``."""
+    failed = partial(failure, name, group, time.monotonic())
+    with span(name), explained(name, group):
+        works, out = start(name, group, *arguments)
+    return Pending(works, lambda: out, failed=failed)

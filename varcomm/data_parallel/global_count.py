@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
-import torch
-
 from varcomm.errors import ArgumentError
-from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.sizes import exact_int
-from varcomm.transport.engine import is_simulated
+from varcomm.transport.agreement import share
 from varcomm.transport.group import Group
 
-__all__ = ["GlobalCount", "Reduce", "described", "summed_rows", "total_rows"]
+__all__ = ["GlobalCount", "Reduce", "described", "divisor_of", "total_rows"]
 
 
 class GlobalCount:
@@ -25,9 +22,8 @@ class GlobalCount:
     Notes
     -----
     Each rank calls :meth:`add` for each micro-batch, before gradients are summed, also if it has no
-    row. A sum over ranks divides by all rows since the last sum; ``ShardedGradients.zero_grad()``
-    drops the counts too. Models whose gradients are summed by different calls need a count each. A
-    copy of a count starts at 0. Communication: 16 bytes from each rank to every other.
+    row. ``ShardedGradients.zero_grad()`` drops the counts too. Models whose gradients are summed by
+    different calls need a count each. A copy of a count starts at 0.
 
     Examples
     --------
@@ -107,11 +103,10 @@ def total_rows(counts: Sequence[Sequence[int]], where: str) -> int:
     return rows
 
 
-def summed_rows(count: GlobalCount, group: Group, name: str) -> int:
-    """Return the rows of all ranks, and reset the count; collective, errors as above."""
-    own = torch.tensor(count.local(), device=group.device())
-    count.reset()
-    every = all_gather_v(own, [2] * group.size, group=group.process_group).view(-1, 2)
-    if is_simulated(group):  # all ranks have as many rows there
-        every[:] = own
-    return total_rows(every.tolist(), f"{name} on {group.label}: ")
+def divisor_of(reduce: Reduce, group: Group, name: str) -> int:
+    """Return the divisor of a sum, and reset a count; collective for a count, errors as above."""
+    if not isinstance(reduce, GlobalCount):
+        return group.size if reduce == "mean" else 1
+    told = share(name, reduce.local, group)
+    reduce.reset()
+    return total_rows(told, f"{name} on {group}: ")

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
 
-from varcomm.data_parallel.buckets import (
-    BUCKET_BYTES,
-    BucketSum,
-    cut,
-    gradient_dtype,
-    is_owned,
-)
-from varcomm.data_parallel.global_count import GlobalCount, Reduce, described, summed_rows
+from varcomm.data_parallel.buckets import BUCKET_BYTES, cut, gradient_dtype, is_owned
+from varcomm.data_parallel.global_count import Reduce, described, divisor_of
 from varcomm.errors import ArgumentError
+from varcomm.ops.all_reduce import AllReduce
 from varcomm.ops.digest import digest
-from varcomm.ops.operator import checking
+from varcomm.ops.operator import begin, checking
 from varcomm.sizes import at_least
 from varcomm.transport.agreement import compare, debugging
+from varcomm.transport.engine import Pending
 from varcomm.transport.group import GroupLike, resolve
 
 __all__ = ["sum_gradients"]
@@ -35,8 +30,7 @@ def sum_gradients(
 ) -> None:
     """Replace each parameter's ``grad`` by its sum over ranks; call once per step, after backward.
 
-    Every rank has the same parameters and computes a part of the loss; the gradient of the loss is
-    the sum of the ranks' gradients. Micro-batches are accumulated first: a second call would sum
+    Each rank computes a part of the loss. Accumulate micro-batches first: a second call would sum
     sums. A parameter that no rank has used keeps no gradient, as in one process.
 
     Parameters
@@ -57,17 +51,16 @@ def sum_gradients(
     Raises
     ------
     ArgumentError
-        If a gradient is sparse or of another dtype than its parameter's gradients, if a parameter
-        belongs to a ``ShardedGradients``, or if another argument is wrong. On every rank, if a rank
-        has counted nothing, or all have counted 0.
+        If a gradient is sparse or of another dtype than its parameter's gradients, or a parameter
+        belongs to a ``ShardedGradients``. On every rank, if a rank has counted nothing, or all 0.
     DisagreementError
         Inside :func:`varcomm.debug`, on every rank, if parameters, values or arguments differ.
 
     Notes
     -----
     Communication: per bucket, ``2 (P - 1) / P`` of its bytes, and one number per parameter; up to
-    16 KiB, ``P - 1`` times its bytes in one round. A GlobalCount adds 16 bytes. Sums are
-    in rank order, and the same on all ranks bit for bit, so replicated parameters stay equal.
+    16 KiB, ``P - 1`` times its bytes in one round. A GlobalCount adds a message of 1 KiB. Sums are
+    in rank order and equal on all ranks bit for bit, so replicated parameters stay equal.
 
     In one process: nothing: backward from the sum of the losses of all ranks.
 
@@ -94,19 +87,15 @@ def sum_gradients(
         call = {"operation": "sum_gradients", "shapes of parameters": shapes, **how}
         values = [repr(digest(parameter)) for parameter in trained]
         compare(ranks, {**call, "values of parameters": values})
-    divisor = ranks.size if reduce == "mean" else 1
-    if isinstance(reduce, GlobalCount):
-        divisor = summed_rows(reduce, ranks, "sum_gradients")
-    # autograd may have made views of one tensor the gradients of two parameters
-    places = Counter(p.grad.data_ptr() for p in trained if p.grad is not None)
-    shared = {place for place, number in places.items() if number > 1}
-    before: tuple[list[torch.nn.Parameter], BucketSum] | None = None
+    divisor = divisor_of(reduce, ranks, "sum_gradients")
+    before: tuple[list[torch.nn.Parameter], Pending] | None = None
     with torch.no_grad():
         for members in [*cut(dict(enumerate(trained)), range(len(trained)), size), []]:
             bucket = [trained[index] for index in members]
-            begun = (bucket, BucketSum(_flat(bucket), ranks, use_fp32)) if bucket else None
+            total = AllReduce(ranks, use_fp32)
+            begun = (bucket, begin(total, _flat(bucket), False)) if bucket else None
             if before is not None:  # while the next one travels
-                _deliver(*before, divisor, shared)
+                _deliver(*before, divisor)
             before = begun
 
 
@@ -147,17 +136,13 @@ def _flat(bucket: Sequence[torch.nn.Parameter]) -> torch.Tensor:
     return torch.cat([*parts, flags.to(parts[0].device)])
 
 
-def _deliver(
-    bucket: Sequence[torch.nn.Parameter], total: BucketSum, divisor: int, shared: set[int]
-) -> None:
-    """Wait for a sum, and write it into the gradients."""
-    total.begin_second_round(divisor, undivided=len(bucket))
+def _deliver(bucket: Sequence[torch.nn.Parameter], total: Pending, divisor: int) -> None:
+    """Wait for a sum, and make its parts the gradients."""
     *parts, flags = total.wait().split([*(p.numel() for p in bucket), len(bucket)])
     everywhere = all(p.grad is not None for p in bucket)  # then a GPU need not be waited for
     used = [True] * len(bucket) if everywhere else flags.ne(0).tolist()
     for parameter, part, is_used in zip(bucket, parts, used, strict=True):
-        if not is_used:
-            continue
-        if parameter.grad is None or parameter.grad.data_ptr() in shared:
-            parameter.grad = torch.empty_like(parameter, dtype=part.dtype)
-        parameter.grad.copy_(part.view(parameter.shape))
+        if is_used:
+            part = (part if divisor == 1 else part / divisor).view(parameter.shape)
+            # new tensors: autograd may have made views of one the gradients of two parameters
+            parameter.grad = torch.empty_like(parameter, dtype=part.dtype).copy_(part)

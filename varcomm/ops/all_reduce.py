@@ -27,21 +27,25 @@ def start_sum(
     elsewhere: Sequence[int] = (),
 ) -> Pending:
     """Start to sum over ranks, on every rank or at `root`; others then get zeros of `elsewhere`."""
-    values, ranks, into = packing.flat(x), group.size, packing.memory_format(x)
+    values, ranks, into, shape = packing.flat(x), group.size, packing.memory_format(x), x.shape
     counts = pieces(x, group, one_round)
     if counts is None:
         works, got = packing.all_gather(name, group, values, [x.numel()] * ranks, root=root)
     else:
         works, got = packing.exchange(name, group, values, counts, [counts[group.rank]] * ranks)
+    received = [got]  # which finish() takes and frees; it keeps no `x` in memory either
+    del got
 
     def finish() -> torch.Tensor:
-        total = sum_in_rank_order(got.view(ranks, -1), use_fp32) if len(got) else got
+        parts = received.pop()
+        total = sum_in_rank_order(parts.view(ranks, -1), use_fp32) if len(parts) else parts
+        del parts
         if counts is not None:
             works, whole = packing.all_gather(name, group, total, counts, root=root)
             total = Pending(works, lambda: whole).wait()
         if root not in (None, group.rank):
-            return x.new_zeros(elsewhere)
-        return total.view(x.shape).contiguous(memory_format=into)
+            return total.new_zeros(elsewhere)
+        return total.view(shape).contiguous(memory_format=into)
 
     return Pending(works, finish)
 

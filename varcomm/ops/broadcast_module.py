@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops import packing
-from varcomm.ops.broadcast import broadcast
 from varcomm.ops.digest import differing
 from varcomm.sizes import checked_rank
 from varcomm.transport.agreement import share
-from varcomm.transport.group import GroupLike, resolve
+from varcomm.transport.engine import wait_for
+from varcomm.transport.failure import explained
+from varcomm.transport.group import Group, GroupLike, resolve
 
-__all__ = ["broadcast_module"]
+__all__ = ["broadcast_module", "overwrite"]
 
 _BYTES = 2**25  # of one message
 
@@ -90,18 +93,21 @@ def broadcast_module(model: torch.nn.Module, src: int = 0, group: GroupLike = No
             f"{what}: ranks {others} differ from rank 0 in {', '.join(names[:3])}"
             f"{', ...' if len(names) > 3 else ''}. Pass the same model and src on all ranks."
         )
+    overwrite(list(tensors.values()), src, ranks)
+
+
+@torch.no_grad()
+def overwrite(tensors: Sequence[torch.Tensor], src: int, group: Group) -> None:
+    """Overwrite tensors on every rank with those of one rank; collective."""
     bucket: list[torch.Tensor] = []
-    with torch.no_grad():
-        for place, tensor in enumerate(tensors.values(), 1):
-            bucket.append(tensor)
-            if place == len(tensors) or sum(each.nbytes for each in bucket) >= _BYTES:
-                device = bucket[0].device
-                parts = [
-                    packing.as_bytes(packing.flat(each.detach())).to(device) for each in bucket
-                ]
-                values = broadcast(torch.cat(parts), src, group=group)
-                for each, data in zip(
-                    bucket, values.split([p.numel() for p in parts]), strict=True
-                ):
-                    each.copy_(data.clone().view(each.dtype).view(each.shape))
-                bucket = []
+    for place, tensor in enumerate(tensors, 1):
+        bucket.append(tensor)
+        if place == len(tensors) or sum(each.nbytes for each in bucket) >= _BYTES:
+            device = bucket[0].device
+            parts = [packing.as_bytes(packing.flat(each.detach())).to(device) for each in bucket]
+            values = torch.cat(parts)
+            with explained("broadcast", group):
+                wait_for(packing.broadcast("broadcast", group, values, src))
+            for each, data in zip(bucket, values.split([p.numel() for p in parts]), strict=True):
+                each.copy_(data.clone().view(each.dtype).view(each.shape))
+            bucket = []

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
+from varcomm.errors import DisagreementError
 from varcomm.ops import packing
 
 
@@ -39,3 +40,11 @@ def differing(given: Sequence[Mapping[str, object]]) -> tuple[list[int], list[st
         for name in names
         if any(parts.get(name, absent) != given[0].get(name, absent) for parts in given)
     ]
+
+
+def require_equal(what: str, given: Sequence[Mapping[str, object]]) -> None:
+    """Raise DisagreementError if the words of ranks differ; without communication."""
+    _, names = differing(given)
+    if names:
+        each = [f"rank {rank} has {words.get(names[0])}" for rank, words in enumerate(given)]
+        raise DisagreementError(f"{what}: ranks disagree on {names[0]}: {'; '.join(each)}.")

@@ -89,23 +89,20 @@ def to_dtensor(
     -------
     torch.distributed.tensor.DTensor
         With the full shape and the placement ``Shard(dim)``, on `group` if that is a mesh, else on
-        an unnamed mesh. torch computes only with DTensors of equal meshes.
+        an unnamed mesh.
 
     Raises
     ------
-    ArgumentError
+    ArgumentError, DisagreementError
         If `sizes` are not torch's, if `sizes`, `dim` and `tensor` do not match, or if the mesh is
-        for another device.
-    DisagreementError
-        Inside :func:`varcomm.debug`, if the calls of ranks differ.
+        for another device; if the calls of ranks differ, inside debug().
 
     Notes
     -----
-    Adjoint: :func:`from_dtensor`, after redistribution of replicated or partial gradients; exact in
-    any order. DTensor has no forward mode. A loss computed from DTensors is one number,
-    ``loss.full_tensor()``, on which every rank calls backward.
+    Adjoint: :func:`from_dtensor`, exact in any order. DTensor has no forward mode. A loss computed
+    from DTensors is one number, ``loss.full_tensor()``, on which every rank calls backward.
 
-    Communication: none, but for that redistribution.
+    Communication: none, but replicated or partial gradients are redistributed.
 
     In one process: `tensor` itself.
 
@@ -164,16 +161,12 @@ def from_dtensor(dtensor: DTensor) -> tuple[torch.Tensor, ShardSpec]:
 
     Raises
     ------
-    ArgumentError
-        If `dtensor` is no DTensor with one ``Shard``, or has other rows on this rank than torch's
-        rule gives it.
-    DisagreementError
-        Inside :func:`varcomm.debug`, if the calls of ranks differ.
+    ArgumentError, DisagreementError
+        If `dtensor` has no single ``Shard`` or not torch's rows; if ranks differ, inside debug().
 
     Notes
     -----
-    Adjoint: :func:`to_dtensor`; exact in any order. The loss is the sum over ranks, as after every
-    operation of varcomm. Communication: none.
+    Adjoint: :func:`to_dtensor`; exact in any order. Communication: none.
 
     Examples
     --------
@@ -188,8 +181,20 @@ def from_dtensor(dtensor: DTensor) -> tuple[torch.Tensor, ShardSpec]:
     >>> varcomm.launch(fn, 2)[0]
     (tensor([0, 1, 2, 3, 4]), ShardSizes(3, 2))
     """
-    mesh, dim = _checked_placement(dtensor)
-    ranks = resolve(mesh)
+    from torch.distributed.tensor import DTensor, Shard
+
+    if not isinstance(dtensor, DTensor):
+        kind = type(dtensor).__name__
+        raise ArgumentError(f"from_dtensor: dtensor must be a DTensor; got {kind}.")
+    mesh, placement = dtensor.device_mesh, dtensor.placements[0]
+    if mesh.ndim != 1 or type(placement) is not Shard:
+        raise ArgumentError(
+            f"from_dtensor: dtensor must be sharded over one dimension of a mesh, [Shard(dim)]; "
+            f"got placements {dtensor.placements} on {mesh}. Use "
+            "dtensor.redistribute(placements=[Shard(dim)]); of parameters that fully_shard and "
+            "parallelize_module shard, dtensor.full_tensor()."
+        )
+    ranks, dim = resolve(mesh), placement.dim
     sizes = ShardSizes.chunked(dtensor.shape[dim], ranks.size)
     with checking("from_dtensor", ranks) as where:
         local: torch.Tensor = _FromDTensor.apply(dtensor)  # type: ignore[no-untyped-call]
@@ -204,35 +209,11 @@ def from_dtensor(dtensor: DTensor) -> tuple[torch.Tensor, ShardSpec]:
     return local, ShardSpec(ranks, dim, (sizes,))
 
 
-def _checked_placement(dtensor: object) -> tuple[DeviceMesh, int]:
-    """Return the mesh and the sharded dimension, or raise unless there is one of each."""
-    from torch.distributed.tensor import DTensor, Shard
-
-    if not isinstance(dtensor, DTensor):
-        kind = type(dtensor).__name__
-        raise ArgumentError(f"from_dtensor: dtensor must be a DTensor; got {kind}.")
-    mesh, placement = dtensor.device_mesh, dtensor.placements[0]
-    if mesh.ndim != 1 or type(placement) is not Shard:
-        raise ArgumentError(
-            f"from_dtensor: dtensor must be sharded over one dimension of a mesh, [Shard(dim)]; "
-            f"got placements {dtensor.placements} on {mesh}. Use "
-            "dtensor.redistribute(placements=[Shard(dim)]); of parameters that fully_shard and "
-            "parallelize_module shard, dtensor.full_tensor()."
-        )
-    return mesh, placement.dim
-
-
 def _compare(name: str, local: torch.Tensor, sizes: Sequence[int], dim: int, group: Group) -> None:
     if debugging():
-        call = {
-            "operation": name,
-            "dim": dim,
-            "sizes": list(sizes),
-            "shape of a row": packing.rest(local.shape, dim),
-            "dtype": str(local.dtype),
-            "requires_grad": local.requires_grad,
-        }
-        compare(group, call)
+        place = {"dim": dim, "sizes": list(sizes), "shape of a row": packing.rest(local.shape, dim)}
+        kind = {"dtype": str(local.dtype), "requires_grad": local.requires_grad}
+        compare(group, {"operation": name, **place, **kind})
 
 
 def _strides(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:

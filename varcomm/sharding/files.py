@@ -42,7 +42,7 @@ __all__ = [
 # Size and SHA-256 of each file, by its path in the folder.
 Files = Mapping[str, tuple[int, str]]
 
-_VERSION = 2
+_VERSION = 3
 _AGAIN = "Use another copy; nothing has been loaded."
 
 
@@ -185,11 +185,10 @@ def read_index(folder: Path, kind: str) -> tuple[dict[str, Any], Files]:
     none = f"{folder} has no {path.name}" if folder.exists() else f"there is no {folder}"
     with reading(path, missing=f"{none}: nothing is saved there."):
         content = json.loads(path.read_text())
-    if not isinstance(content, dict) or content.get("format") != f"varcomm {kind}":
-        raise ArgumentError(f"{path} is not the index of a saved {kind}.")
-    if content.get("version") != _VERSION:
+        head = f"{content['format']} of version {content['version']}"
+    if head != f"varcomm {kind} of version {_VERSION}":
         raise ArgumentError(
-            f"{path} has version {content.get('version')}; this varcomm reads version {_VERSION}."
+            f"{path} is a {head}; this varcomm reads a varcomm {kind} of version {_VERSION}."
         )
     if content.pop("digest", None) != _digest(content):
         raise ArgumentError(f"{path} is damaged or has been altered. {_AGAIN}")
@@ -250,14 +249,6 @@ class TensorFile:
         box = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
         value: torch.Tensor = self._part(name)[box]
         return value if value.dtype == dtype else torch.view_as_complex(value)
-
-    def full(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return a copy of a tensor, or raise ArgumentError if it has another dtype."""
-        stored, shape = self.stored(name)
-        if dtype.is_complex and not stored.is_complex:
-            shape = shape[:-1]
-        self.check(name, dtype, shape)
-        return self.read(name, dtype, (0,) * len(shape), shape).clone()
 
     def _part(self, name: str) -> Any:
         try:

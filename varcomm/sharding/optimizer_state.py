@@ -6,7 +6,7 @@ and the same names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 from varcomm.errors import ArgumentError
 from varcomm.sharding.sharded import Sharded
 
-__all__ = ["OptimizerStates", "Part", "part_of"]
+__all__ = ["OptimizerStates", "Part"]
 
 # Options of groups that torch's schedulers add; they may be missing on one side.
 _OF_SCHEDULERS = {"initial_lr", "min_lr", "max_lr", "base_momentum", "max_momentum", "swa_lr"}
@@ -35,7 +35,8 @@ class OptimizerStates:
 
     The form is ``{"state": {name: {"exp_avg": ..., "step": ...}}, "param_groups": [{"lr": ...,
     ...}]}`` with the optimizer's own tensors. `parts` has the parameters of this rank, and `names`
-    the names of all parameters of each group, on any rank.
+    the names of all parameters of each group, on any rank. Those in `masters` are fp32 masters of
+    parameters, and are themselves saved below ``"masters"``.
     """
 
     def __init__(
@@ -43,33 +44,33 @@ class OptimizerStates:
         optimizer: torch.optim.Optimizer,
         parts: Mapping[torch.Tensor, Part],
         names: Sequence[Sequence[str]],
+        masters: Iterable[str] = (),
     ) -> None:
         self.optimizer, self.parts = optimizer, dict(parts)
-        self.names = [list(own) for own in names]
+        self.names, self.masters = [list(own) for own in names], set(masters)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states by name, and the options of the groups.
+        """Return the states by name, the options of the groups, and the masters.
 
         ArgumentError if a state of a sharded parameter is neither like the parameter nor a number.
         """
-        return self._tree({p: own for p in self.parts if (own := self.optimizer.state.get(p))})
+        states = {p: own for p in self.parts if (own := self.optimizer.state.get(p))}
+        return self._tree(states, self.optimizer.param_groups)
 
     def state_dict_for(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Return the tree to load `saved` into, whose tensors are on the meta device.
 
         States that the optimizer has not made yet are made here. ArgumentError if `saved` has
-        groups of other parameters or options.
+        groups of other parameters or options, or masters that are missing here.
         """
-        states = self._checked(saved)
-        found = {}
+        states, found = self._checked(saved), {}
         for param, part in self.parts.items():
-            if part.name in states:
+            if (values := states.get(part.name)) is not None:
                 own, whole = self.optimizer.state.get(param, {}), part.wrap(param.detach()).shape
-                found[param] = {
-                    key: _target(value, own.get(key), param, whole)
-                    for key, value in states[part.name].items()
-                }
-        return self._tree(found)
+                found[param] = {k: _target(v, own.get(k), param, whole) for k, v in values.items()}
+        pairs = zip(self.optimizer.param_groups, saved["param_groups"], strict=True)
+        options = [{k: _option(v, own.get(k)) for k, v in group.items()} for own, group in pairs]
+        return self._tree(found, options)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a tree of this form; its tensors are copied, or become those of the optimizer.
@@ -88,73 +89,82 @@ class OptimizerStates:
                         key: _unwrapped(value, param, own.get(key), on_device)
                         for key, value in saved.items()
                     }
+        for param, part in self.parts.items():
+            if part.name in state.get("masters", {}):
+                param.detach().copy_(_local_of(state["masters"][part.name]).view(param.shape))
 
     def check(self, state: Any) -> None:
         """Raise ArgumentError unless `state` has the groups, options and parts of the optimizer."""
         by_name = {part.name: (param, part) for param, part in self.parts.items()}
-        for name, values in self._checked(state).items():
+        states = list(self._checked(state).items())
+        masters = [(name, {"master": value}) for name, value in state.get("masters", {}).items()]
+        for name, values in states + masters:
             if name not in by_name:
                 raise ArgumentError(
                     f"the state holds a part of parameter {name!r}, of which this rank has none. "
                     f"{_FIX}"
                 )
-            param, part = by_name[name]
-            own = self.optimizer.state.get(param, {})
             for key, value in values.items():
-                part_of(value, param, part, f"{key} of parameter {name!r}", own.get(key))
+                _check_part(value, *by_name[name], f"{key} of parameter {name!r}")
 
-    def _tree(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> dict[str, Any]:
+    def _tree(
+        self,
+        states: Mapping[torch.Tensor, Mapping[str, Any]],
+        groups: Sequence[Mapping[str, Any]],
+    ) -> dict[str, Any]:
         named = {
             self.parts[param].name: {
                 key: _wrapped(key, value, param, self.parts[param]) for key, value in own.items()
             }
             for param, own in states.items()
         }
-        groups = zip(self.optimizer.param_groups, self.names, strict=True)
-        return {
-            "state": named,
-            "param_groups": [{**group, "params": list(own)} for group, own in groups],
-        }
+        pairs = zip(groups, self.names, strict=True)
+        tree: dict[str, Any] = {"state": named}
+        tree["param_groups"] = [{**group, "params": list(own)} for group, own in pairs]
+        if self.masters:
+            kept = [(p, part) for p, part in self.parts.items() if part.name in self.masters]
+            tree["masters"] = {part.name: part.wrap(param.detach()) for param, part in kept}
+        return tree
 
     def _checked(self, state: Any) -> Mapping[str, Mapping[str, Any]]:
         """Return the states by name, or raise ArgumentError unless the groups are the same."""
-        halves = state if isinstance(state, Mapping) else {}
-        states, groups = halves.get("state"), halves.get("param_groups")
-        if (
-            not isinstance(states, Mapping)
-            or not isinstance(groups, list | tuple)
-            or not all(isinstance(values, Mapping) for values in states.values())
-            or not all(isinstance(group, Mapping) and "params" in group for group in groups)
-        ):
+        try:
+            halves = dict(state)
+            groups = [dict(group) for group in halves["param_groups"]]
+            given = [list(group["params"]) for group in groups]
+            states = {name: dict(values) for name, values in halves["state"].items()}
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise ArgumentError(
-                'state is not the state of an optimizer: it must be a dict with "state", by the '
-                f'names of parameters, and "param_groups"; got {type(state).__name__} with '
-                f"{list(halves)[:5]}."
+                'state is not the state of an optimizer, a dict with "state", by the names '
+                f'of parameters, and "param_groups"; got {type(state).__name__}.'
+            ) from error
+        if ("masters" in state) != bool(self.masters):
+            here, there = ("", "no ") if self.masters else ("no ", "")
+            raise ArgumentError(
+                f"the saved optimizer has {there}fp32 masters of fp16 or bf16 parameters, and this "
+                f"one has {here}masters. Load it into a varcomm.data_parallel.ShardedGradients of "
+                "a model of the saved dtypes."
             )
-        given, own = [list(group["params"]) for group in groups], self.names
-        if given != own:
-            theirs, ours = set(chain.from_iterable(given)), set(chain.from_iterable(own))
+        if given != self.names:
+            theirs, ours = (set(chain.from_iterable(names)) for names in (given, self.names))
             raise ArgumentError(
-                f"the saved optimizer has {len(given)} groups of {[*map(len, given)]} parameters, "
-                f"and this one {len(own)} of {[*map(len, own)]}, or they differ in names or order: "
-                f"it has {sorted(theirs - ours)[:3]}, which are not here, and lacks "
+                f"the saved optimizer has groups of {[*map(len, given)]} parameters, and this one "
+                f"of {[*map(len, self.names)]}, or they differ in names or order: it has "
+                f"{sorted(theirs - ours)[:3]}, which are not here, and lacks "
                 f"{sorted(ours - theirs)[:3]}."
             )
-        for number, (group, saved) in enumerate(
-            zip(self.optimizer.param_groups, groups, strict=True)
-        ):
+        for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
             if other := (group.keys() ^ saved.keys()) - _OF_SCHEDULERS:
                 raise ArgumentError(
-                    f"group {number} of the saved optimizer and of this "
-                    f"{type(self.optimizer).__name__} do not both have the options "
-                    f"{sorted(other)}: it is another kind of optimizer. If only versions differ, "
-                    "add the options to param_groups first."
+                    f"the saved optimizer and this {type(self.optimizer).__name__} do not both "
+                    f"have the options {sorted(other)}: it is another kind of optimizer. If only "
+                    "versions differ, add the options to param_groups first."
                 )
         return states
 
 
-def part_of(value: Any, param: torch.Tensor, part: Part, what: str, own: object = None) -> Any:
-    """Return this rank's tensor of a saved value, or raise ArgumentError if it is another part.
+def _check_part(value: Any, param: torch.Tensor, part: Part, what: str) -> None:
+    """Raise ArgumentError if a saved value is of another part than this rank's.
 
     Tensors with other shapes than the part and the full parameter are not checked.
     """
@@ -164,15 +174,9 @@ def part_of(value: Any, param: torch.Tensor, part: Part, what: str, own: object 
         fits = fits and value.local is not None and value.local.shape == param.shape
     elif isinstance(value, torch.Tensor) and isinstance(like, Sharded):
         fits = value.shape not in (like.shape, param.shape)
-    elif isinstance(value, torch.Tensor):
-        fits = not isinstance(own, torch.Tensor) or own.shape == value.shape
     if not fits:
-        shown = [
-            repr(one) if isinstance(one, Sharded) else f"a tensor of shape {tuple(one.shape)}"
-            for one in (value, like)
-        ]
-        raise ArgumentError(f"{what} is {shown[0]}, and here it is {shown[1]}. {_FIX}")
-    return _local_of(value)
+        shape = tuple(value.shape)
+        raise ArgumentError(f"{what}, of shape {shape}, is another part than {like}. {_FIX}")
 
 
 def _local_of(value: Any) -> Any:
@@ -182,6 +186,13 @@ def _local_of(value: Any) -> Any:
 
 def _places(value: Sharded) -> tuple[object, ...]:
     return value.shape, [(box.offsets, box.tensor.shape) for box in value.boxes]
+
+
+def _option(saved: Any, own: Any) -> Any:
+    """Return the saved option of a group, or a target if it is a tensor."""
+    if not isinstance(saved, torch.Tensor):
+        return saved
+    return own if isinstance(own, torch.Tensor) else torch.empty_like(saved, device="cpu")
 
 
 def _mapped(fn: Callable[[Any], Any], value: Any) -> Any:

@@ -45,8 +45,6 @@ class ShardSpec:
     ...     spec = ShardSpec.of([[2, 1], [1, 1]])  # rows 0, 1, 2 and rows 3, 4
     ...     own = spec.shard(torch.arange(5))
     ...     return spec.ranges(rank), own.tolist(), spec.gather(own).tolist()
-    >>> varcomm.launch(fn, 2)[0]
-    ([(0, 2), (3, 4)], [0, 1, 3], [0, 1, 2, 3, 4])
     >>> varcomm.launch(fn, 2)[1]
     ([(2, 3), (4, 5)], [2, 4], [0, 1, 2, 3, 4])
     """
@@ -167,24 +165,18 @@ def mark(param: T, spec: ShardSpec) -> T:
     """Mark a parameter as this rank's part of a sharded one, and return it.
 
     torch drops the mark when it copies a parameter or moves a module off the meta device. State
-    dicts do not contain marks.
+    dicts do not contain marks. ArgumentError if `param` has another number of rows than `spec`
+    gives this rank.
 
     Parameters
     ----------
-    param : torch.Tensor
-        This rank's part.
-    spec : ShardSpec
-        Its sizes, dimension and group.
+    param, spec : torch.Tensor, ShardSpec
+        This rank's part; its sizes, dimension and group.
 
     Returns
     -------
     torch.Tensor
         `param`.
-
-    Raises
-    ------
-    ArgumentError
-        If `param` has another number of rows than `spec` gives this rank.
 
     Examples
     --------
@@ -212,7 +204,6 @@ def shard_spec(param: torch.Tensor) -> ShardSpec | None:
     Returns
     -------
     ShardSpec or None
-        The one given to :func:`mark`.
 
     Examples
     --------

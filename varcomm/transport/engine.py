@@ -65,6 +65,7 @@ class Pending:
         """Wait until this rank's part is done, and return the result."""
         try:
             wait_for(self.works)
+            self.works = ()  # which keep the sent tensor in memory
             return self.finish()
         except EngineFailure as error:
             raise self.failed(error) if self.failed else error from error.__cause__

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,10 @@ _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dty
 _KINDS: dict[str, tuple[type | tuple[type, ...], Callable[[Any], Any], Callable[[Any], Any]]] = {
     "tuple": (tuple, list, tuple),
     "set": ((set, frozenset), sorted, set),
+    "complex": (complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
+    "device": (torch.device, str, torch.device),
     "bytes": (bytes, lambda value: base64.b85encode(value).decode(), base64.b85decode),
+    "Counter": (Counter, dict, Counter),
     "dict": (dict, lambda value: [list(pair) for pair in value.items()], dict),
     "dtype": (torch.dtype, lambda value: str(value).removeprefix("torch."), lambda n: dtype_of(n)),
     "tensor": (torch.Tensor, lambda value: _parts(value), lambda parts: _tensor(*parts)),
@@ -31,39 +35,41 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], Callable[[Any], Any], Callable[
 def to_bytes(value: Any) -> bytes:
     """Return a plain value as bytes, or raise TypeError.
 
-    Plain are None, a bool, int, float, str, bytes, torch.dtype, Tensor, and a list, tuple, set or
-    dict of such. Subclasses become their base class; tensors keep their kind of device and
-    `requires_grad`.
+    Plain are None, a bool, int, float, complex, str, bytes, torch.dtype, torch.device, Tensor, and
+    a list, tuple, set, Counter or dict of such. Subclasses become their base class; tensors keep
+    their kind of device and `requires_grad`.
     """
-    return json.dumps(_encoded(value), separators=(",", ":")).encode()
+    return json.dumps(encoded(value), separators=(",", ":")).encode()
 
 
 def from_bytes(data: bytes) -> Any:
     """Return the value of these bytes, or raise ValueError if :func:`to_bytes` made no such."""
     try:
-        return _decoded(json.loads(data))
+        return decoded(json.loads(data))
     except Exception as error:  # as many kinds as there are malformed bytes
         raise ValueError(f"{data[:100]!r} is no plain value: {error!r}") from error
 
 
-def _encoded(value: Any) -> Any:
+def encoded(value: Any) -> Any:
+    """Return a plain value as JSON has it, or raise TypeError."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
-        return [*map(_encoded, value)]
+        return [*map(encoded, value)]
     for name, (kind, encode, _) in _KINDS.items():
         if isinstance(value, kind):
-            return {name: _encoded(encode(value))}
+            return {name: encoded(encode(value))}
     raise TypeError(f"{value!r} of type {type(value).__qualname__} is no plain value")
 
 
-def _decoded(encoded: Any) -> Any:
-    if isinstance(encoded, list):
-        return [*map(_decoded, encoded)]
-    if isinstance(encoded, dict):
-        ((name, content),) = encoded.items()
-        return _KINDS[name][2](_decoded(content))
-    return encoded
+def decoded(content: Any) -> Any:
+    """Return the value that :func:`encoded` was given."""
+    if isinstance(content, list):
+        return [*map(decoded, content)]
+    if isinstance(content, dict):
+        ((name, inner),) = content.items()
+        return _KINDS[name][2](decoded(inner))
+    return content
 
 
 def _parts(value: torch.Tensor) -> list[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from varcomm.data_parallel.buckets import dense, gradient_dtype, is_owned
+from varcomm.data_parallel.buckets import gradient_dtype, is_owned
 from varcomm.errors import ArgumentError
 from varcomm.ops.checks import checked_tensor
 from varcomm.sharding.sharded import refuse_unwritable
@@ -46,8 +46,7 @@ class Given:
     module: torch.nn.Module | None
     groups: list[tuple[list[str], dict[str, Any]]]
     trained: dict[str, torch.nn.Parameter]
-    frozen: dict[str, torch.nn.Parameter]
-    buffers: dict[str, torch.Tensor]
+    others: dict[str, torch.Tensor]
 
     @classmethod
     def of(cls, params: Any) -> Given:
@@ -59,7 +58,8 @@ class Given:
                 raise ArgumentError(
                     "DistributedDataParallel communicates gradients itself. Pass the module within."
                 )
-        found = cls(module, [], {}, {}, {} if module is None else dict(module.named_buffers()))
+        buffers = {} if module is None else dict(module.named_buffers())
+        found = cls(module, [], {}, {f"buffer {name!r}": b for name, b in buffers.items()})
         seen: set[str | int] = set()
         for number, group in enumerate(_Groups(params).param_groups):
             options, members = dict(group), group["params"]
@@ -69,85 +69,59 @@ class Given:
                 if not seen.isdisjoint((name, id(parameter))):
                     raise ArgumentError(f"parameter {name!r}, or its name, is given twice.")
                 seen |= {name, id(parameter)}
-                kind = found.trained if parameter.requires_grad else found.frozen
-                kind[name] = parameter
+                if parameter.requires_grad:
+                    found.trained[name] = parameter
+                else:
+                    found.others[f"parameter {name!r}"] = parameter
             found.groups.append(([name for name in names if name in found.trained], options))
         return found
-
-    @property
-    def others(self) -> list[torch.Tensor]:
-        """Tensors without gradients, in an order that does not depend on registration."""
-        return [of[name] for of in (self.frozen, self.buffers) for name in sorted(of)]
 
     def check(self, group: Group) -> None:
         """Raise unless all can be sent, and no other ShardedGradients sums the gradients."""
         if not self.trained:
-            raise ArgumentError(f"no parameter is trained: all {len(self.frozen)} are frozen.")
-        first: dict[torch.device, str] = {}
-        for name, parameter in self.trained.items():
-            first.setdefault(parameter.device, name)
-        if len(first) > 1:
-            raise ArgumentError(
-                f"parameters are on several devices, {' and '.join(map(str, first))}: parameter "
-                f"{list(first.values())[1]!r} is on the second. Make a ShardedGradients for those "
-                "of each device."
-            )
-        for what, value in self._described():
+            raise ArgumentError("no parameter is trained: all are frozen.")
+        for what, value in self._described().items():
             if torch.nn.parameter.is_lazy(value):
                 raise ArgumentError(f"{what} is not initialised. Call the model once before.")
             checked_tensor(value, "", what)
             refuse_unwritable(what, value)
             engine_for(group, value.device)
-        for name, parameter in self.trained.items():
-            if is_owned(parameter):
+            if is_owned(value):
                 raise ArgumentError(
-                    f"parameter {name!r} belongs to another ShardedGradients. Call its close() "
-                    "first."
-                )
-            if parameter.grad is not None and bool(dense(parameter.grad).any()):
-                raise ArgumentError(
-                    f"parameter {name!r} has a gradient already, which has not been summed. Call "
-                    "zero_grad() of the model before, and backward() after."
+                    f"{what} belongs to another ShardedGradients. Call its close() first."
                 )
         self._check_memory()
 
-    def _described(self) -> list[tuple[str, torch.Tensor]]:
-        parameters = {**self.trained, **self.frozen}
-        return [
-            *((f"parameter {name!r}", value) for name, value in parameters.items()),
-            *((f"buffer {name!r}", value) for name, value in self.buffers.items()),
-        ]
+    def _described(self) -> dict[str, torch.Tensor]:
+        return {f"parameter {name!r}": p for name, p in self.trained.items()} | self.others
 
     def _check_memory(self) -> None:
         """Raise if a parameter that is to move overlaps another tensor in one storage."""
         spans, moving = [], {id(value) for value in self.trained.values()}
-        for what, value in self._described():
+        for what, value in self._described().items():
             if value.numel() and not value.is_meta:
                 places = zip(value.shape, value.stride(), strict=True)
                 width = 1 + sum((n - 1) * stride for n, stride in places)
                 end = value.data_ptr() + width * value.element_size()
                 spans.append((value.data_ptr(), end, id(value) in moving, what))
-        before = 0, 0, False, ""
-        for span in sorted(spans):
-            if span[0] < before[1] and (span[2] or before[2]):
-                first, second = sorted((before, span), key=lambda one: not one[2])
+        end, moves, last = 0, False, ""
+        for start, stop, is_moving, what in sorted(spans):
+            if start < end and (moves or is_moving):
                 raise ArgumentError(
-                    f"{first[3]} and {second[3]} share memory, and would not when the first of "
-                    "them has become part of a row. Register one Parameter in both places, which "
-                    "counts once; or clone() one of them."
+                    f"{last} and {what} share memory, and would not when one of them has become "
+                    "part of a row. Register one Parameter in both places, which counts once; or "
+                    "clone() one of them."
                 )
-            before = max(before, span, key=lambda one: one[1])
+            if stop > end:
+                end, moves, last = stop, is_moving, what
 
-    def describe(self) -> dict[str, dict[str, str]]:
+    def describe(self) -> dict[str, str]:
         """Return the words that ranks compare."""
-        values, buffers = {}, {f"buffer {name}": value for name, value in self.buffers.items()}
-        kinds: dict[str, Mapping[str, torch.Tensor]]
-        kinds = {"trained": self.trained, "frozen": self.frozen, "untrained": buffers}
-        for kind, tensors in kinds.items():
-            for name, value in tensors.items():
-                values[name] = (
-                    f"a {kind} tensor of {value.dtype} with gradients of {gradient_dtype(value)}, "
-                    f"shape {tuple(value.shape)}, on {value.device.type}"
-                )
-        groups = {str(number): str(names) for number, (names, _) in enumerate(self.groups)}
-        return {"parameters and buffers": values, "groups of parameters": groups}
+        words = {
+            what: f"{value.dtype} with gradients of {gradient_dtype(value)}, "
+            f"{'trained' if value.requires_grad else 'frozen'}, shape {tuple(value.shape)}, "
+            f"on {value.device.type}"
+            for what, value in self._described().items()
+        }
+        groups = {f"group {number}": str(names) for number, (names, _) in enumerate(self.groups)}
+        return words | groups

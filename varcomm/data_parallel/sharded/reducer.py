@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
 
-from varcomm.data_parallel.buckets import Message, Owner, dense, gradient_dtype
+from varcomm.data_parallel.buckets import Owner, gradient_dtype, started
 from varcomm.data_parallel.sharded.arguments import NAME
 from varcomm.data_parallel.sharded.shard import Shard
 from varcomm.errors import ArgumentError
@@ -18,6 +17,7 @@ from varcomm.ops.operator import checking
 from varcomm.ops.reduction import accumulated
 from varcomm.transport.agreement import debugging
 from varcomm.transport.auxiliary_group import Lane, weakly
+from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group
 
 __all__ = ["Reducer"]
@@ -37,13 +37,11 @@ class Reducer:
 
     def __init__(self, shards: Sequence[Shard], group: Group, lane: Lane | None) -> None:
         self._shards, self._group, self._lane = shards, weakly(group), lane
-        self.syncing = True
-        device = shards[0].row.device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.syncing, self.stepping = True, False
         self._bucket_of = {name: n for n, shard in enumerate(shards) for name in shard.parameters}
         self._parameters = {n: p for shard in shards for n, p in shard.parameters.items()}
         self._held: dict[str, torch.Tensor] = {}  # gradients whose sums have not started
-        self._in_flight: deque[tuple[Shard, _Reduction]] = deque()
+        self._in_flight: deque[tuple[Shard, list[bool], Pending]] = deque()
         self._started, self._arrived = 0, set[str]()  # buckets in all rounds; gradients in one
         owner = Owner(self._parameters.values())
         self._removals: list[Callable[[], None]] = [owner.close]
@@ -58,6 +56,14 @@ class Reducer:
         if self._lane is not None:
             self._lane.under_way = bool(self._in_flight)
             self._lane.give_back()
+
+    def refuse_alone(self, *_: object) -> None:
+        """Raise if the inner optimizer steps by itself."""
+        if not self.stepping:
+            raise ArgumentError(
+                f"{NAME}: the inner optimizer updates pieces, and would not gather them. Call "
+                f"step() of the {NAME}."
+            )
 
     def traffic(self) -> Group:
         """Return the group on which messages travel."""
@@ -101,37 +107,34 @@ class Reducer:
         """Take a gradient, so that no other hook of the parameter sums it as well."""
         parameter = self._parameters[name]
         if parameter.grad is not None:
-            gradient, before = dense(parameter.grad), self._held.get(name)
+            gradient, before = parameter.grad.to_dense(), self._held.get(name)
             self._held[name] = gradient if before is None else before + gradient
             parameter.grad = None
 
     def _start(self) -> None:
-        shard, held = self._next, self._held
+        """Begin the sum of the next bucket, and add those that have arrived."""
+        shard, held, group = self._next, self._held, self.traffic()
         gradients = {name: held.pop(name) for name in shard.parameters if name in held}
-        with self._aside():
-            for gradient in gradients.values():
-                if self._stream is not None:
-                    gradient.record_stream(self._stream)  # its memory is not reused before
-            started = _Reduction(shard, self.traffic(), gradients)
-        self._in_flight.append((shard, started))
+        here = [name in gradients for name, _ in shard.segments]
+        flat, rows = _packed(shard, gradients)
+        own = [rows[group.rank]] * group.size
+        message = started("reduce_scatter_v", group, packing.exchange, flat, rows, own)
+        self._in_flight.append((shard, here, message))
         self._started += 1
         self._arrived.difference_update(shard.parameters)
-        while self._in_flight and self._in_flight[0][1].message.done():  # without waiting
+        # without waiting
+        while self._in_flight and all(w.is_completed() for w in self._in_flight[0][2].works):
             self._add_next()
 
     def _add_next(self) -> None:
-        shard, reduction = self._in_flight[0]
-        with self._aside():
-            shard.add(*reduction.wait())
+        """Add the sum over ranks of a bucket, and whether any rank used each segment."""
+        shard, here, message = self._in_flight[0]
+        parts = message.wait().view(self._group().size, -1)
+        size = parts.shape[1] - len(here)
+        total = accumulated(parts[:, :size].unbind(), use_fp32=True)
+        # without waiting for a GPU, if this rank has used all
+        shard.add(total, here if all(here) else parts[:, size:].ne(0).any(0).tolist())
         self._in_flight.popleft()
-
-    @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Pack and sum on a stream of its own, after all that the current stream was given."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            yield
 
     def drop_unstarted(self) -> None:
         """Forget the gradients whose sums have not started."""
@@ -153,44 +156,28 @@ class Reducer:
             self._start()
         while self._in_flight:
             self._add_next()
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         self._started = 0
         self._arrived.clear()
 
 
-class _Reduction:
-    """A sum over ranks, in flight, of which each rank gets its piece.
+def _packed(shard: Shard, gradients: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
+    """Return what each rank gets, in a row, and how much: its piece, and a flag per parameter.
 
-    Each rank receives its piece, and a 1 or 0 for each parameter in the piece: whether the sender
-    has used the parameter. `gradients` are dense, by name; absent ones count as zeros.
+    The flags are 1 for parameters in the piece that this rank has used, else 0. `gradients` are
+    dense, by name; absent ones count as zeros.
     """
-
-    def __init__(self, shard: Shard, group: Group, gradients: Mapping[str, torch.Tensor]) -> None:
-        split, self._ranks = shard.split, group.size
-        self._size = split.sizes[group.rank]
-        self._here = [name in gradients for name, _ in shard.segments]
-        rows = [n + len(found) for n, found in zip(split.sizes, split.segments, strict=True)]
-        dtype = gradient_dtype(next(iter(shard.parameters.values())))
-        flat = {name: gradient.reshape(-1) for name, gradient in gradients.items()}
-        parts = [shard.row.new_empty(0, dtype=dtype)]
-        for segments in split.segments:
-            used = parts[0].new_ones(len(segments))
-            for place, (name, part) in enumerate(segments):
-                if name in flat:
-                    parts.append(flat[name][part.start : part.stop])
-                else:
-                    parts.append(used.new_zeros(len(part)))
-                    used[place] = 0  # by a kernel: a copy would wait for the GPU
-            parts.append(used)
-        own = [rows[group.rank]] * group.size
-        exchange = group, torch.cat(parts), rows, own
-        self.message = Message(packing.exchange, "reduce_scatter_v", *exchange)
-
-    def wait(self) -> tuple[torch.Tensor, list[bool]]:
-        """Return the sum of parts, in fp32 at least, and whether any rank used each segment."""
-        received = self.message.wait().view(self._ranks, -1)
-        total = accumulated(received[:, : self._size].unbind(), True)
-        if all(self._here):
-            return total, self._here  # without waiting for a GPU
-        return total, received[:, self._size :].ne(0).any(0).tolist()
+    split = shard.split
+    dtype = gradient_dtype(next(iter(shard.parameters.values())))
+    flat = {name: gradient.reshape(-1) for name, gradient in gradients.items()}
+    parts = [shard.row.new_empty(0, dtype=dtype)]
+    for segments in split.segments:
+        used = parts[0].new_ones(len(segments))
+        for place, (name, part) in enumerate(segments):
+            if name in flat:
+                parts.append(flat[name][part.start : part.stop])
+            else:
+                parts.append(used.new_zeros(len(part)))
+                used[place] = 0  # by a kernel: a copy would wait for the GPU
+        parts.append(used)
+    rows = [n + len(found) for n, found in zip(split.sizes, split.segments, strict=True)]
+    return torch.cat(parts), rows

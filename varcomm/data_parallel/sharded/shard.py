@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.graph import increment_version
 
-from varcomm.data_parallel.buckets import Message, cut, gradient_dtype
+from varcomm.data_parallel.buckets import cut, gradient_dtype, started
 from varcomm.errors import ArgumentError
 from varcomm.ops import packing
 from varcomm.sizes import ShardSizes
+from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group
 
 __all__ = ["WHOLE", "Piece", "Shard", "splits"]
@@ -72,17 +73,14 @@ def splits(
         kinds.setdefault((value.dtype, gradient_dtype(value)), []).append(name)
     lists = [members for kind in kinds.values() for members in cut(parameters, kind, bucket_bytes)]
     lists.sort(key=lambda members: -min(place[name] for name in members))
-    rows: list[dict[str, int]]
     if sizes == WHOLE:
         owner = _owners(numbers, ranks)
-        rows = [
-            {n: numbers[n] for n in sorted(members, key=owner.__getitem__)} for members in lists
-        ]
+        lists = [sorted(members, key=owner.__getitem__) for members in lists]
         each = [
-            [sum(row[n] for n in row if owner[n] == rank) for rank in range(ranks)] for row in rows
+            [sum(numbers[n] for n in members if owner[n] == rank) for rank in range(ranks)]
+            for members in lists
         ]
     else:
-        rows = [{n: numbers[n] for n in members} for members in lists]
         total = sum(numbers.values())
         wanted = ShardSizes.balanced(total, ranks) if sizes == "balanced" else sizes
         if isinstance(wanted, str) or sum(wanted) != total:
@@ -90,7 +88,8 @@ def splits(
                 f'sizes must be "balanced", "{WHOLE}" or one int per rank, which sum to the '
                 f"{total} elements that are trained; got {sizes!r}."
             )
-        each = _apportioned([sum(row.values()) for row in rows], wanted)
+        each = _apportioned([sum(numbers[n] for n in members) for members in lists], wanted)
+    rows = [{name: numbers[name] for name in members} for members in lists]
     return [Split.of(row, share) for row, share in zip(rows, each, strict=True)]
 
 
@@ -195,14 +194,11 @@ class Shard:
             total /= divisor
         parts = self._parts(total.to(self._masters.dtype))
         # The pieces say whether there is a gradient: so the optimizer's own zero_grad works too.
-        fresh = all(piece.value.grad is None for piece in self.pieces)
-        for piece, part, is_used in zip(self.pieces, parts, used, strict=True):
-            value, part = piece.value, part.view(piece.value.shape)
+        for value, part, is_used in zip((p.value for p in self.pieces), parts, used, strict=True):
             if is_used and value.grad is not None:
-                value.grad.add_(part)
-            elif is_used:
-                # no view, which could not be detached in place; alone, it keeps no other in memory
-                value.grad = part.data if fresh else part.clone()
+                value.grad.add_(part.view(value.shape))
+            elif is_used:  # no view, which could not be detached in place
+                value.grad = part.view(value.shape).clone()
 
     def take_over(self) -> None:
         """Copy values that were written into the parameters since the last step to the masters.
@@ -214,14 +210,14 @@ class Shard:
             kept = self._masters.to(self._own.dtype) == self._own
             self._masters.copy_(self._masters.where(kept, self._own))
 
-    def start_gather(self, group: Group) -> Message:
+    def start_gather(self, group: Group) -> Pending:
         """Begin to send this rank's piece to all; the parameters wait for the message."""
         if self.has_masters:
             self._own.copy_(self._masters)
         # a graph that has saved a parameter for backward must not find other values there
         increment_version(list(self.parameters.values()))
-        arguments = group, self._own, self.split.sizes, self.row
-        return Message(packing.all_gather, "all_gather_v", *arguments)
+        arguments = packing.all_gather, self._own, self.split.sizes, self.row
+        return started("all_gather_v", group, *arguments)
 
     @property
     def has_masters(self) -> bool:
@@ -230,9 +226,10 @@ class Shard:
 
     def moved(self) -> list[str]:
         """Return the parameters that are not in the row any more."""
-        return [name for name, view in self._views.items() if not self._is_at(name, view)]
-
-    def _is_at(self, name: str, view: torch.Tensor) -> bool:
-        parameter = self.parameters[name]
-        same = (parameter.dtype, parameter.device) == (view.dtype, view.device)
-        return same and parameter.is_set_to(view)
+        return [
+            name
+            for name, view in self._views.items()
+            if self.parameters[name].dtype != view.dtype
+            or self.parameters[name].device != view.device
+            or not self.parameters[name].is_set_to(view)
+        ]

@@ -9,21 +9,27 @@ from typing import Any, NoReturn
 
 import torch
 
-from varcomm.data_parallel.buckets import BUCKET_BYTES, cut
+from varcomm.data_parallel.buckets import BUCKET_BYTES
 from varcomm.data_parallel.global_count import GlobalCount, Reduce, described, total_rows
 from varcomm.data_parallel.sharded.arguments import NAME, Given
-from varcomm.data_parallel.sharded.optimizer import Factory, States, clip_, held, made, options
+from varcomm.data_parallel.sharded.optimizer import (
+    Factory,
+    clip_,
+    held,
+    made,
+    options,
+    states_of,
+)
 from varcomm.data_parallel.sharded.reducer import Reducer
 from varcomm.data_parallel.sharded.shard import WHOLE, Piece, Shard, splits
-from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.ops import packing
+from varcomm.errors import ArgumentError
+from varcomm.ops.broadcast_module import overwrite
+from varcomm.ops.digest import require_equal
 from varcomm.sharding import shard_spec
 from varcomm.sizes import at_least, checked_sizes
 from varcomm.transport.agreement import agree, agree_and_share, debugging, share
 from varcomm.transport.auxiliary_group import free_lanes, take_lane, weakly
-from varcomm.transport.engine import wait_for
-from varcomm.transport.failure import explained
-from varcomm.transport.group import Group, GroupLike, resolve
+from varcomm.transport.group import GroupLike, resolve
 
 __all__ = ["ShardedGradients"]
 
@@ -31,14 +37,11 @@ __all__ = ["ShardedGradients"]
 class ShardedGradients:
     """Optimizer of which each rank runs a part: its pieces of the parameters, and their states.
 
-    Every rank has all parameters. Gradients are summed over ranks onto the ranks that own their
-    pieces; :meth:`step` updates the pieces and gathers them on all ranks. Gradients, states and
-    fp32 masters take ``n`` elements per rank in place of ``N``, and the bytes are those of an
-    all-reduce of gradients.
+    Gradients are summed over ranks onto the ranks that own their pieces; :meth:`step` updates the
+    pieces and gathers them on all ranks, which have all parameters.
 
     Collective: every rank makes it of the same model. Parameters, and buffers of a Module, get the
-    values of rank 0; later, statistics of batch norms are each rank's own. Parameters become
-    contiguous views of one row per bucket, and stay the same objects.
+    values of rank 0. Parameters become contiguous views of one row per bucket.
 
     Parameters
     ----------
@@ -47,19 +50,19 @@ class ShardedGradients:
         options, as torch's optimizers take them. Frozen parameters are only made equal. Without
         names, states are saved by numbers, ``"group.place"``.
     optimizer_factory : callable
-        ``optimizer_factory(groups)`` returns the optimizer of this rank's pieces:
-        ``lambda groups: torch.optim.AdamW(groups, lr=1e-3)``. The groups are those of `params`,
-        with pieces in place of parameters, and may be empty. The update of an element must not
-        depend on the rest of its parameter, unless `sizes` is ``"whole-parameters"``.
+        ``optimizer_factory(groups)`` returns the optimizer of this rank's pieces. The groups are
+        those of `params`, with pieces in place of parameters, and may be empty. The update of an
+        element must not depend on the rest of its parameter, unless `sizes` is
+        ``"whole-parameters"``.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
     sizes : "balanced", "whole-parameters" or sequence of int
-        Elements per rank. A list has one int per rank, zeros allowed, that sum to the number of
-        trained elements. Every bucket is spread over all ranks. ``"whole-parameters"``: each
-        parameter has one owner, whose optimizer gets it in its own shape, as Muon needs it.
+        Elements per rank; a list, zeros allowed, sums to the number of trained elements.
+        ``"whole-parameters"``: each parameter has one owner, whose optimizer gets it in its own
+        shape, as Muon needs it.
     reduce : "mean", "sum" or GlobalCount
-        ``"mean"`` divides by the number of ranks; a :class:`varcomm.data_parallel.GlobalCount`
-        divides by the rows that all ranks have counted since the last sum.
+        Divide the sum by the number of ranks, by nothing, or by the rows that all ranks have
+        counted since the last sum.
     bucket_bytes : int
         Size of a message of gradients.
 
@@ -71,14 +74,11 @@ class ShardedGradients:
     Raises
     ------
     ArgumentError
-        On every rank: if no parameter is trained, or one is lazy, sparse, a DTensor, on another
-        device, in another ShardedGradients, has a gradient or shares memory with another tensor; if
-        another argument is wrong. In backward, on its rank, for ``create_graph=True`` and gradients
-        of another dtype.
+        On every rank: if no parameter is trained, or one is lazy, sparse, a DTensor, in another
+        ShardedGradients, or shares memory with another tensor; if another argument is wrong. In
+        backward, on its rank, for ``create_graph=True`` and gradients of another dtype.
     DisagreementError
         On every rank, if parameters, arguments, options of the optimizer or called methods differ.
-    GroupError
-        If this rank is not in `group`, or parameters are on a device without an engine.
 
     Notes
     -----
@@ -89,10 +89,9 @@ class ShardedGradients:
 
     Communication: of ``N`` elements this rank owns ``n``. A sum sends ``N - n`` elements of the
     gradients' dtype and receives ``(P - 1) n``, and one value per peer for each parameter in a
-    piece of a bucket. :meth:`step` sends ``(P - 1) n`` elements of the parameters' dtype and
-    receives ``N - n``. Each collective method begins with a message of about 1 KiB per rank. Sums
-    are in rank order, and in fp32 for narrow gradients, which travel narrow; parameters are equal
-    on all ranks bit for bit.
+    piece of a bucket. :meth:`step` sends ``(P - 1) n`` elements and receives ``N - n``. Each
+    collective method begins with a message of about 1 KiB per rank. Sums are in rank order, in fp32
+    for narrow gradients; parameters are equal on all ranks bit for bit.
 
     In one process: ``optimizer_factory(params)``, and backward from the mean of the losses of all
     ranks.
@@ -103,17 +102,13 @@ class ShardedGradients:
     >>> from varcomm.data_parallel import ShardedGradients
     >>> def fn(rank):
     ...     model = torch.nn.Linear(2, 3, bias=False)
-    ...     torch.nn.init.ones_(model.weight)
-    ...     optimizer = ShardedGradients(
-    ...         model, lambda groups: torch.optim.SGD(groups, lr=0.5), sizes=[4, 2]
-    ...     )
+    ...     optimizer = ShardedGradients(model, torch.optim.SGD, sizes=[4, 2])
     ...     model(torch.full((1, 2), rank + 1.0)).sum().backward()
-    ...     optimizer.reduce()
-    ...     own = optimizer.pieces["weight"]
     ...     optimizer.step()
-    ...     return (own.start, own.stop), own.value.grad.tolist(), model.weight.tolist()[0]
-    >>> varcomm.launch(fn, 2)[0]
-    ((0, 4), [1.5, 1.5, 1.5, 1.5], [0.25, 0.25])
+    ...     own = optimizer.pieces["weight"]
+    ...     return own.start, own.stop, own.value.grad.tolist()
+    >>> varcomm.launch(fn, 2)
+    [(0, 4, [1.5, 1.5, 1.5, 1.5]), (4, 6, [1.5, 1.5])]
     """
 
     @torch.no_grad()
@@ -129,22 +124,23 @@ class ShardedGradients:
     ) -> None:
         ranks, what = resolve(group), f"data_parallel.{NAME}"
 
-        def begin() -> tuple[Given, list[Shard], dict[str, Any]]:
+        def begin() -> tuple[Given, list[Shard], dict[str, str]]:
             given = Given.of(params)
             split = sizes if isinstance(sizes, str) else checked_sizes(sizes, "sizes", ranks.size)
-            asked = {"sizes": str(split), "reduce": described(reduce)}
-            asked["bucket_bytes"] = str(at_least(1, bucket_bytes, "bucket_bytes"))
+            words = {"sizes": str(split), "reduce": described(reduce)}
+            words["bucket_bytes"] = str(at_least(1, bucket_bytes, "bucket_bytes"))
             given.check(ranks)
             found = splits(given.trained, split, ranks.size, bucket_bytes)
-            words = {"arguments": asked, **given.describe()}
-            return given, [Shard(each, given.trained, ranks.rank) for each in found], words
+            shards = [Shard(each, given.trained, ranks.rank) for each in found]
+            return given, shards, words | given.describe()
 
-        begun, told = agree_and_share(
-            what, begin, lambda one: {"words": one[2], "free lanes": free_lanes(ranks)}, ranks
+        (given, shards, _), told = agree_and_share(
+            what, begin, lambda one: {"words": one[2], "lanes": free_lanes(ranks)}, ranks
         )
-        _compare(what, [rank["words"] for rank in told])
-        self._given, self._shards, _ = given, shards, _ = begun
-        _copy_from_rank_0([*(s.row for s in shards), *given.others], ranks, bucket_bytes)
+        require_equal(what, [rank["words"] for rank in told])
+        self._given, self._shards = given, shards
+        others = [value for _, value in sorted(given.others.items())]  # in one order on all ranks
+        overwrite([*(shard.row for shard in shards), *others], 0, ranks)
         whole = isinstance(sizes, str) and sizes == WHOLE
         for shard in shards:
             shard.cut_pieces(whole)
@@ -152,21 +148,16 @@ class ShardedGradients:
         self.optimizer, same = agree_and_share(
             f"{what}: optimizer_factory",
             lambda: made(optimizer_factory, given, self._pieces, whole),
-            lambda one: {"the optimizer": {"kind": type(one).__name__, **options(one)}},
+            lambda one: {"the optimizer": type(one).__name__, **options(one)},
             ranks,
         )
-        _compare(what, same)
-        self._held = held(self.optimizer)
-        self._stepping = self._closed = False
-        me = weakref.ref(self)
-        self.optimizer.register_step_pre_hook(lambda *_: _refuse_alone(me()))
-
-        self._reduce_by = reduce
+        require_equal(what, same)
+        self._held, self._closed, self._reduce_by = held(self.optimizer), False, reduce
         self._group = weakly(ranks)
-        self._states = States(self.optimizer, given, shards, whole)
-        lane = take_lane(ranks, [rank["free lanes"] for rank in told])
-        self._reducer = Reducer(shards, ranks, lane)
-        # parameters have hooks, which must not keep this
+        self._states = states_of(self.optimizer, given, shards, whole)
+        self._reducer = Reducer(shards, ranks, take_lane(ranks, [rank["lanes"] for rank in told]))
+        # parameters and the optimizer have hooks, which must not keep this
+        self.optimizer.register_step_pre_hook(self._reducer.refuse_alone)
         self._end = weakref.finalize(self, self._reducer.close)
         self._end.atexit = False
 
@@ -199,62 +190,59 @@ class ShardedGradients:
     def reduce(self) -> None:
         """Sum all gradients since the last sum, and add them to the pieces' ``grad``; collective.
 
-        :meth:`step` and :meth:`clip_grad_norm_` do this first; call it to read the pieces'
-        gradients.
-
-        ArgumentError on every rank, if on one of them this was closed, parameters have been moved,
-        converted or unfrozen, or the optimizer has other groups; with a GlobalCount, if a rank has
-        counted nothing, or all have counted 0: then the gradients are dropped. DisagreementError on
-        every rank, if ranks call different methods.
+        :meth:`step` and :meth:`clip_grad_norm_` do this first. ArgumentError on every rank, if on
+        one of them this was closed, parameters have been moved, converted or unfrozen, or the
+        optimizer has other groups; with a GlobalCount, if a rank has counted nothing, or all have
+        counted 0: then the gradients are dropped.
         """
         self._reduce("reduce")
 
     @torch.no_grad()
-    def _reduce(self, what: str, drop: bool = False) -> None:
+    def _reduce(
+        self, what: str, drop: bool = False, compared: Callable[[], dict[str, object]] = dict
+    ) -> None:
         """Agree on the method, and bring the gradients of all ranks to the pieces, or drop them."""
         reducer, reduce = self._reducer, self._reduce_by
         count = reduce if isinstance(reduce, GlobalCount) else None
 
         def ready() -> dict[str, Any]:
             self._check()
+            same = compared()
+            if debugging():
+                frozen = [n for n, p in self._given.trained.items() if not p.requires_grad]
+                same |= {"frozen parameters": str(frozen)}
+                same |= options(self.optimizer) if what == "step" else {}
             had = reducer.needed_rounds() > 0
             if drop:
                 reducer.drop_unstarted()
-            words = {"rounds": reducer.needed_rounds(), "had": had, "same": {}}
-            if debugging():
-                frozen = [n for n, p in self._given.trained.items() if not p.requires_grad]
-                optimizer = options(self.optimizer) if what == "step" else {}
-                words["same"] = {"frozen": {"parameters": str(frozen)}, "the optimizer": optimizer}
-            return words | {"count": None if count is None else count.local()}
+            rows = None if count is None else count.local()
+            return {"rounds": reducer.needed_rounds(), "had": had, "count": rows, "same": same}
 
         name, group = f"{NAME}.{what}", self._group()
         told = share(name, ready, group)
-        if all(words["same"] for words in told):
-            _compare(name, [words["same"] for words in told])
-        reducer.finish(max(words["rounds"] for words in told))
-        wrong: ArgumentError | None = None
-        divisor = group.size if reduce == "mean" else 1
+        require_equal(name, [words["same"] for words in told])
         had = any(words["had"] for words in told)
         if count is not None and (had or what == "step"):
             count.reset()
-        if count is not None and had and not drop:
-            try:
+        divisor = None  # the gradients are dropped
+        try:
+            if count is not None and had and not drop:
                 divisor = total_rows([words["count"] for words in told], f"{name} on {group}: ")
-            except ArgumentError as error:
-                wrong = error
-        for shard in self._shards:
-            shard.settle(None if drop or wrong else divisor)
-        if wrong is not None:
-            raise wrong
+            elif not drop:
+                divisor = group.size if reduce == "mean" else 1
+        finally:
+            reducer.finish(max(words["rounds"] for words in told))
+            for shard in self._shards:
+                shard.settle(divisor)
 
     def _check(self) -> None:
         if self._closed:
             raise ArgumentError("close() was called before. Make another one, on all ranks.")
-        for name, parameter in self._given.frozen.items():
-            if parameter.requires_grad:
+        for what, value in self._given.others.items():
+            if isinstance(value, torch.nn.Parameter) and value.requires_grad:
                 raise ArgumentError(
-                    f"parameter {name!r} was frozen when {NAME} was made, and has no owner. Call "
-                    "close() and make another, on all ranks."
+                    f"{what} was frozen when {NAME} was made, and has no owner. Call close() and "
+                    "make another, on all ranks."
                 )
         module, moved = self._given.module, [n for shard in self._shards for n in shard.moved()]
         if module is not None:
@@ -277,29 +265,21 @@ class ShardedGradients:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Sum the gradients, update this rank's pieces, and gather those of all; collective.
 
-        Parameters
-        ----------
-        closure : callable, optional
-            Called once before, with gradients enabled: evaluates the loss and its backward.
-
-        Returns
-        -------
-        object
-            The result of `closure`, or None.
+        Returns the result of `closure`, which is called once before, with gradients enabled.
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
         self._reduce("step")
         for shard in self._shards:
             shard.take_over()
-        self._stepping = True
+        self._reducer.stepping = True
         try:
             if debugging():
                 agree(f"{NAME}.step", self.optimizer.step, self._group())
             else:
                 self.optimizer.step()
         finally:
-            self._stepping = False
+            self._reducer.stepping = False
         traffic = self._reducer.traffic()
         for message in [shard.start_gather(traffic) for shard in reversed(self._shards)]:
             message.wait()
@@ -319,25 +299,21 @@ class ShardedGradients:
     ) -> torch.Tensor:
         """Scale the gradients so that the norm of all of them is at most `max_norm`; collective.
 
-        :func:`torch.nn.utils.clip_grad_norm_` would find no gradients in the parameters. Parameters
-        that are sharded over the other axis of a mesh count with all their shards; then all ranks
-        of the mesh make this call.
-
-        Parameters
-        ----------
-        max_norm : float
-        norm_type : float
-            The order ``p > 0``; ``inf`` is the largest absolute value.
-        error_if_nonfinite : bool
-            Raise torch's RuntimeError, on every rank, if the norm is NaN or infinite.
-
-        Returns
-        -------
-        torch.Tensor
-            The norm before: a scalar of float64, the same on all ranks.
-
+        Arguments are as of :func:`torch.nn.utils.clip_grad_norm_`, which would find no gradients in
+        the parameters. Parameters that are sharded over the other axis of a mesh count with all
+        their shards; then all ranks of the mesh make this call. Returns the norm before, a float64
+        scalar that is the same on all ranks.
         """
-        self._reduce("clip_grad_norm_")
+
+        def compared() -> dict[str, object]:
+            if not (max_norm >= 0 and norm_type > 0):
+                raise ArgumentError(
+                    "max_norm must not be negative, and norm_type must be positive; got "
+                    f"{max_norm!r} and {norm_type!r}."
+                )
+            return {"max_norm": float(max_norm), "norm_type": float(norm_type)}
+
+        self._reduce("clip_grad_norm_", compared=compared)
         pieces, given = list(self._pieces.values()), self._given.trained.items()
         specs = {name: shard_spec(parameter) for name, parameter in given}
         return clip_(pieces, specs, max_norm, norm_type, self._group(), error_if_nonfinite)
@@ -385,38 +361,3 @@ class ShardedGradients:
             f"{NAME}: a GradScaler looks for infinities in this rank's gradients alone, and ranks "
             "would scale and skip differently. Train in bfloat16, or scale the loss by a constant."
         )
-
-
-def _refuse_alone(own: ShardedGradients | None) -> None:
-    """Raise if the inner optimizer steps by itself."""
-    if own is not None and not own._stepping:
-        raise ArgumentError(
-            f"{NAME}: the inner optimizer updates pieces, and would not gather them. Call step() "
-            f"of the {NAME}."
-        )
-
-
-def _compare(what: str, given: Sequence[Mapping[str, Mapping[str, object]]]) -> None:
-    """Raise on every rank, if the words of ranks differ; without communication."""
-    for word, first in given[0].items():
-        for rank, own in enumerate(given):
-            for name in dict.fromkeys([*first, *own[word]]):
-                here, there = first.get(name, "none"), own[word].get(name, "none")
-                if here != there:
-                    raise DisagreementError(
-                        f"{what}: ranks disagree on {word}: for {name!r}, rank 0 has {here}; rank "
-                        f"{rank} has {there}."
-                    )
-
-
-def _copy_from_rank_0(values: Sequence[torch.Tensor], group: Group, bucket_bytes: int) -> None:
-    """Overwrite tensors by those of rank 0, in buckets; collective."""
-    for members in cut(dict(enumerate(values)), range(len(values)), bucket_bytes):
-        own = [values[index].detach() for index in members]
-        # one tensor of its own may be large: no copy, if it is contiguous
-        flat = own[0].reshape(-1) if len(own) == 1 else torch.cat([x.reshape(-1) for x in own])
-        with explained(NAME, group):
-            wait_for(packing.broadcast("broadcast", group, flat, 0))
-        if group.rank:
-            for value, part in zip(own, flat.split([x.numel() for x in own]), strict=True):
-                value.copy_(part.view(value.shape))

@@ -248,7 +248,7 @@ class Outline:
         found = {}
         for name, (dtype, shape) in self.whole.items():
             file.check(f"{_WHOLE}{name}", dtype, shape)
-            found[name] = file.full(f"{_WHOLE}{name}", dtype)
+            found[name] = file.read(f"{_WHOLE}{name}", dtype, [0] * len(shape), shape).clone()
         return found
 
     def cut(self, sizes: ShardSizes, ranks: int) -> ShardSizes:
