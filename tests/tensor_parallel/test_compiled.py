@@ -44,7 +44,7 @@ def losses(ranks, pattern):
         "other": of_logits(sizes, known, **other),
         "hidden": of_hidden(sizes, target, **rich),
         "other hidden": of_hidden(sizes, known, **other),
-        "in chunks": of_hidden(sizes, target, ROWS[ranks], 3),
+        "of parts": of_hidden(sizes, target, ROWS[ranks]),
     }
 
 
@@ -134,9 +134,7 @@ def modules(rank, ranks):
     }
     made = partial(VocabParallelEmbedding, *shape, **own)
     of_ids |= {"all": made(), "parts": made(**parts)}
-    of_own = {"own": made(input_is_parallel=True, **parts)}
     compare_layers(failures, "of ids", of_ids, ids)
-    compare_layers(failures, "of own ids", of_own, ids.split(sequence)[rank])
     how = {"sizes": FEATURES[ranks], "dtype": torch.float64, **parts}
     column, row = ColumnParallelLinear(HIDDEN, 7, **how), RowParallelLinear(7, 3, **how)
     norms = {

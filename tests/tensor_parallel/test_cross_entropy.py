@@ -49,9 +49,7 @@ def check_options(rank, ranks):
             for rows in (None, ROWS[ranks]):
                 case = of_hidden(sizes, targets(5, 2), rows, **options)
                 failures += compare(*case, bound=BOUND, second=False)
-        for chunk_rows in (1, 3, 7, 100):
-            case = of_hidden(sizes, targets(5, 2), chunk_rows=chunk_rows, **RICH)
-            failures += compare(*case, bound=BOUND, second=chunk_rows == 3)
+        failures += compare(*of_hidden(sizes, targets(5, 2), **RICH), bound=BOUND)
     return failures
 
 
@@ -61,7 +59,7 @@ def test_equals_torch_on_the_whole_logits(worlds, ranks):
 
 
 def check_shapes(rank):
-    cases = [of_hidden([5, 0, 6], targets(*s), chunk_rows=2) for s in ((), (0,), (2, 3, 2), (2, 0))]
+    cases = [of_hidden([5, 0, 6], targets(*s)) for s in ((), (0,), (2, 3, 2), (2, 0))]
     cases.append(of_logits([5, 0, 6], targets(2, 0)))
     return [failure for case in cases for failure in compare(*case, bound=BOUND)]
 
@@ -124,7 +122,7 @@ def narrow_hidden(rank, autocast):
         used = copy_to_tensor_model_parallel_region(hidden)
         return vocab_parallel_cross_entropy(F.linear(used, head), target, sizes)
 
-    found = pulled(lambda *x: linear_cross_entropy(*x, target, sizes, chunk_rows=7))
+    found = pulled(lambda *x: linear_cross_entropy(*x, target, sizes))
     for got, want, bound in zip(found, pulled(at_once), (1e-5, 2e-2, 2e-2), strict=True):
         with failures.named(got.shape, got.dtype):
             torch.testing.assert_close(got, want, rtol=bound, atol=bound)
@@ -167,8 +165,7 @@ def finite_differences(rank, ranks):
         if not sequence:
             hidden = gather_from_sequence_parallel_region(hidden, False, rows)
         more = {"sequence_sizes": rows if sequence else None, "class_weight": class_weights(5)}
-        more |= {"bias": bias, "chunk_rows": 2}
-        loss = linear_cross_entropy(hidden, head, target, sizes, **options, **more)
+        loss = linear_cross_entropy(hidden, head, target, sizes, bias=bias, **options, **more)
         return copy_to_tensor_model_parallel_region(loss)
 
     logits = 2 * drawn(0, 3, 5).split(sizes, -1)[rank]
@@ -201,7 +198,7 @@ def thrice(loss, inputs, total):
 def third_order(rank):
     failures, options = Failures(), {**RICH, "reduction": "mean"}
     cases = [of_logits([0, 11, 0], targets(4), **options)]
-    cases.append(of_hidden([5, 0, 6], targets(5), chunk_rows=2, **options))
+    cases.append(of_hidden([5, 0, 6], targets(5), **options))
     for number, (fn, twin, inputs, _) in enumerate(cases):
         layouts = [layout for _, layout in inputs]
         wholes = [x.clone().requires_grad_() for x, _ in inputs]

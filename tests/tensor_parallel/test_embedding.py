@@ -25,7 +25,7 @@ from varcomm.tensor_parallel import scatter_to_sequence_parallel_region
 from varcomm.tensor_parallel.embedding import feature_parallel_embedding, vocab_parallel_embedding
 from varcomm.testing import gradcheck, gradgradcheck
 
-LAYOUTS = ("replicated", "part", "parallel")
+LAYOUTS = ("replicated", "part")
 
 
 def loss_of(rows, first=0):
@@ -41,9 +41,8 @@ def call(layout, ids, weight, pattern, rank, padding):
     sizes, parts = pattern
     if layout == "replicated":
         return vocab_parallel_embedding(ids, weight, sizes, padding), 0
-    mine, parallel = ShardSizes(parts).range(rank), layout == "parallel"
-    own = ids[mine.start : mine.stop] if parallel else ids
-    return vocab_parallel_embedding(own, weight, sizes, padding, parts, parallel), mine.start
+    first = ShardSizes(parts).offsets[rank]
+    return vocab_parallel_embedding(ids, weight, sizes, padding, parts), first
 
 
 def compare(failures, layout, pattern, padding, rank, shape=(2,)):
@@ -78,17 +77,16 @@ def test_values_and_derivatives(worlds, ranks):
 
 def finite_differences(rank, ranks):
     sizes, parts = PATTERNS[ranks][0]
-    ids, mine = drawn_ids(sum(parts), seed=3), ShardSizes(parts).range(rank)
+    ids = drawn_ids(sum(parts), seed=3)
     weight, columns = own_rows(drawn(2, V, 2), sizes, rank), ShardSizes.balanced(4, ranks)
 
-    def lookup(parts, own=False):
-        given = ids[mine.start : mine.stop] if own else ids
-        return lambda w: vocab_parallel_embedding(given, w, sizes, None, parts, own)
+    def lookup(parts):
+        return lambda w: vocab_parallel_embedding(ids, w, sizes, None, parts)
 
     def once(fn):  # a replicated result is one value, which the ranks count once
         return lambda w: scatter_to_sequence_parallel_region(fn(w), parts)
 
-    for fn in (once(lookup(None)), lookup(parts), lookup(parts, True)):
+    for fn in (once(lookup(None)), lookup(parts)):
         gradcheck(fn, weight, fast_mode=True)
         gradgradcheck(lambda w, fn=fn: fn(w) ** 3, weight, fast_mode=True)
     by_features = once(lambda w: feature_parallel_embedding(ids, w, columns))

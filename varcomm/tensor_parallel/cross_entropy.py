@@ -132,8 +132,6 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     sequence_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
-    *,
-    chunk_rows: int | None = None,
 ) -> Tensor:
     """Assume that `hidden` and `target` are replicated, and compute the loss of a sharded head.
 
@@ -155,8 +153,6 @@ def linear_cross_entropy(
     sequence_sizes : sequence of int, optional
         Rows of the first dimension of `hidden` per rank; zeros allowed. The rows are gathered, and
         the gradient is scattered.
-    chunk_rows : int, optional
-        Tokens whose logits exist together; None keeps them as small as `hidden`.
 
     Returns
     -------
@@ -191,8 +187,6 @@ def linear_cross_entropy(
     call = _Call(name, ranks, label_smoothing, ignore_index, reduction, z_loss)
     with checking(name, ranks) as where:
         call.check_options(where)
-        if chunk_rows is not None and (exact_int(chunk_rows) or 0) < 1:
-            raise ArgumentError(f"{where}chunk_rows must be a positive int; got {chunk_rows!r}.")
     asked = shard_sizes(name, weight, sizes, 0, ranks)
     with checking(name, ranks) as where:
         _check_floats(hidden, "hidden", where)
@@ -205,12 +199,12 @@ def linear_cross_entropy(
         target = call.checked_targets(target, like, known, where)
         _check_weights(class_weight, "class_weight", hidden.device, known, where)
     hidden, weight, bias = autocast(hidden, weight, bias)
+    use = None
     if sequence_sizes is None:
-        hidden = apply(ReplicatedUse(ranks, use_fp32=True), hidden)
+        use = ReplicatedUse(ranks, use_fp32=True)
     else:
         hidden = all_gather_v(hidden, parts, 0, group=ranks.process_group)
-    rows = None if chunk_rows is None else int(chunk_rows)
-    return _loss(call, target, known, class_weight, hidden, weight, bias, rows)
+    return _loss(call, target, known, class_weight, hidden, weight, bias, use)
 
 
 @dataclass(frozen=True)
@@ -272,7 +266,7 @@ def _loss(
     values: Tensor,
     head: Tensor | None = None,
     bias: Tensor | None = None,
-    chunk_rows: int | None = None,
+    use: ReplicatedUse | None = None,
 ) -> Tensor:
     """Return the loss of logits, or of hidden states and a head; one collective.
 
@@ -288,6 +282,7 @@ def _loss(
             "shape of target": list(target.shape),
             "values of target": digest(target),
             "weights": None if weight is None else digest(weight),
+            "hidden": None if use is None else [*values.shape, values.requires_grad],
         }
         compare(ranks, described)
     dtype = accumulation_dtype(values.dtype, use_fp32=True)
@@ -306,7 +301,7 @@ def _loss(
     q = (1 - float(call.label_smoothing)) * counted
 
     column, local_q = (target - own.start).masked_fill(~mine, 0), q.masked_fill(~mine, 0)
-    own_rows = class_statistics(values, column, local_q, head, bias, own_weights, share, chunk_rows)
+    own_rows = class_statistics(values, column, local_q, head, bias, own_weights, share, use)
     gather = ReplicatedGather(ranks, (3,) * ranks.size, 0, use_fp32=True)
     top, log, part = apply(gather, torch.stack(own_rows)).unflatten(0, (ranks.size, 3)).unbind(1)
     top = top.detach()

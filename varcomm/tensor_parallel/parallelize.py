@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.digest import digest
@@ -102,10 +102,11 @@ def parallelize(
         "embedding": partial(VocabParallelEmbedding.from_embedding, **options),
     }
     made: dict[int, nn.Module] = {}
-    in_place: list[tuple[nn.Module, list[str]]] = []
+    in_place: list[nn.Module] = []
     for name, (layer, how) in chosen.items():
         if how == "sequence":
-            in_place.append((layer, _agreed_parameters(layer, ranks)))
+            _agree_on_parameters(layer, ranks)
+            in_place.append(layer)
         else:
             made[id(layer)] = _made(name, layer, how if callable(how) else makers[how], ranks)
 
@@ -114,8 +115,8 @@ def parallelize(
         return {"what modules become": [type(layer).__name__ for layer in made.values()]}
 
     agreed(_WHAT, alike, ranks)
-    for layer, names in in_place:
-        _change(layer, names, ranks)
+    for layer in in_place:
+        _change(layer, ranks)
     for name, layer in list(module.named_modules(remove_duplicate=False)):
         if name and id(layer) in made:
             module.set_submodule(name, made[id(layer)])
@@ -235,12 +236,13 @@ def sequence_parallel(module: M, group: GroupLike = None) -> M:
     [[3.0, 3.0], [3.0, 3.0]]
     """
     ranks = resolve(group)
-    _change(module, _agreed_parameters(module, ranks), ranks)
+    _agree_on_parameters(module, ranks)
+    _change(module, ranks)
     return module
 
 
-def _agreed_parameters(module: Any, group: Group) -> list[str]:
-    """Return the names of a module's parameters, which are identical on all ranks; collective."""
+def _agree_on_parameters(module: Any, group: Group) -> None:
+    """Check that a module's parameters are identical on all ranks; collective."""
 
     def check() -> dict[str, object]:
         if not isinstance(module, nn.Module):
@@ -252,38 +254,28 @@ def _agreed_parameters(module: Any, group: Group) -> list[str]:
         params = module.named_parameters(recurse=False, remove_duplicate=False)
         return {name: (digest(p), p.requires_grad) for name, p in params}
 
-    return list(agreed("sequence_parallel", check, group)[0])
+    agreed("sequence_parallel", check, group)
 
 
-def _change(module: nn.Module, names: Iterable[str], group: Group) -> None:
-    """Give a module the class that reads these parameters through a mapping in its forward."""
-    kind = type(module)
-    readers: dict[str, Any] = {name: _reader(name, group) for name in names}
-    module.__class__ = type(f"SequenceParallel{kind.__name__}", (_SequenceParallel, kind), readers)
+def _change(module: nn.Module, group: Group) -> None:
+    """Give a module the class that reads its parameters through a mapping in its forward."""
+    kind, own = type(module), {"_group": group}
+    module.__class__ = type(f"SequenceParallel{kind.__name__}", (_SequenceParallel, kind), own)
 
 
 class _SequenceParallel(nn.Module):
-    """Base class of changed modules, which marks the time of their forward."""
+    """Base class of changed modules."""
+
+    _group: Group
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        before = self.__dict__.get(_COMPUTES, False)
-        self.__dict__[_COMPUTES] = True
+        parameters: dict[str, Any] = self._parameters
+        kept = {name: p for name, p in parameters.items() if p is not None}
+        if torch.is_grad_enabled():
+            pg = self._group.process_group
+            for name, parameter in kept.items():
+                parameters[name] = copy_to_tensor_model_parallel_region(parameter, group=pg)
         try:
             return super().forward(*args, **kwargs)
-        finally:
-            self.__dict__[_COMPUTES] = before
-
-
-# Set while a module is in its forward; all other readers of a parameter get the parameter itself.
-_COMPUTES = "_varcomm_computes"
-
-
-def _reader(name: str, group: Group) -> property:
-    def read(module: nn.Module) -> Tensor | None:
-        parameter = module._parameters[name]
-        computes = module.__dict__.get(_COMPUTES, False) and torch.is_grad_enabled()
-        if parameter is None or not computes:
-            return parameter
-        return copy_to_tensor_model_parallel_region(parameter, group=group.process_group)
-
-    return property(read)
+        finally:  # readers outside of forward get the parameters themselves
+            parameters.update(kept)

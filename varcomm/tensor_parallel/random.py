@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -34,9 +33,6 @@ _KINDS = {"cpu", "cuda"}
 
 # Directory of torch, whose own frames may lie between a checkpoint and the function that it calls.
 _TORCH = torch.__path__[0]
-
-# Files whose functions torch's checkpoint may call: they restore streams.
-_REPLAYING = (__file__, str(Path(__file__).with_name("checkpoint.py")))
 
 
 class RandomStreams:
@@ -253,7 +249,7 @@ def _inside_torch_checkpoint() -> bool:
     called, frame = "", inspect.currentframe()
     while frame is not None:
         file = frame.f_code.co_filename
-        if file == torch.utils.checkpoint.__file__ and called not in _REPLAYING:
+        if file == torch.utils.checkpoint.__file__ and called != __file__:
             return True
         if not file.startswith(_TORCH):
             called = file
