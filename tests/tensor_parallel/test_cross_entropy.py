@@ -68,6 +68,18 @@ def test_tokens_of_any_shape(worlds):
     assert_none(worlds.run(3, check_shapes))
 
 
+def check_chunks(rank):
+    """Each rank has 20,000 columns, so that 60 tokens are several chunks."""
+    sizes, target = [20_000] * 3, targets(3, 20, classes=60_000)
+    options = {"label_smoothing": 0.3, "weight": class_weights(60_000)}
+    cases = of_logits(sizes, target, **options), of_hidden(sizes, target, **options)
+    return [failure for case in cases for failure in compare(*case, bound=BOUND, second=False)]
+
+
+def test_several_chunks(worlds):
+    assert_none(worlds.run(3, check_chunks))
+
+
 def in_subgroups(rank):
     group, pairs = dist.new_group([1, 2, 3, 4]), dist.new_group([2, 4])
     if rank == 0:

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import pytest
 import torch
 
 from tests.tensor_parallel.embeddings import H, V, drawn_ids, own_rows

@@ -111,8 +111,8 @@ def test_what_travels_and_is_kept_is_the_least_possible(worlds, ranks):
         }
         assert kept == {
             "column": [(own, IN), (own, IN)],  # input and weight, which has as many rows
-            "column, kept": [(length, IN), (own, IN)],
-            "column, frozen": [(own, IN)],
+            "column, kept": [(IN, own), (length, IN)],
+            "column, frozen": [(IN, own)],
             "column, no gradient of the input": [(length, IN)],
             "row": [(own, OUT), (length, own)],
         }
