@@ -269,7 +269,7 @@ SHARED = {
         (parallelized({"0": "column"}), "modules"),
         (lambda w: tp.sequence_parallel(nn.LayerNorm(4, bias=not w)), "bias"),
         (instead(tp.RandomStreams, 7, 8), "seed"),
-        (lambda w: tp.RandomStreams(7, data=int(w)), "coordinates"),
+        (lambda w: tp.RandomStreams(7, data=int(w)), "data"),
         (broadcast(dtype=torch.int64), "dtype"),
     ],
 }

@@ -260,23 +260,16 @@ class ParallelAttention(nn.Module):
             width = hidden // heads if head_dim is None else at_least(1, head_dim, "head_dim")
             own = ShardSizes.balanced(groups, ranks.size) if sizes is None else sizes
             self.sizes = ShardSizes(checked_sizes(own, "sizes", ranks.size))
-            if self.sizes.total != groups:
-                raise ArgumentError(
-                    f"sizes {list(self.sizes)} sum to {self.sizes.total}, but there are {groups} "
-                    "heads of keys and values."
-                )
             self.head_dim, self.queries_per_key, self.causal = width, heads // groups, causal
-            return {"num_heads": heads, "head_dim": width, "sizes": self.sizes, "causal": causal}
+            return {"num_heads": heads, "head_dim": width, "causal": causal}
 
-        # the layers compare the rest
+        # the layers compare the rest, and whether sizes sum to the number of heads
         agreed("ParallelAttention", check, ranks)
-        of_keys = self.sizes * self.head_dim
+        width, of_keys = num_heads * self.head_dim, self.sizes * self.head_dim
         of_queries = of_keys * self.queries_per_key
-        width, blocks = of_queries.total + 2 * of_keys.total, [of_queries, of_keys, of_keys]
-        self.qkv = ColumnParallelLinear(hidden_size, width, bias, blocks, group=group, **options)
-        self.out = RowParallelLinear(
-            of_queries.total, hidden_size, bias, of_queries, group=group, **options
-        )
+        fused, blocks = width + 2 * width // self.queries_per_key, [of_queries, of_keys, of_keys]
+        self.qkv = ColumnParallelLinear(hidden_size, fused, bias, blocks, group=group, **options)
+        self.out = RowParallelLinear(width, hidden_size, bias, of_queries, group=group, **options)
 
     def forward(
         self, x: Tensor, rotary: Rotary | None = None, sequence_sizes: Sequence[int] | None = None

@@ -78,6 +78,7 @@ def _plain(
     return _of_rows(_logits(used, head, bias), column, q, weight, share, owned=False)
 
 
+@torch.no_grad()
 def _statistics(*arguments: Any) -> Three:
     values, column, q, head, bias, weight, share = arguments
     top, log, part = (q.new_empty(q.shape) for _ in range(3))
@@ -101,45 +102,19 @@ def _of_rows(
         return zero, zero - torch.inf, zero
     top = z.detach().amax(-1).to(q.dtype)
     top = top.masked_fill(top == -torch.inf, 0)
-    below = _shifted(z, top, owned)
+    below = _shifted(z, top.unsqueeze(-1), owned)
     of_target = below.gather(-1, column.unsqueeze(-1)).squeeze(-1)
     # where q is 0, the column is any, and may be minus infinity
     part = -q * of_target.masked_fill(q == 0, 0)
     if share:
         part = part - share * (below if weight is None else below * weight).sum(-1)
-    total = below.exp_().sum(-1)
+    total = (below.exp() if torch.is_grad_enabled() else below.exp_()).sum(-1)
     none = total == 0  # has a derivative of 0
     return top, total.masked_fill(none, 1).log().masked_fill(none, -torch.inf), part
 
 
-def _of_logits(
-    z: Tensor,
-    column: Tensor,
-    q: Tensor,
-    weight: Tensor | None,
-    share: float,
-    top: Tensor,
-    log: Tensor,
-    of_log: Tensor,
-    of_part: Tensor,
-    owned: bool,
-) -> Tensor:
-    """Return the gradient of logits from those of `log` and `part`; see :func:`_of_rows`."""
-    # where no logit is above minus infinity, none gets a gradient: exp(z - top) is 0 there
-    scale = of_log * torch.exp(-log.masked_fill(log == -torch.inf, 0))
-    result = _shifted(z, top, owned).exp_().mul_(scale.unsqueeze(-1))
-    if share:
-        smooth = (share * of_part).unsqueeze(-1)
-        result = result.sub_(smooth if weight is None else smooth * weight)
-    of_target = -(q * of_part).unsqueeze(-1)
-    if z.shape[-1]:
-        result = result.scatter_add_(-1, column.unsqueeze(-1), of_target)
-    return result.to(z.dtype)
-
-
 def _shifted(z: Tensor, top: Tensor, owned: bool) -> Tensor:
     """Return ``z - top``, in the memory of `z` if that is possible."""
-    top = top.unsqueeze(-1)
     return z.sub_(top) if owned and z.dtype == top.dtype else z - top
 
 
@@ -231,11 +206,15 @@ def _adjoint(*arguments: Any) -> list[Tensor]:
 
     def add(at: tuple[slice, ...]) -> None:  # a function, which frees a chunk before the next
         z = _logits(values[at], head, bias)
-        top, log, of_log, of_part = (x[at] for x in of_rows)
-        of_logits = _of_logits(
-            *(z, column[at], q[at], weight, share, top, log, of_log, of_part),
-            owned=head is not None,
-        )
+        top, log, of_log, of_part = (x[at].unsqueeze(-1) for x in of_rows)
+        # where no logit is above minus infinity, none gets a gradient: exp(z - top) is 0 there
+        scale = of_log * torch.exp(-log.masked_fill(log == -torch.inf, 0))
+        powers = _shifted(z, top, owned=head is not None).exp_().mul_(scale)
+        if share:
+            powers.sub_(share * of_part if weight is None else share * of_part * weight)
+        if z.shape[-1]:
+            powers.scatter_add_(-1, column[at].unsqueeze(-1), -q[at].unsqueeze(-1) * of_part)
+        of_logits = powers.to(z.dtype)
         if wanted[0]:
             of_values[at] = of_logits if head is None else of_logits @ head
         flat, rows = _as_rows(of_logits), _as_rows(values[at])

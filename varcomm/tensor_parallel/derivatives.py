@@ -39,7 +39,7 @@ def recorded_gradients(
         return plain(*given)
 
     found: list[Tensor | None] = [None] * len(tensors)
-    _, pull = torch.func.vjp(of_needed, *(tensors[place] for place in places))
+    pull = torch.func.vjp(of_needed, *(tensors[place] for place in places))[1]
     for place, value in zip(places, pull(gradient), strict=True):
         found[place] = value
     return found

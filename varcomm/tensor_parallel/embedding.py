@@ -27,7 +27,7 @@ from varcomm.plan.row_sum import RowSum
 from varcomm.sizes import ShardSizes, exact_int
 from varcomm.tensor_parallel.layout import FLAG, ShardedModule, agreed, random_seed
 from varcomm.tensor_parallel.mappings import gather_from_tensor_model_parallel_region, shard_sizes
-from varcomm.transport.agreement import agree
+from varcomm.transport.agreement import agree, compare, debugging
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
 
@@ -164,6 +164,8 @@ def feature_parallel_embedding(
     with checking(name, ranks, gather_output=gather_output) as where:
         _check_operands(ids, weight, columns, 1, ranks, where)
         padding = _checked_padding(padding_idx, len(weight), where)
+    if not torch.compiler.is_compiling() and debugging():
+        compare(ranks, {"operation": name, "ids": digest(ids), "padding_idx": padding})
     # of no ids, torch's embedding has no second derivative
     rows = functional.embedding(ids, weight) if ids.numel() else weight[ids.long()]
     found = _without_padding(rows, ids, padding)
@@ -234,25 +236,28 @@ class _LookUp(_Lookup):
     @torch.no_grad()
     def start(self, x: Tensor) -> Pending:
         """Look up all rows at once; the engine's rounds depend on the ids."""
-        _check_range(self.ids, sum(self.sizes), f"{self.name} on {self.group}: ")
-        rows = self._looked_up(x)
-        return Pending([], lambda: rows)
-
-    def _looked_up(self, table: Tensor) -> Tensor:
+        total = sum(self.sizes)
+        if self.ids.numel():
+            low, high = torch.stack(self.ids.aminmax()).tolist()
+            if low < 0 or high >= total:
+                raise ArgumentError(
+                    f"{self.name} on {self.group}: ids span {low}...{high}, out of range for "
+                    f"{total} embeddings."
+                )
         if self.parts:
             plan, places = self.exchange
-            return plan(table).index_select(0, places)
+            found = plan(x).index_select(0, places)
+            return Pending([], lambda: found)
         # gather each distinct row once; the only copy repeats it at all its places
         distinct, places = self.ids.unique(return_inverse=True)
-        owners, rank, row = ShardSizes(self.sizes).owner(distinct), self.group.rank, table.shape[1:]
+        owners, rank, row = ShardSizes(self.sizes).owner(distinct), self.group.rank, x.shape[1:]
         counts = torch.bincount(owners, minlength=self.group.size).tolist()
         first = sum(counts[:rank])
         own = distinct[first : first + counts[rank]] - self._rows.start
-        values = packing.flat(table.index_select(0, own))
+        values = packing.flat(x.index_select(0, own))
         lengths = [count * row.numel() for count in counts]
         works, received = packing.all_gather(self.name, self.group, values, lengths)
-        rows = received.view(len(distinct), *row)
-        return Pending(works, lambda: rows.index_select(0, places)).wait()
+        return Pending(works, lambda: received.view(len(distinct), *row).index_select(0, places))
 
     def result(self, x: Tensor) -> Tensor:
         rows = self.parts[self.group.rank] if self.parts else self.ids.shape[0]
@@ -309,15 +314,6 @@ def _check_operands(
             f"{where}ids must be int64 or int32 on {weight.device}; got {ids.dtype} on "
             f"{ids.device}."
         )
-
-
-def _check_range(ids: Tensor, total: int, where: str) -> None:
-    if ids.numel():
-        low, high = torch.stack(ids.aminmax()).tolist()
-        if low < 0 or high >= total:
-            raise ArgumentError(
-                f"{where}ids span {low}...{high}, out of range for {total} embeddings."
-            )
 
 
 def _checked_padding(padding_idx: int | None, total: int, where: str) -> int:
@@ -424,11 +420,6 @@ class _ParallelEmbedding(ShardedModule):
             whole, freeze=not self.weight.requires_grad, padding_idx=self.padding_idx
         )
         return embedding.train(self.training)
-
-    def extra_repr(self) -> str:
-        """Return the sizes of the table and of its shards."""
-        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
-        return f"{self.num_embeddings}, {self.embedding_dim}, sizes={list(self.sizes)}{padding}"
 
 
 class VocabParallelEmbedding(_ParallelEmbedding):

@@ -117,8 +117,8 @@ class ShardedModule(nn.Module):
                 raise ArgumentError(
                     f"sizes {rows!r} sum to {self.spec.total}, but {name} is {found[name]}."
                 )
-            given = {name: values[0] for name, values in choices.items()}
-            given |= dict.fromkeys(("sequence_sizes", *_HOW_DRAWN)) | options
+            given: dict[str, Any] = {name: values[0] for name, values in choices.items()}
+            given = {**given, **dict.fromkeys(("sequence_sizes", *_HOW_DRAWN)), **options}
             if unknown := given.keys() - choices.keys() - {"sequence_sizes", *_HOW_DRAWN}:
                 raise ArgumentError(f"{min(unknown)!r} is no option of {type(self).__name__}.")
             for name, values in choices.items():
@@ -134,8 +134,7 @@ class ShardedModule(nn.Module):
             if not (like.is_floating_point() or like.is_complex()):
                 raise ArgumentError(f"dtype must be floating point or complex; got {dtype}.")
             found |= given
-            for name, value in found.items():
-                setattr(self, name, value)
+            vars(self).update(found)
             others = {"sizes": self.spec.blocks, "dtype": like.dtype, "an init": init is not None}
             return {**found, **others, **more()}
 
@@ -164,6 +163,7 @@ class ShardedModule(nn.Module):
         or its own ``forward``, which the replacement would lose, or if an option is unknown.
         """
         name, kind = f"{cls.__name__}.from_{word}", cls._plain
+        arguments: dict[str, Any] = {}
 
         def check() -> dict[str, Any]:
             if not isinstance(layer, kind):
@@ -178,18 +178,16 @@ class ShardedModule(nn.Module):
                     "parametrization or a forward of its own, which would be lost. Remove it, and "
                     "add it to the parallel layer."
                 )
-            known = {"sizes", "sequence_sizes", *cls._options}
-            if unknown := options.keys() - known:
-                raise ArgumentError(f"{min(unknown)!r} is no option; there are {sorted(known)}.")
+            same = {key: getattr(layer, key) for key in cls._copied} | dict(cls._fixed)
+            drawn = {"init": None, "device": "meta", "dtype": layer.weight.dtype}
+            arguments.update(**same, **drawn, group=group, **options)  # refuses any of these twice
             digests = {key: (digest(x), x.requires_grad) for key, x in layer.named_parameters()}
             return {**digests, **more()}
 
         # nothing is drawn here, so the caller's generator keeps its state
         with torch.random.fork_rng(devices=[]):
             agreed(name, check, resolve(group))
-            same = {key: getattr(layer, key) for key in cls._copied}
-            of_layout = {"group": group, "device": "meta", "dtype": layer.weight.dtype}
-            made = cls(**{**same, **cls._fixed, **of_layout, **options})
+            made = cls(**arguments)
         for key, whole in layer.named_parameters(recurse=False):
             setattr(made, key, made._own(key, whole))
         return made.train(layer.training)
@@ -200,6 +198,12 @@ class ShardedModule(nn.Module):
         own = whole.detach().clone() if spec is None else spec.shard(whole.detach())
         parameter = nn.Parameter(own, requires_grad=whole.requires_grad)
         return parameter if spec is None else mark(parameter, spec)
+
+    def extra_repr(self) -> str:
+        """Return the arguments of the full layer, sizes and options."""
+        words = {name: getattr(self, name) for name in (*self._copied, *self._options)}
+        words["sizes"] = [list(block) for block in self.spec.blocks]
+        return ", ".join(f"{name}={value}" for name, value in words.items())
 
     def _mark(self) -> Self:
         for name in self._sharded:

@@ -336,14 +336,6 @@ class _ParallelLinear(ShardedModule):
             setattr(linear, name, nn.Parameter(whole, own.requires_grad))
         return linear.train(self.training)
 
-    def extra_repr(self) -> str:
-        """Return features and sizes."""
-        sizes = [list(block) for block in self.spec.blocks]
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, sizes={sizes if len(sizes) > 1 else sizes[0]}"
-        )
-
 
 class ColumnParallelLinear(_ParallelLinear):
     """Linear layer whose output features are sharded across ranks.
@@ -476,11 +468,6 @@ class RowParallelLinear(_ParallelLinear):
         """
         pg = self.group.process_group
         if not self.input_is_parallel:
-            with checking("RowParallelLinear", self.group) as where:
-                if x.shape[-1:] != (self.in_features,):
-                    raise ArgumentError(
-                        f"{where}x must have {self.in_features} features; got {tuple(x.shape)}."
-                    )
             x = self.spec.by_rank(x, -1)
             x = scatter_to_tensor_model_parallel_region(x, self.spec.sizes, -1, pg)
         return row_parallel_linear(

@@ -26,7 +26,12 @@ M = TypeVar("M", bound=nn.Module)
 Make = Callable[[Any], nn.Module]
 
 _WHAT = "parallelize"
-_STYLES = ("column", "row", "embedding", "sequence")
+_STYLES: dict[str, Any] = {
+    "column": ColumnParallelLinear.from_linear,
+    "row": RowParallelLinear.from_linear,
+    "embedding": VocabParallelEmbedding.from_embedding,
+    "sequence": None,
+}
 
 
 def parallelize(
@@ -95,20 +100,16 @@ def parallelize(
         return {"modules": styles}
 
     agreed(_WHAT, check, ranks)
-    options: dict[str, Any] = {"group": group, "sequence_sizes": sequence_sizes}
-    makers: dict[str, Make] = {
-        "column": partial(ColumnParallelLinear.from_linear, **options),
-        "row": partial(RowParallelLinear.from_linear, **options),
-        "embedding": partial(VocabParallelEmbedding.from_embedding, **options),
-    }
     made: dict[int, nn.Module] = {}
     in_place: list[nn.Module] = []
     for name, (layer, how) in chosen.items():
         if how == "sequence":
             _agree_on_parameters(layer, ranks)
             in_place.append(layer)
-        else:
-            made[id(layer)] = _made(name, layer, how if callable(how) else makers[how], ranks)
+            continue
+        if not callable(how):
+            how = partial(_STYLES[how], group=group, sequence_sizes=sequence_sizes)
+        made[id(layer)] = _made(name, layer, how, ranks)
 
     def alike() -> dict[str, Any]:
         _tied(module, made)
@@ -128,54 +129,48 @@ def _chosen(module: Any, plan: Any) -> dict[str, tuple[nn.Module, str | Make]]:
     for word, value, kind in (("module", module, nn.Module), ("plan", plan, Mapping)):
         if not isinstance(value, kind):
             raise ArgumentError(f"{word} must be a {kind.__name__}; got {type(value).__name__}.")
-    found: dict[int, tuple[str, str, nn.Module, str | Make]] = {}
     for pattern, how in plan.items():
         if not callable(how) and how not in _STYLES:
             raise ArgumentError(
                 f"plan[{pattern!r}] must be one of {', '.join(_STYLES)}, or a function of the "
                 f"module; got {how!r}."
             )
-        matches = [
-            (name, layer)
-            for name, layer in module.named_modules(remove_duplicate=False)
-            if fnmatchcase(name, pattern)
-        ]
-        if not matches:
-            names = [name for name, _ in module.named_modules()][1:6]
-            raise ArgumentError(f"plan[{pattern!r}] matches no module; names are like {names}.")
-        for name, layer in matches:
-            other = found.setdefault(id(layer), (name, pattern, layer, how))
-            if other[1] != pattern:
-                raise ArgumentError(
-                    f"plan[{pattern!r}] and plan[{other[1]!r}] both match the module {name!r}."
-                )
-    for name, _, layer, _ in found.values():
+    found: dict[int, tuple[str, nn.Module, dict[str, str | Make]]] = {}
+    for name, layer in module.named_modules(remove_duplicate=False):
+        if matching := {p: how for p, how in plan.items() if fnmatchcase(name, p)}:
+            found.setdefault(id(layer), (name, layer, {}))[2].update(matching)
+    matched = {pattern for *_, matching in found.values() for pattern in matching}
+    if unmatched := [pattern for pattern in plan if pattern not in matched]:
+        names = [name for name, _ in module.named_modules()][1:6]
+        raise ArgumentError(f"plan[{unmatched[0]!r}] matches no module; names are like {names}.")
+    for name, layer, matching in found.values():
+        if len(matching) > 1:
+            raise ArgumentError(f"{' and '.join(matching)} both match the module {name!r}.")
         for inner in list(layer.modules())[1:]:
             if id(inner) in found:
                 raise ArgumentError(
                     f"the plan matches {found[id(inner)][0]!r} and {name!r}, which contains it."
                 )
-    return {name: (layer, how) for name, _, layer, how in found.values()}
+    return {name: (layer, *matching.values()) for name, layer, matching in found.values()}
 
 
 def _made(name: str, layer: nn.Module, make: Make, group: Group) -> nn.Module:
     """Return a module's replacement; if making it fails on this rank, all ranks raise."""
     try:
         new = make(layer)
-        if not isinstance(new, nn.Module):
-            raise ArgumentError(
-                f"the replacement of {name!r} must be a torch.nn.Module; got {type(new).__name__}."
-            )
-    except Exception as caught:
-        error = caught
+        if isinstance(new, nn.Module):
+            return new
+        got = type(new).__name__
+        raise ArgumentError(f"the replacement of {name!r} must be a torch.nn.Module; got {got}.")
+    except Exception as error:
+        failed = error
 
         def fail() -> None:
-            raise error
+            raise failed
 
         if not on_all_ranks(error):  # the other ranks are in an agreement, or about to be
             agree(_WHAT, fail, group)
         raise
-    return new
 
 
 def _tied(module: nn.Module, made: Mapping[int, nn.Module]) -> None:
