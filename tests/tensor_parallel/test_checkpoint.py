@@ -4,10 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-import torch.autograd.forward_ad as forward_ad
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import varcomm
 from tests.tensor_parallel.twins import drawn
@@ -117,22 +115,6 @@ def test_all_is_as_without_a_checkpoint(worlds, ranks, split, how):
     assert answers == [(True, True, True)] * ranks
 
 
-def freed(rank):
-    """Whether the input of a layer is kept after the forward."""
-    weight = torch.ones(1000, requires_grad=True)
-    x = torch.ones(1000, requires_grad=True) * 2
-    memory = StorageWeakRef(x.untyped_storage())
-    y = distributed(lambda x: (x * weight).sin() * x, x)
-    del x
-    gone = memory.expired()
-    y.sum().backward()
-    return gone
-
-
-def test_what_is_distributed_is_not_kept(worlds):
-    assert worlds.run(3, freed) == [True] * 3
-
-
 def keeping_different_tensors(rank):
     """Only rank 0 keeps something after a collective that is no part of the graph."""
     weight = torch.full((2,), 2.0, requires_grad=True)
@@ -150,21 +132,6 @@ def keeping_different_tensors(rank):
 def test_all_ranks_run_the_function_to_its_end(worlds):
     """With torch's early stop rank 1 would leave rank 0 waiting."""
     assert worlds.run(2, keeping_different_tensors, timeout=30) == [[64.0] * 2, [1.0] * 2]
-
-
-def forward_over_reverse(rank):
-    tangents = []
-    for apply in (plain, checkpoint, distributed):
-        x = drawn(6, 5).requires_grad_()
-        with forward_ad.dual_level():
-            dual = forward_ad.make_dual(x, torch.ones_like(x))
-            (gradient,) = torch.autograd.grad(apply(lambda x: x.sin() * x, dual).sum(), dual)
-            tangents.append(forward_ad.unpack_dual(gradient).tangent)
-    return torch.equal(tangents[0], tangents[1]) and torch.equal(tangents[0], tangents[2])
-
-
-def test_forward_mode_over_backward(worlds):
-    assert worlds.run(2, forward_over_reverse) == [True] * 2
 
 
 def other_streams(rank):

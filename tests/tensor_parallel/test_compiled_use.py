@@ -10,7 +10,7 @@ from torch._dynamo.exc import Unsupported
 import varcomm
 from tests.tensor_parallel.compiling import Compiled, leaf
 from tests.tensor_parallel.twins import drawn
-from varcomm import ArgumentError, DisagreementError
+from varcomm import ArgumentError
 from varcomm import tensor_parallel as tp
 from varcomm.tensor_parallel import (
     ColumnParallelLinear,
@@ -113,19 +113,6 @@ def test_inductor_keeps_the_order_of_calls(worlds):
     for _, wide, rounded in found:
         assert wide < 1e-12
         assert rounded < 0.05
-
-
-def debugged(rank):
-    layer = RowParallelLinear(7, 3)
-    with varcomm.debug(), pytest.raises(DisagreementError) as caught:
-        Compiled(lambda x: layer(x)[: len(x)])(torch.ones(2 + rank, layer.spec.local))
-    return str(caught.value)
-
-
-@pytest.mark.slow
-def test_debugging_compares_what_compiled_code_calls(worlds):
-    for message in worlds.run(2, debugged):
-        assert "ranks disagree on shape: rank 0 has [2, 3]; rank 1 has [3, 3]" in message
 
 
 def wrong_values(rank):

@@ -100,7 +100,7 @@ LOCAL = [
     (lambda r: vocabulary(r, padding_idx=5), "padding_idx"),
     (lambda r: vocabulary(r, sequence_sizes=[1, 1, 0]), "sequence_sizes"),
     (lambda r: vocabulary(r, IDS[0], sequence_sizes=[1, 0, 0]), "dim=0"),
-    (lambda r: features(r, gather_output=None), "gather_output"),
+    (lambda r: features(r, padding_idx=-6), "padding_idx"),
     # losses
     (lambda r: of_logits(r, sizes=[2, 3, 0, 1]), "sizes"),
     (lambda r: of_logits(r, target=torch.tensor([0, 5, 1])), "target[1]"),
@@ -239,7 +239,7 @@ SHARED = {
         (layer_of(VOCAB, 5, 2, sizes=[[2, 0, 0], [3, 0, 0]]), "sizes"),
         (instead(lambda n: FEATURE(5, n), 2, 2.0), "embedding_dim"),
         (layer_of(VOCAB, 5, 2, padding_idx=5), "padding_idx"),
-        (layer_of(FEATURE, 5, 2, gather_output=0), "gather_output"),
+        (layer_of(COLUMN, 6, 7, gather_output=0), "gather_output"),
         (instead(VOCAB.from_embedding, TABLE, nn.Linear(2, 5)), "embedding"),
         (instead(FEATURE.from_embedding, TABLE, hooked()), "hooks"),
         (instead(VOCAB.from_embedding, TABLE, nn.Embedding(5, 2, sparse=True)), "sparse"),

@@ -9,10 +9,8 @@ columns,
 - ``part``, the sum of ``q (top - z)``.
 
 All three are differences within the shard, so large logits that are nearly equal lose nothing. A
-shard without columns, or without a finite logit, has 0, minus infinity and its part.
-
-Values and gradients are computed for one chunk of rows at a time, and nothing of the size of the
-logits is kept. Recorded derivatives, ``torch.func`` and forward mode compute all rows at once.
+shard without a finite logit has 0, minus infinity and its part. Values and gradients are computed
+for one chunk of rows at a time; recorded derivatives and transforms compute all rows at once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Embeddings whose table is sharded, by ids or by features, in shards of any sizes.
 
-A lookup is one linear operator, from this rank's rows of the table to the rows of the ids, and its
-adjoint is another. How many rows travel depends on the values of the ids, so both are opaque in
-compiled graphs, and the ids are checked when the graph runs.
+A lookup by rows is one linear operator, and its adjoint another. How many rows travel depends on
+the values of the ids, so both are opaque in compiled graphs, which check the ids when they run.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from varcomm.ops.reduction import checked_summable
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.plan.row_sum import RowSum
 from varcomm.sizes import ShardSizes, exact_int
-from varcomm.tensor_parallel.layout import FLAG, ShardedModule, agreed, random_seed
+from varcomm.tensor_parallel.layout import ShardedModule, agreed, random_seed
 from varcomm.tensor_parallel.mappings import gather_from_tensor_model_parallel_region, shard_sizes
 from varcomm.transport.agreement import agree, compare, debugging
 from varcomm.transport.engine import Pending
@@ -118,7 +117,6 @@ def feature_parallel_embedding(
     weight: Tensor,
     sizes: Sequence[int] | None = None,
     padding_idx: int | None = None,
-    gather_output: bool = True,
     group: GroupLike = None,
 ) -> Tensor:
     """Look up embeddings in a table whose columns are sharded.
@@ -131,20 +129,17 @@ def feature_parallel_embedding(
         ``(V, sizes[rank])``: this rank's columns of the table.
     sizes : sequence of int, optional
         Columns per rank; zeros allowed. None asks all ranks.
-    gather_output : bool
-        Whether the result has all columns, replicated, or this rank's only.
     padding_idx, group
         As in :func:`vocab_parallel_embedding`.
 
     Returns
     -------
     torch.Tensor
-        ``(*ids.shape, sum(sizes))``, whose gradient must be identical on all ranks; or
-        ``(*ids.shape, sizes[rank])``.
+        ``(*ids.shape, sum(sizes))``, whose gradient must be identical on all ranks.
 
     Notes
     -----
-    Communication: with `gather_output` an all-gather of the result; nothing in backward.
+    Communication: an all-gather of the result; nothing in backward.
 
     In one process: ``torch.nn.functional.embedding(ids, weight)``, whose IndexError an id out of
     range raises on every rank.
@@ -161,7 +156,7 @@ def feature_parallel_embedding(
     """
     name, ranks = "feature_parallel_embedding", resolve(group)
     columns = shard_sizes(name, weight, sizes, 1, ranks)
-    with checking(name, ranks, gather_output=gather_output) as where:
+    with checking(name, ranks) as where:
         _check_operands(ids, weight, columns, 1, ranks, where)
         padding = _checked_padding(padding_idx, len(weight), where)
     if not torch.compiler.is_compiling() and debugging():
@@ -169,8 +164,6 @@ def feature_parallel_embedding(
     # of no ids, torch's embedding has no second derivative
     rows = functional.embedding(ids, weight) if ids.numel() else weight[ids.long()]
     found = _without_padding(rows, ids, padding)
-    if not gather_output:
-        return found
     return gather_from_tensor_model_parallel_region(found, columns, -1, group)
 
 
@@ -375,9 +368,8 @@ class _ParallelEmbedding(ShardedModule):
 
     def _drawn(self, seed: int) -> torch.nn.Parameter:
         parameter = self._draw("weight", (self.num_embeddings, self.embedding_dim), _normal, seed)
-        own = range(self.num_embeddings)
-        if self.spec.dim == 0:
-            own = self.sizes.range(self.group.rank)
+        by_ids = self.spec.dim == 0
+        own = self.sizes.range(self.group.rank) if by_ids else range(self.num_embeddings)
         if self.padding_idx is not None and self.padding_idx in own:
             with torch.no_grad():
                 parameter[own.index(self.padding_idx)] = 0
@@ -415,11 +407,7 @@ class _ParallelEmbedding(ShardedModule):
 
     def to_embedding(self) -> torch.nn.Embedding:
         """Return the full table as a torch.nn.Embedding, on every rank; collective."""
-        whole = self.spec.gather(self.weight.detach())
-        embedding: torch.nn.Embedding = torch.nn.Embedding.from_pretrained(
-            whole, freeze=not self.weight.requires_grad, padding_idx=self.padding_idx
-        )
-        return embedding.train(self.training)
+        return self._unsharded()  # type: ignore[no-any-return]
 
 
 class VocabParallelEmbedding(_ParallelEmbedding):
@@ -487,7 +475,7 @@ class FeatureParallelEmbedding(_ParallelEmbedding):
     sizes : sequence of int, optional
         Columns per rank; zeros allowed; None is balanced.
     **options
-        `gather_output` as in :func:`feature_parallel_embedding`; `init`, `device` and `dtype`.
+        `init`, `device` and `dtype`.
 
     Attributes
     ----------
@@ -511,14 +499,10 @@ class FeatureParallelEmbedding(_ParallelEmbedding):
     (torch.Size([1, 3, 3]), torch.Size([5, 1]))
     """
 
-    _options = {"gather_output": FLAG}  # noqa: RUF012
     _dim = 1
-
-    gather_output: bool
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up `ids`, which are identical on all ranks."""
-        group = self.group.process_group
         return feature_parallel_embedding(
-            ids, self.weight, self.sizes, self.padding_idx, self.gather_output, group
+            ids, self.weight, self.sizes, self.padding_idx, self.group.process_group
         )

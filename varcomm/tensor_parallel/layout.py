@@ -192,6 +192,16 @@ class ShardedModule(nn.Module):
             setattr(made, key, made._own(key, whole))
         return made.train(layer.training)
 
+    def _unsharded(self) -> Any:
+        """Return the torch layer with full parameters, on every rank; collective."""
+        arguments = {key: getattr(self, key) for key in self._copied}
+        layer = self._plain(**arguments, **self._fixed, device="meta")
+        for name, own in self.named_parameters(recurse=False):
+            values = own.detach()
+            whole = self.spec.gather(values) if name in self._sharded else values.clone()
+            setattr(layer, name, nn.Parameter(whole, own.requires_grad))
+        return layer.train(self.training)
+
     def _own(self, name: str, whole: Tensor) -> nn.Parameter:
         """Return this rank's part of a full parameter, in memory of its own."""
         spec = self.spec if name in self._sharded else None

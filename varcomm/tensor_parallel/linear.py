@@ -329,12 +329,7 @@ class _ParallelLinear(ShardedModule):
 
     def to_linear(self) -> nn.Linear:
         """Gather the weight and return an equal Linear on every rank; collective."""
-        linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
-        for name, own in self.named_parameters(recurse=False):
-            values = own.detach()
-            whole = self.spec.gather(values) if name in self._sharded else values.clone()
-            setattr(linear, name, nn.Parameter(whole, own.requires_grad))
-        return linear.train(self.training)
+        return self._unsharded()  # type: ignore[no-any-return]
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -359,10 +354,8 @@ class ColumnParallelLinear(_ParallelLinear):
 
     Attributes
     ----------
-    weight, bias : torch.nn.Parameter or None
-        This rank's rows, ``(spec.local, in_features)``, and part, ``(spec.local,)``.
-    spec : ShardSpec
-        How both are sharded.
+    weight, bias, spec : torch.nn.Parameter, torch.nn.Parameter or None, ShardSpec
+        This rank's rows, ``(spec.local, in_features)``, and part, and how both are sharded.
 
     Notes
     -----
@@ -419,25 +412,20 @@ class RowParallelLinear(_ParallelLinear):
 
     Parameters
     ----------
-    in_features, out_features : int
-        Features of the full layer.
+    in_features, out_features, group
+        As for :class:`ColumnParallelLinear`, whose example has both layers.
     bias : bool
         Whether the layer has a bias: replicated, with a gradient that is complete on every rank.
     sizes : sequence of int, or of such sequences, optional
         Inputs per rank, of each fused block; zeros allowed; None is balanced.
-    group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
     **options
         `input_is_parallel`: False if the input has all features. `sequence_sizes` and `use_fp32` as
-        in :func:`row_parallel_linear`; others of :class:`ColumnParallelLinear`, whose example has
-        both layers.
+        in :func:`row_parallel_linear`; `init`, `device` and `dtype`.
 
     Attributes
     ----------
-    weight, bias : torch.nn.Parameter or None
-        This rank's columns, ``(out_features, spec.local)``, and ``(out_features,)``.
-    spec : ShardSpec
-        How the weight is sharded.
+    weight, bias, spec : torch.nn.Parameter, torch.nn.Parameter or None, ShardSpec
+        This rank's columns, ``(out_features, spec.local)``, the full bias, and the weight's shards.
 
     Notes
     -----

@@ -151,7 +151,9 @@ def _chosen(module: Any, plan: Any) -> dict[str, tuple[nn.Module, str | Make]]:
                 raise ArgumentError(
                     f"the plan matches {found[id(inner)][0]!r} and {name!r}, which contains it."
                 )
-    return {name: (layer, *matching.values()) for name, layer, matching in found.values()}
+    return {
+        name: (layer, next(iter(matching.values()))) for name, layer, matching in found.values()
+    }
 
 
 def _made(name: str, layer: nn.Module, make: Make, group: Group) -> nn.Module:
