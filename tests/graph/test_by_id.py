@@ -96,6 +96,11 @@ def refusals(rank):
         assert word in str(caught.value)
     with pytest.raises(ArgumentError, match=r"graph\.owner: refused on rank 0"):
         graph.owner(torch.tensor([NODES if rank == 0 else 0]))
+    x = graph.x.double()
+    for values in (x.float() if rank == 1 else x, x[:, :1] if rank == 1 else x):
+        with pytest.raises(DisagreementError, match="rank 1"):
+            graph.rows(values, torch.tensor([3]))
+    assert graph.rows(x[:, 0], torch.tensor(3)).shape == ()
     # rows of the full graph, for which no halo is known
     if graph.num_owned:
         with pytest.raises(ArgumentError, match="with_halo"):
@@ -162,16 +167,3 @@ def test_edges_of_adj_t(worlds, layout, attr):
 def whole_graph(rank, data):
     found = partition(data, method="block").data.to_dict()
     return {**found, "edge_index": found["edge_index"].plain}
-
-
-def values_of_another_kind(rank):
-    graph = partition(wild(NODES), method="block")
-    x = graph.x.double()
-    for values in (x.float() if rank == 1 else x, x[:, :1] if rank == 1 else x):
-        with pytest.raises(DisagreementError, match="rank 1"):
-            graph.rows(values, torch.tensor([3]))
-    assert graph.rows(x[:, 0], torch.tensor(3)).shape == ()
-
-
-def test_values_of_another_kind_on_one_rank(worlds):
-    worlds.run(3, values_of_another_kind)

@@ -167,14 +167,14 @@ def bytes_sent(rank, pieces):
 
 @pytest.mark.parametrize("moves", [False, True])
 def test_nothing_travels_twice(worlds, moves):
-    """Each edge and node that moves once; each node that a rank asks for once, and its answer."""
+    """Each edge and node that moves once, and the node's new number; each node asked for once."""
     ranks, data = 3, rich()
     pieces = replace(pieces_of(data, ranks, 2), nodes_of=None, hops=1)
     pieces = pieces if moves else replace(pieces, owner=None)
     deal, describing = pieces.edges_of, pieces.sizes.owner(torch.arange(data.num_nodes))
     owner = pieces.owner if moves else describing
     of_edge = 24 + sum(data[name][0].nbytes for name in edge_attributes(data))
-    of_node = 8 + sum(data[name][0].nbytes for name in node_attributes(data))
+    of_node = 16 + sum(data[name][0].nbytes for name in node_attributes(data))
 
     told = worlds.run(ranks, bytes_sent, pieces)
     expected = of_node * int((owner != describing).sum())
@@ -273,7 +273,7 @@ WRONG = {
     ],
     "node_ids": [[2], ONE, ids([2]), ids(2, 6), META],
     "node_attrs": [
-        *([ONE], {"x": [1.0]}, {"x": torch.ones(2, 2)}, {"x": torch.tensor(1.0)}, {3: ONE}),
+        *({"x": [1.0]}, {"x": torch.ones(2, 2)}, {"x": torch.tensor(1.0)}, {3: ONE}),
         *({"sizes": ONE}, {"x": torch.eye(1).to_sparse()}, {"x": META}),
     ],
     "edge_attrs": [{"weight": torch.ones(2)}, {"next_index": torch.arange(3)}],

@@ -12,28 +12,6 @@ from tests.worlds import WORLDS
 from varcomm import ArgumentError
 from varcomm.graph import partition
 
-
-def check_gradient_as_operator(rank, data, method):
-    """The gradient of a loss is a function from shards to shards, to be proved like any other."""
-    graph = partition(data, method=method)
-
-    def gradient(x):
-        x = x if x.requires_grad else x.requires_grad_()
-        loss = graph.mean(x**3) * graph.sum(x.sin(), graph.train_mask)
-        return torch.autograd.grad(loss, x, create_graph=True)[0]
-
-    x = graph.x[:, :2]
-    varcomm.testing.gradcheck(gradient, x, fast_mode=True)
-    varcomm.testing.gradgradcheck(gradient, x, fast_mode=True)
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_second_and_third_derivatives_against_finite_differences(worlds, ranks):
-    method = split_by("a rank owns nothing", 8, ranks)
-    results = worlds.run(ranks, check_gradient_as_operator, wild(8), method)
-    assert results == [None] * ranks
-
-
 # values, a mask, and the name of the wrong one
 REFUSED = [
     (torch.ones(4), None, "values must be floats"),

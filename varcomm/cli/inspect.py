@@ -64,7 +64,6 @@ def _partition(folder: Path) -> tuple[str, dict[str, Any]]:
 
     outline = Outline.open(folder)
     outline.verify()
-    outline.read_whole()
     by_rank = []
     for rank in range(outline.ranks):
         part = outline.read_part(rank, outline.ranks)
@@ -77,8 +76,10 @@ def _partition(folder: Path) -> tuple[str, dict[str, Any]]:
                 "bytes": sum(value.nbytes for value in part.values()),
             }
         )
-    of_graph = {name: type(value).__name__ for name, value in outline.attributes.items()}
-    of_graph |= {name: _kind(array.dtype, array.rest) for name, array in outline.whole.items()}
+    of_graph = {
+        k: _kind(v.dtype, tuple(v.shape)) if isinstance(v, torch.Tensor) else type(v).__name__
+        for k, v in outline.attributes.items()
+    }
 
     def attributes(types: Mapping[Any, Any], noun: str) -> dict[str, str]:
         """Return dtype and row shape of each attribute by name, with its type in front."""
