@@ -4,13 +4,14 @@ import copy
 import math
 from dataclasses import FrozenInstanceError
 from functools import partial
-from itertools import cycle
+from itertools import cycle, product
 
 import pytest
 import torch
 from torch_geometric.data import Data
 
 import varcomm
+from tests.graph.batches import no_edges
 from tests.graph.graphs import WORLDS, split_by, wild
 from tests.graph.parts import differences, same
 from varcomm import ArgumentError, DisagreementError
@@ -218,6 +219,79 @@ def test_values_that_are_not_finite(worlds):
     assert worlds.run(3, extremes) == [-2] * 3
 
 
+# wrong values, and wrong masks
+WRONG = {
+    "values must be floats": [
+        *((torch.ones(4), None), (torch.tensor(1.0), None), (1.0, None)),
+        *((torch.ones(3, dtype=kind), None) for kind in (torch.int64, torch.complex64)),
+        (torch.ones(1), torch.arange(3) < 2),
+    ],
+    "mask must be": [
+        *((torch.ones(3), mask) for mask in ([True] * 3, torch.ones(3), torch.ones(2) > 0)),
+        (torch.ones(3, 1), torch.ones(3, 1) > 0),
+    ],
+}
+
+
+def check_on_three(rank):
+    data = wild()
+    graph = partition(data, method="block")
+    # forward mode gives what backward gives
+    direction = graph.y[:, :1].expand_as(graph.x).contiguous()
+    _, forward = torch.func.jvp(lambda x: graph.mean(x**2), (graph.x,), (direction,))
+    assert forward.item() == pytest.approx((2 * data.x * data.y[:, :1]).mean().item(), rel=1e-13)
+    # the mean of nothing is NaN, and its sum zero
+    nobody, x = torch.zeros(graph.num_owned, dtype=torch.bool), graph.x.requires_grad_()
+    total = graph.sum(x, nobody)
+    (gradient,) = torch.autograd.grad(total, x)
+    assert total.item() == gradient.abs().sum().item() == 0
+    assert graph.mean(x, nobody).isnan()
+    # summed in fp64 and rounded once: a large value and its negative leave the small ones whole
+    large = 2.0**15
+    values = torch.tensor([large, 0.125, 0.25, 0.5, 0.25, -large, 0.375, 0.5])
+    for dtype in (torch.float64, torch.bfloat16):
+        eight = partition(no_edges(8, x=values.to(dtype)), method=torch.arange(8) % 3)
+        with varcomm.trace() as calls:
+            total = eight.sum(eight.x)
+        assert sum(call.sent for call in calls) <= 16 * 2
+        assert (total.dtype, total.item(), eight.mean(eight.x).item()) == (dtype, 2.0, 0.25)
+    three = partition(no_edges(9), method="block")
+    for kind, (message, given) in product(("sum", "mean", "max"), WRONG.items()):
+        for values, mask in given:
+            where = f"graph.{kind} on rank {rank} of 3: "
+            with pytest.raises(ArgumentError, match=f"{where}.*{message}"):
+                getattr(three, kind)(values, mask)
+
+
+def test_forward_mode_sums_of_nothing_dtypes_and_refusals(worlds):
+    assert worlds.run(3, check_on_three) == [None] * 3
+
+
+def masked_before(rank, data, method):
+    """Targets outside the mask are NaN: rows that count are picked before the loss is taken."""
+    graph = partition(data, method=method)
+    mask, x = graph.train_mask, graph.x.requires_grad_()
+    loss = graph.mean(
+        torch.nn.functional.mse_loss(x[mask][:, :2], graph.y[mask], reduction="none"), mask
+    )
+    loss.backward()
+    return loss.item(), graph.sum(x[mask].detach(), mask).item(), graph.owned_ids, x.grad
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_rows_that_count_alone(worlds, ranks):
+    data = wild()
+    mask, x = data.train_mask, data.x.clone().requires_grad_()
+    data.y[~mask] = math.nan
+    loss = torch.nn.functional.mse_loss(x[mask][:, :2], data.y[mask])
+    loss.backward()
+    method = split_by("a rank owns nothing", data.num_nodes, ranks)
+    for got, total, ids, gradient in worlds.run(ranks, masked_before, data, method):
+        assert got == pytest.approx(loss.item(), rel=1e-13)
+        assert total == pytest.approx(x[mask].sum().item(), rel=1e-13)
+        torch.testing.assert_close(gradient, x.grad[ids], rtol=1e-12, atol=1e-13)
+
+
 def refused(rank):
     """Calls that each rank refuses alone, then those that the root refuses for all."""
     graph = graph_of(wild(), "block")
@@ -227,7 +301,6 @@ def refused(rank):
         ("dst must", lambda: graph.nodes.gather(graph.x, dst=0.5)),
         ("src must", lambda: graph.scatter(None, src=-1)),
         ("values must", lambda: graph.edges.sum(graph.x)),
-        ("values must", lambda: graph.edges.max(torch.arange(graph.edges.num_owned))),
     ):
         with pytest.raises(ArgumentError, match=f"on rank {rank} of 3: {word}"):
             call()

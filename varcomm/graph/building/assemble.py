@@ -206,7 +206,8 @@ def _placed(own: BroughtNodes, group: Group, device: torch.device) -> tuple[Dire
         ids, rows = shuffle.carry(ids), {key: shuffle.carry(value) for key, value in rows.items()}
         sizes = ShardSizes.from_local(len(ids), group.process_group)
     in_order = bool((ids.diff() > 0).all())
-    if shuffle is not None or not all(share("graph.partition", lambda: in_order, group)):
+    is_mixed = own.ids is not None and not all(share("graph.partition", lambda: in_order, group))
+    if shuffle is not None or is_mixed:
         numbers = torch.arange(len(ids), device=device) + sizes.offsets[group.rank]
         if not in_order:
             ids, order = ids.sort()
