@@ -109,11 +109,6 @@ def part_of(folder):
     return path
 
 
-def cut_short(folder):
-    path = part_of(folder)
-    path.write_bytes(path.read_bytes()[:-40])
-
-
 def one_bit_changed(folder):
     path = part_of(folder)
     content = bytearray(path.read_bytes())
@@ -132,7 +127,6 @@ def altered(folder):
 
 
 DAMAGE = {  # with the name of a file in the message
-    "cut short": (cut_short, "rank-00001"),
     "altered": (one_bit_changed, "rank-00001"),
     "of another graph": (
         lambda folder: shutil.copy(part_of(folder.parent / "other"), part_of(folder)),
@@ -140,10 +134,7 @@ DAMAGE = {  # with the name of a file in the message
     ),
     "a part is missing": (lambda folder: os.remove(part_of(folder)), "rank-00001"),
     "no index": (lambda folder: (folder / "graph.json").unlink(), "graph.json"),
-    "an index cut short": (lambda folder: index(folder, '{"format": '), "graph.json"),
-    "another file": (lambda folder: index(folder, "[]"), "graph.json"),
     "an altered index": (altered, "graph.json"),
-    "no version": (lambda folder: index(folder, '{"format": "varcomm graph"}'), "graph.json"),
     "no folder": (shutil.rmtree, "there is no"),
     "another graph on each rank": (lambda folder: None, "different graphs"),
 }

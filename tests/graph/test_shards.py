@@ -317,26 +317,6 @@ def test_refusals(worlds):
     assert worlds.run(3, refused) == [True] * 3
 
 
-def parts_of_edges(rank, hops):
-    graph = partition(wild(), method="random", hops=hops)
-    inner, outer = graph.interior, graph.boundary
-    both = torch.cat([inner, outer]).sort().values
-    assert torch.equal(both, torch.arange(graph.edge_index.shape[1]))
-    assert (inner.diff() > 0).all()
-    assert (outer.diff() > 0).all()
-    assert (graph.edge_index.plain[0, inner] < graph.num_owned).all()
-    assert (graph.edge_index.plain[0, outer] >= graph.num_owned).all()
-    assert graph.interior is inner, "found once"
-    numbers = graph.edge_index.numel() + graph.num_halo + sum(graph.plan.send_counts)
-    assert graph.edges.nbytes() == 8 * numbers + graph.edges.num_owned, "a byte per edge id"
-    return len(inner) > 0, len(outer) > 0, torch.equal(graph.edges.interior, inner)
-
-
-def test_interior_and_boundary(worlds):
-    for hops in (1, 2):
-        assert worlds.run(3, parts_of_edges, hops) == [(True, True, True)] * 3
-
-
 def copies(rank):
     data = wild()
     data.level, data.title = torch.ones(1, 2), "wild"
@@ -346,6 +326,8 @@ def copies(rank):
     model.graph, model.nodes, model.edges = graph, graph.nodes, graph.edges
     twin = copy.deepcopy(model)
     assert (twin.graph, twin.nodes, twin.edges) == (graph, graph.nodes, graph.edges)
+    numbers = graph.edge_index.numel() + graph.num_halo + sum(graph.plan.send_counts)
+    assert graph.edges.nbytes() == 8 * numbers + graph.edges.num_owned, "a byte per edge id"
     there = graph.to("meta")
     moved = [there.x, there.edge_index, there.level, there.plan.send_index, there.halo_ids]
     moved += [there.nodes.ids.gaps, there.edges.ids.rest]
