@@ -14,6 +14,7 @@ from torch_geometric.data import Data, HeteroData
 
 import varcomm
 from tests.graph.graphs import WORLDS, grid, wild
+from tests.graph.parts import Refused, assert_told
 from varcomm import ArgumentError, DisagreementError, GroupError, MissingPackageError, ShardSizes
 from varcomm.graph import assign, assign_sharded
 
@@ -470,13 +471,8 @@ DIFFERENT = [
 
 
 def refusals(rank):
-    told, right = [], {"pos": POS, "parts": 2, "method": "rcb"}
-
-    def refused(kind, word, **arguments):
-        with pytest.raises(kind) as caught:
-            assign_sharded(**(right | arguments))
-        told.append((word, str(caught.value)))
-
+    right = {"pos": POS, "parts": 2, "method": "rcb"}
+    refused = Refused(lambda **arguments: assign_sharded(**(right | arguments)))
     for culprit in (0, 2):
         for wrong, word in WRONG:
             mine = wrong if rank == culprit else {"pos": NONE}
@@ -488,13 +484,10 @@ def refusals(rank):
     # weights may be zero on a rank, and there may be no nodes
     pos, weight = torch.tensor([2.0 * rank, 2.0 * rank + 1]), TWO * (rank == 1)
     assert not len(assign_sharded(pos[:0], 2, "rcb", node_weight=weight[:0]))
-    return told, assign_sharded(pos, 2, "rcb", node_weight=weight).tolist()
+    return refused.told, assign_sharded(pos, 2, "rcb", node_weight=weight).tolist()
 
 
 def test_refused_on_all_ranks(worlds):
     told, owners = zip(*worlds.run(3, refusals), strict=True)
-    assert told[0] == told[1] == told[2]
-    for words, message in told[0]:
-        assert message.startswith("graph.assign_sharded: ")
-        assert all(word in message for word in words), message
+    assert_told(told, "graph.assign_sharded: ")
     assert owners == ([0, 0], [0, 1], [1, 1])

@@ -12,7 +12,15 @@ from torch_geometric.data import Data, HeteroData
 
 import varcomm
 from tests.graph.graphs import METHODS, WORLDS, rich, split_by, wild
-from tests.graph.parts import by_hand, contents, differences, different, same
+from tests.graph.parts import (
+    Refused,
+    assert_told,
+    by_hand,
+    contents,
+    differences,
+    different,
+    same,
+)
 from tests.graph.typed import WAYS, owners, typed
 from varcomm import ArgumentError, DisagreementError, GroupError, MissingPackageError
 from varcomm.graph import EdgeShard, NodeShard, assign, partition
@@ -66,20 +74,6 @@ def wrong_parts(rank, graphs, ranks):
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_parts_make_up_the_full_graph(worlds, ranks):
     assert worlds.run(ranks, wrong_parts, GRAPHS, ranks) == [[]] * ranks
-
-
-def names_of_methods(rank):
-    data, owner = wild(), torch.arange(24) % 2
-    ring = Data(edge_index=torch.tensor([[0, 1], [1, 0]]), num_nodes=2)
-    given = owner, owner.to(torch.uint8), owner.int().numpy()
-    names = [partition(data, method=method).method for method in ("rcb", None, *given)]
-    return names + [partition(ring, method=method).method for method in ("metis", "random")]
-
-
-def test_the_graph_names_the_method(worlds):
-    # METIS has nothing to cut in a graph with fewer nodes than ranks
-    expected = ["rcb", "metis", *["the ranks given"] * 3, "block", "random"]
-    assert worlds.run(3, names_of_methods) == [expected] * 3
 
 
 def with_attributes_of_the_graph():
@@ -360,13 +354,7 @@ BY_SRC = [
 
 
 def refusals(rank):
-    told = []
-
-    def refused(kind, word, data, method=None, **options):
-        with pytest.raises(kind) as caught:
-            partition(data, method=method, **options)
-        told.append((word, str(caught.value)))
-
+    refused = Refused(lambda data, method=None, **options: partition(data, None, method, **options))
     for number, (data, method, word, *options) in enumerate(WRONG):
         culprit = number % 2 * 2
         mine = (data, method) if rank == culprit else (ring(), "block")
@@ -413,12 +401,10 @@ def refusals(rank):
     src, hops = (np.int64(1), np.int32(2)) if rank == 0 else (1, 2)
     here = rank == 1
     graph = partition(ring() if here else None, None, "block" if here else None, src, hops)
-    return told, graph.x.tolist(), graph.hops
+    return refused.told, graph.x.tolist(), graph.hops
 
 
 def test_refused_on_all_ranks(worlds):
     told, x, hops = zip(*worlds.run(3, refusals), strict=True)
-    assert told[0] == told[1] == told[2]
-    for words, message in told[0]:
-        assert all(word in message for word in words), message
+    assert_told(told)
     assert (x, hops) == (([0.0], [1.0], [2.0]), (2, 2, 2))

@@ -75,12 +75,9 @@ def _data(content: Any, accepted: str) -> Data:
     if is_sparse or edge_index.shape[:1] != (2,) or edge_index.dtype not in _INTEGERS:
         kind = f"{'sparse ' * is_sparse}{edge_index.dtype} of shape {tuple(edge_index.shape)}"
         raise ArgumentError(f"its edges are {kind}; {accepted}")
-    data = Data(edge_index=edge_index.long().contiguous())
-    for name, value in content.items():
-        if name not in ("edge_index", "num_nodes"):
-            data[name] = value
+    data = Data.from_dict(content | {"edge_index": edge_index.long().contiguous()})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyG warns if it counts nodes by edges alone
-        told: Any = content.get("num_nodes", data.num_nodes or 0)
-    data.num_nodes = told.item() if isinstance(told, torch.Tensor) and not told.dim() else told
+        count: Any = data.num_nodes
+    data.num_nodes = count.item() if isinstance(count, torch.Tensor) and not count.dim() else count
     return data
