@@ -145,20 +145,6 @@ def test_pieces_make_what_partition_makes_of_the_full_graph(worlds, ranks):
     assert worlds.run(ranks, wrong_cases, ranks) == [{}] * ranks
 
 
-def in_a_subgroup(rank, pieces):
-    group = torch.distributed.new_group([2, 1])
-    if rank == 0:
-        return []
-    with varcomm.debug():
-        graph = pieces.built(group.rank(), group)
-    return [*differences(graph, pieces.expected(group)), graph.group.size, graph.method]
-
-
-def test_in_a_subgroup_that_compares_its_calls(worlds):
-    told = worlds.run(3, in_a_subgroup, pieces_of(plain(), 2, 5))
-    assert told == [[], [2, "the ranks given"], [2, "the ranks given"]]
-
-
 def bytes_sent(rank, pieces):
     with varcomm.trace() as calls:
         graph = pieces.built(rank)

@@ -93,7 +93,7 @@ class Staging(FolderSave):
         token: str | None = None,
     ) -> None:
         super().__init__(check_place(folder), _KIND, token or new_token())
-        self.attributes = {}
+        self.attributes: dict[str, str] = {}
         for name, value in moved(attributes, "cpu").items():
             try:
                 own = value.detach() if isinstance(value, torch.Tensor) else value
