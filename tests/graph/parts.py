@@ -1,5 +1,6 @@
 """The content of a rank's part, as the graph has it and as found by hand, and comparisons."""
 
+import pytest
 import torch
 
 
@@ -94,3 +95,24 @@ def same(one, two):
     if isinstance(one, dict) and isinstance(two, dict):
         return one.keys() == two.keys() and all(same(one[key], two[key]) for key in one)
     return type(one) is type(two) and one == two
+
+
+class Refused:
+    """Calls that must raise; `told` has the expected words and the message of each."""
+
+    def __init__(self, function):
+        self.function, self.told = function, []
+
+    def __call__(self, kind, words, *arguments, **options):
+        with pytest.raises(kind) as caught:
+            self.function(*arguments, **options)
+        self.told.append((words, str(caught.value)))
+
+
+def assert_told(of_ranks, start=""):
+    """All ranks raised the same errors, with the expected words."""
+    first, *others = of_ranks
+    assert all(other == first for other in others)
+    for words, message in first:
+        assert message.startswith(start)
+        assert all(word in message for word in words), message

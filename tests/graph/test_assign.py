@@ -14,6 +14,7 @@ from torch_geometric.data import Data, HeteroData
 
 import varcomm
 from tests.graph.graphs import WORLDS, grid, wild
+from tests.graph.parts import Refused, assert_told
 from varcomm import ArgumentError, DisagreementError, GroupError, MissingPackageError, ShardSizes
 from varcomm.graph import assign, assign_sharded
 
@@ -434,27 +435,22 @@ def test_ranks_of_a_group(worlds):
 
 
 def received(rank):
-    cost = {}
-    for method in SHARDED:
-        for parts, nodes in ((4, 30), (4, 3000), (16, 3000)):
-            pos = torch.rand(nodes, 2, generator=torch.Generator().manual_seed(rank))
-            with varcomm.trace() as calls:
-                assign_sharded(pos, parts, method)
-            cost[method, parts, nodes] = len(calls), sum(call.received for call in calls)
+    cost = []
+    for method, parts in product(SHARDED, (4, 16)):
+        pos = torch.rand(3000, 2, generator=torch.Generator().manual_seed(rank))
+        with varcomm.trace() as calls:
+            assign_sharded(pos, parts, method)
+        cost.append((parts, len(calls), sum(call.received for call in calls)))
     return cost
 
 
 def test_messages_depend_on_parts_and_not_on_positions(worlds):
-    costs = worlds.run(3, received)
-    for case in costs[0]:
-        method, parts, nodes = case
-        assert len({cost[case][0] for cost in costs}) == 1
-        most = max(cost[case][1] for cost in costs)
-        levels = 1 if method == "hilbert" else {4: 2, 16: 4}[parts]
+    for costs in zip(*worlds.run(3, received), strict=True):
+        parts, _, most = map(max, zip(*costs, strict=True))
+        assert len({calls for _, calls, _ in costs}) == 1
         # at most 10 rounds of 2 KiB per cut, which other ranks send twice; and a little more
-        if nodes == 3000:
-            assert most <= 10 * 2048 * 2 * (parts - 1) + 1000 * levels + 100 * parts
-        assert parts == 4 or most < 24 * 16 * 3000, "all positions would have been less"
+        assert most <= 10 * 2048 * 2 * (parts - 1) + 6000
+        assert most < 24 * 16 * 3000, "all positions would have been less"
 
 
 POS, NONE = torch.tensor([[0.0, 1.0], [2.0, 3.0]]), torch.zeros(0, 2)
@@ -475,13 +471,8 @@ DIFFERENT = [
 
 
 def refusals(rank):
-    told, right = [], {"pos": POS, "parts": 2, "method": "rcb"}
-
-    def refused(kind, word, **arguments):
-        with pytest.raises(kind) as caught:
-            assign_sharded(**(right | arguments))
-        told.append((word, str(caught.value)))
-
+    right = {"pos": POS, "parts": 2, "method": "rcb"}
+    refused = Refused(lambda **arguments: assign_sharded(**(right | arguments)))
     for culprit in (0, 2):
         for wrong, word in WRONG:
             mine = wrong if rank == culprit else {"pos": NONE}
@@ -493,13 +484,10 @@ def refusals(rank):
     # weights may be zero on a rank, and there may be no nodes
     pos, weight = torch.tensor([2.0 * rank, 2.0 * rank + 1]), TWO * (rank == 1)
     assert not len(assign_sharded(pos[:0], 2, "rcb", node_weight=weight[:0]))
-    return told, assign_sharded(pos, 2, "rcb", node_weight=weight).tolist()
+    return refused.told, assign_sharded(pos, 2, "rcb", node_weight=weight).tolist()
 
 
 def test_refused_on_all_ranks(worlds):
     told, owners = zip(*worlds.run(3, refusals), strict=True)
-    assert told[0] == told[1] == told[2]
-    for words, message in told[0]:
-        assert message.startswith("graph.assign_sharded: ")
-        assert all(word in message for word in words), message
+    assert_told(told, "graph.assign_sharded: ")
     assert owners == ([0, 0], [0, 1], [1, 1])

@@ -10,7 +10,7 @@ from tests.graph.graphs import WORLDS, split_by, wild
 from tests.graph.typed import owners, typed
 from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import from_edges, partition
-from varcomm.testing import dot_test
+from varcomm.testing import dot_test, gradgradcheck
 
 NODES = 24
 
@@ -33,26 +33,12 @@ def by_id(rank, ranks):
         assert graph.owner(everyone).bincount(minlength=ranks).tolist() == list(graph.node_sizes)
         assert graph.edges.rows(graph.edges.owned_ids, ids).tolist() == ids.tolist()
         dot_test(lambda x, graph=graph, ids=ids: graph.rows(x, ids), graph.x)
-    return gradients(graph, data, ranks)
-
-
-def gradients(graph, data, ranks):
-    """First and second derivatives of a function of the rows of all ranks."""
-    rank = graph.group.rank
-    x, whole = graph.x.clone().requires_grad_(), data.x.clone().requires_grad_()
-    own = torch.sin(graph.rows(x, ids_of(rank))).sum()
-    (first,) = torch.autograd.grad(own, x, create_graph=True)
-    (second,) = torch.autograd.grad(first.square().sum(), x)
-    expected = sum(torch.sin(whole[ids_of(at)]).sum() for at in range(ranks))
-    (of_all,) = torch.autograd.grad(expected, whole, create_graph=True)
-    (twice,) = torch.autograd.grad(of_all.square().sum(), whole)
-    pairs = ((first, of_all), (second, twice))
-    return [torch.allclose(p, q[graph.owned_ids], rtol=1e-12, atol=0) for p, q in pairs]
+    gradgradcheck(lambda x: graph.rows(x**3, ids), graph.x[:, :1], fast_mode=True)
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_rows_and_owners(worlds, ranks):
-    assert worlds.run(ranks, by_id, ranks) == [[True, True]] * ranks
+    assert worlds.run(ranks, by_id, ranks) == [None] * ranks
 
 
 def of_types_and_pieces(rank):
@@ -96,6 +82,11 @@ def refusals(rank):
         assert word in str(caught.value)
     with pytest.raises(ArgumentError, match=r"graph\.owner: refused on rank 0"):
         graph.owner(torch.tensor([NODES if rank == 0 else 0]))
+    x = graph.x.double()
+    for values in (x.float() if rank == 1 else x, x[:, :1] if rank == 1 else x):
+        with pytest.raises(DisagreementError, match="rank 1"):
+            graph.rows(values, torch.tensor([3]))
+    assert graph.rows(x[:, 0], torch.tensor(3)).shape == ()
     # rows of the full graph, for which no halo is known
     if graph.num_owned:
         with pytest.raises(ArgumentError, match="with_halo"):
@@ -162,16 +153,3 @@ def test_edges_of_adj_t(worlds, layout, attr):
 def whole_graph(rank, data):
     found = partition(data, method="block").data.to_dict()
     return {**found, "edge_index": found["edge_index"].plain}
-
-
-def values_of_another_kind(rank):
-    graph = partition(wild(NODES), method="block")
-    x = graph.x.double()
-    for values in (x.float() if rank == 1 else x, x[:, :1] if rank == 1 else x):
-        with pytest.raises(DisagreementError, match="rank 1"):
-            graph.rows(values, torch.tensor([3]))
-    assert graph.rows(x[:, 0], torch.tensor(3)).shape == ()
-
-
-def test_values_of_another_kind_on_one_rank(worlds):
-    worlds.run(3, values_of_another_kind)

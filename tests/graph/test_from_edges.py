@@ -11,7 +11,7 @@ from torch_geometric.data import Data
 
 import varcomm
 from tests.graph.graphs import WORLDS, rich, wild
-from tests.graph.parts import differences
+from tests.graph.parts import Refused, assert_told, differences
 from varcomm import ArgumentError, DisagreementError, GroupError, ShardSizes
 from varcomm.graph import assign, from_edges, partition
 
@@ -145,20 +145,6 @@ def test_pieces_make_what_partition_makes_of_the_full_graph(worlds, ranks):
     assert worlds.run(ranks, wrong_cases, ranks) == [{}] * ranks
 
 
-def in_a_subgroup(rank, pieces):
-    group = torch.distributed.new_group([2, 1])
-    if rank == 0:
-        return []
-    with varcomm.debug():
-        graph = pieces.built(group.rank(), group)
-    return [*differences(graph, pieces.expected(group)), graph.group.size, graph.method]
-
-
-def test_in_a_subgroup_that_compares_its_calls(worlds):
-    told = worlds.run(3, in_a_subgroup, pieces_of(plain(), 2, 5))
-    assert told == [[], [2, "the ranks given"], [2, "the ranks given"]]
-
-
 def bytes_sent(rank, pieces):
     with varcomm.trace() as calls:
         graph = pieces.built(rank)
@@ -167,14 +153,14 @@ def bytes_sent(rank, pieces):
 
 @pytest.mark.parametrize("moves", [False, True])
 def test_nothing_travels_twice(worlds, moves):
-    """Each edge and node that moves once; each node that a rank asks for once, and its answer."""
+    """Each edge and node that moves once, and the node's new number; each node asked for once."""
     ranks, data = 3, rich()
     pieces = replace(pieces_of(data, ranks, 2), nodes_of=None, hops=1)
     pieces = pieces if moves else replace(pieces, owner=None)
     deal, describing = pieces.edges_of, pieces.sizes.owner(torch.arange(data.num_nodes))
     owner = pieces.owner if moves else describing
     of_edge = 24 + sum(data[name][0].nbytes for name in edge_attributes(data))
-    of_node = 8 + sum(data[name][0].nbytes for name in node_attributes(data))
+    of_node = 16 + sum(data[name][0].nbytes for name in node_attributes(data))
 
     told = worlds.run(ranks, bytes_sent, pieces)
     expected = of_node * int((owner != describing).sum())
@@ -273,7 +259,7 @@ WRONG = {
     ],
     "node_ids": [[2], ONE, ids([2]), ids(2, 6), META],
     "node_attrs": [
-        *([ONE], {"x": [1.0]}, {"x": torch.ones(2, 2)}, {"x": torch.tensor(1.0)}, {3: ONE}),
+        *({"x": [1.0]}, {"x": torch.ones(2, 2)}, {"x": torch.tensor(1.0)}, {3: ONE}),
         *({"sizes": ONE}, {"x": torch.eye(1).to_sparse()}, {"x": META}),
     ],
     "edge_attrs": [{"weight": torch.ones(2)}, {"next_index": torch.arange(3)}],
@@ -294,44 +280,33 @@ TWICE = [[(0, 1, 2), (3,), (5,)], [(0, 1, 2), (3, 1), (4, 5)], [(0, 1, 2), (), (
 
 
 def refusals(rank):
-    told = []
-
-    def refused(kind, word, **arguments):
-        with pytest.raises(kind) as caught:
-            from_edges(**arguments)
-        told.append((word, str(caught.value)))
-
-    mine = right(rank)
+    refused, mine, what = Refused(from_edges), right(rank), "graph.from_edges: "
     for name, values in WRONG.items():
         for value in values:
-            refused(ArgumentError, name, **(mine | ({name: value} if rank == 1 else {})))
-    refused(GroupError, "meta", **(mine | ({"edge_index": EDGES.to("meta")} if rank == 1 else {})))
+            words = name, f"{what}refused on rank 1 of 3"
+            refused(ArgumentError, words, **(mine | ({name: value} if rank == 1 else {})))
+    meta = {"edge_index": EDGES.to("meta")} if rank == 1 else {}
+    refused(GroupError, ("meta", what), **(mine | meta))
     for change, word in DIFFERENT:
-        refused(DisagreementError, word, **(mine | (change if rank == 1 else {})))
+        refused(DisagreementError, (word, what), **(mine | (change if rank == 1 else {})))
     none = EDGES[:, :0]
     for named in TWICE:
         node_ids = torch.tensor(named[rank], dtype=torch.int64)
-        refused(DisagreementError, "node_ids", edge_index=none, sizes=SIZES, node_ids=node_ids)
+        refused(DisagreementError, ("node_ids",), edge_index=none, sizes=SIZES, node_ids=node_ids)
     both = {"node_attrs": {"w": torch.ones(SIZES[rank])}, "edge_attrs": {"w": torch.ones(0)}}
-    refused(ArgumentError, "'w'", edge_index=none, sizes=SIZES, **both)
+    refused(ArgumentError, ("'w'", what), edge_index=none, sizes=SIZES, **both)
     for value in (None, float("nan") if rank == 1 else 0.0):
         pos = {} if value is None else {"pos": torch.full((SIZES[rank], 2), value)}
         arguments = {"edge_index": none, "sizes": SIZES, "node_attrs": pos}
-        refused(ArgumentError, "pos", **arguments, method="hilbert")
+        refused(ArgumentError, ("pos",), **arguments, method="hilbert")
     # the ranks still work, and take integers of numpy
     here = right(rank) | {"sizes": np.array(SIZES), "hops": np.int64(1) if rank == 0 else 1}
     here["node_ids"] = torch.arange(6 if rank == 2 else 0, dtype=torch.int32)
     graph = from_edges(**(here | {"node_attrs": {"x": torch.arange(6.0 if rank == 2 else 0.0)}}))
-    return told, (graph.num_owned, graph.edges.num_owned)
+    return refused.told, (graph.num_owned, graph.edges.num_owned)
 
 
 def test_refused_on_all_ranks(worlds):
-    found = worlds.run(3, refusals)
-    told = found[0][0]
-    assert [working for _, working in found] == [(6, 9), (0, 0), (0, 0)]
-    assert found[1][0] == found[2][0] == told
-    for number, (word, message) in enumerate(told):
-        assert message.startswith("graph.from_edges: ") or word == "pos", message
-        assert word in message
-        if number < sum(map(len, WRONG.values())):
-            assert "refused on rank 1 of 3" in message
+    told, working = zip(*worlds.run(3, refusals), strict=True)
+    assert_told(told)
+    assert working == ((6, 9), (0, 0), (0, 0))

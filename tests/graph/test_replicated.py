@@ -5,45 +5,11 @@ import torch
 from torch import nn
 
 import varcomm
-from tests.graph.batches import FIRST, SECOND, partitions, whole
+from tests.graph.batches import SECOND, partitions, whole
 from tests.ops.comparing import Failures, assert_none
 from tests.worlds import WORLDS
 from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import global_add_pool, replicated
-
-
-def third(energy, total, x):
-    """Differentiate three times, through what is neither linear in the energy nor in forces."""
-    value = energy(x)
-    (forces,) = torch.autograd.grad(value**3 + value, x, create_graph=True)
-    (second,) = torch.autograd.grad(total(forces.sin() * forces), x, create_graph=True)
-    (last,) = torch.autograd.grad(total(second**2) * value, x)
-    return value.detach(), forces.detach(), second.detach(), last
-
-
-def check_third(failures, given):
-    """Energies, forces, what a loss of forces derives to, and once more."""
-    x = (given.x / 4).requires_grad_()
-
-    def of_pooled(pooled):
-        return (pooled.tanh() * torch.linspace(1, 2, 4).double()).square().sum() / 5
-
-    def alone(x):
-        return of_pooled(torch.zeros(5, 4).double().index_add(0, given.batch, x))
-
-    expected = third(alone, torch.sum, x)
-    for graph in partitions():
-        ids = graph.owned_ids
-        batch, own = given.batch[ids], x.detach()[ids].requires_grad_()
-
-        def together(x, batch=batch, graph=graph):
-            return replicated(of_pooled(global_add_pool(x, batch, graph)), graph)
-
-        got = third(together, graph.sum, own)
-        with failures.named(graph.method):
-            torch.testing.assert_close(got[0], expected[0], **FIRST)
-            for mine, theirs in zip(got[1:], expected[1:], strict=True):
-                torch.testing.assert_close(mine, theirs[ids], **SECOND)
 
 
 def check_parameters(failures, given):
@@ -84,13 +50,12 @@ def check_parameters(failures, given):
 
 def check(rank):
     failures, given = Failures(), whole(4)
-    check_third(failures, given)
     check_parameters(failures, given)
     return failures
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
-def test_three_derivatives_and_what_a_loss_of_forces_teaches(worlds, ranks):
+def test_what_a_loss_of_forces_teaches(worlds, ranks):
     assert_none(worlds.run(ranks, check))
 
 

@@ -1,7 +1,5 @@
 """A saved partition, loaded on as many ranks and on others."""
 
-import hashlib
-import json
 import os
 import shutil
 
@@ -26,7 +24,7 @@ def graph_of(kind):
     data.half, data.bits = data.x.bfloat16(), data.x.to(torch.float8_e4m3fn)
     data.phase, data.small = torch.complex(data.x, -data.x), data.x.to(torch.int8)
     data.level, data.title = torch.full((1, 3), 0.25), "a graph"
-    data.depth = {"m": [400, 0.5, None]}
+    data.depth = {"m": [400, 0.5, None], "box": (1, "z"), "at": torch.ones(2).half()}
     data.mean_of_x, data.whole = data.x.mean(), torch.tensor([True])
     return data
 
@@ -111,11 +109,6 @@ def part_of(folder):
     return path
 
 
-def cut_short(folder):
-    path = part_of(folder)
-    path.write_bytes(path.read_bytes()[:-40])
-
-
 def one_bit_changed(folder):
     path = part_of(folder)
     content = bytearray(path.read_bytes())
@@ -134,7 +127,6 @@ def altered(folder):
 
 
 DAMAGE = {  # with the name of a file in the message
-    "cut short": (cut_short, "rank-00001"),
     "altered": (one_bit_changed, "rank-00001"),
     "of another graph": (
         lambda folder: shutil.copy(part_of(folder.parent / "other"), part_of(folder)),
@@ -142,10 +134,7 @@ DAMAGE = {  # with the name of a file in the message
     ),
     "a part is missing": (lambda folder: os.remove(part_of(folder)), "rank-00001"),
     "no index": (lambda folder: (folder / "graph.json").unlink(), "graph.json"),
-    "an index cut short": (lambda folder: index(folder, '{"format": '), "graph.json"),
-    "another file": (lambda folder: index(folder, "[]"), "graph.json"),
     "an altered index": (altered, "graph.json"),
-    "no version": (lambda folder: index(folder, '{"format": "varcomm graph"}'), "graph.json"),
     "no folder": (shutil.rmtree, "there is no"),
     "another graph on each rank": (lambda folder: None, "different graphs"),
 }
@@ -173,37 +162,10 @@ def test_damage_is_told_on_every_rank(worlds, tmp_path):
         assert word in said
 
 
-def of_parts(rank, folder):
-    """An index that is signed and makes no sense is refused as well."""
-    partition(wild(), method="block").save(folder)
-    text = (folder / "graph.json").read_text()
-    found = json.loads(text)
-    found.pop("digest")
-    for key, value in (
-        ("hops", 0),
-        ("node types", []),
-        ("edge types", [[None, [1, 2]]]),
-        ("arrays", {}),
-        ("arrays", found["arrays"] | {"nodes 0.x": ["float64", [7]]}),
-        ("files", {}),
-    ):
-        changed = found | {key: value}
-        digest = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()
-        index(folder, json.dumps(changed | {"digest": digest}))
-        with pytest.raises(ArgumentError):
-            PartitionedGraph.load(folder)
-    index(folder, text)
-    return PartitionedGraph.load(folder).hops
-
-
-def test_a_hostile_index(worlds, tmp_path):
-    assert worlds.run(1, of_parts, tmp_path / "g") == [1]
-
-
 def save_refused(rank, folder):
     """Attributes that cannot be saved, and folders that hold something else."""
     ring = {"x": torch.ones(3, 1), "edge_index": torch.tensor([[0, 1], [1, 2]])}
-    for name, value in {"names": ["a", "b", "c"], "shape": (1, 2), "model": torch.nn.ReLU}.items():
+    for name, value in {"rule": print, "model": torch.nn.ReLU}.items():
         with pytest.raises(ArgumentError, match=f"{name} cannot be saved"):
             partition(Data(**ring, **{name: value}), method="block").save(folder / "new")
     graph = partition(Data(**ring), method="block")

@@ -4,13 +4,14 @@ import copy
 import math
 from dataclasses import FrozenInstanceError
 from functools import partial
-from itertools import cycle
+from itertools import cycle, product
 
 import pytest
 import torch
 from torch_geometric.data import Data
 
 import varcomm
+from tests.graph.batches import no_edges
 from tests.graph.graphs import WORLDS, split_by, wild
 from tests.graph.parts import differences, same
 from varcomm import ArgumentError, DisagreementError
@@ -136,7 +137,8 @@ def reduced(rank, way, kind, values, mask):
     for name in ("max", "sum", "mean"):
         x = values.clone().requires_grad_()
         reduce = getattr(shard, name)
-        result = reduce(x * x.detach().sign(), mask) ** 2 + reduce(x * x * x, mask)
+        picked = x if mask is None else x[mask]  # the rows that count alone
+        result = reduce(x * x.detach().sign(), mask) ** 2 + reduce(picked * picked * picked, mask)
         (first,) = torch.autograd.grad(result, x, create_graph=True)
         (second,) = torch.autograd.grad(shard.sum(first * first), x)
         found.append((result.detach(), shard.gather(first.detach(), 0), shard.gather(second, 0)))
@@ -218,6 +220,54 @@ def test_values_that_are_not_finite(worlds):
     assert worlds.run(3, extremes) == [-2] * 3
 
 
+# wrong values, and wrong masks
+WRONG = {
+    "values must be floats": [
+        *((torch.ones(4), None), (torch.tensor(1.0), None), (1.0, None)),
+        *((torch.ones(3, dtype=kind), None) for kind in (torch.int64, torch.complex64)),
+        (torch.ones(1), torch.arange(3) < 2),
+    ],
+    "mask must be": [
+        *((torch.ones(3), mask) for mask in ([True] * 3, torch.ones(3), torch.ones(2) > 0)),
+        (torch.ones(3, 1), torch.ones(3, 1) > 0),
+    ],
+}
+
+
+def check_on_three(rank):
+    data = wild()
+    graph = partition(data, method="block")
+    # forward mode gives what backward gives
+    direction = graph.y[:, :1].expand_as(graph.x).contiguous()
+    _, forward = torch.func.jvp(lambda x: graph.mean(x**2), (graph.x,), (direction,))
+    assert forward.item() == pytest.approx((2 * data.x * data.y[:, :1]).mean().item(), rel=1e-13)
+    # the mean of nothing is NaN, and its sum zero
+    nobody, x = torch.zeros(graph.num_owned, dtype=torch.bool), graph.x.requires_grad_()
+    total = graph.sum(x, nobody)
+    (gradient,) = torch.autograd.grad(total, x)
+    assert total.item() == gradient.abs().sum().item() == 0
+    assert graph.mean(x, nobody).isnan()
+    # summed in fp64 and rounded once: a large value and its negative leave the small ones whole
+    large = 2.0**15
+    values = torch.tensor([large, 0.125, 0.25, 0.5, 0.25, -large, 0.375, 0.5])
+    for dtype in (torch.float64, torch.bfloat16):
+        eight = partition(no_edges(8, x=values.to(dtype)), method=torch.arange(8) % 3)
+        with varcomm.trace() as calls:
+            total = eight.sum(eight.x)
+        assert sum(call.sent for call in calls) <= 16 * 2
+        assert (total.dtype, total.item(), eight.mean(eight.x).item()) == (dtype, 2.0, 0.25)
+    three = partition(no_edges(9), method="block")
+    for kind, (message, given) in product(("sum", "mean", "max"), WRONG.items()):
+        for values, mask in given:
+            where = f"graph.{kind} on rank {rank} of 3: "
+            with pytest.raises(ArgumentError, match=f"{where}.*{message}"):
+                getattr(three, kind)(values, mask)
+
+
+def test_forward_mode_sums_of_nothing_dtypes_and_refusals(worlds):
+    assert worlds.run(3, check_on_three) == [None] * 3
+
+
 def refused(rank):
     """Calls that each rank refuses alone, then those that the root refuses for all."""
     graph = graph_of(wild(), "block")
@@ -227,7 +277,6 @@ def refused(rank):
         ("dst must", lambda: graph.nodes.gather(graph.x, dst=0.5)),
         ("src must", lambda: graph.scatter(None, src=-1)),
         ("values must", lambda: graph.edges.sum(graph.x)),
-        ("values must", lambda: graph.edges.max(torch.arange(graph.edges.num_owned))),
     ):
         with pytest.raises(ArgumentError, match=f"on rank {rank} of 3: {word}"):
             call()
@@ -244,26 +293,6 @@ def test_refusals(worlds):
     assert worlds.run(3, refused) == [True] * 3
 
 
-def parts_of_edges(rank, hops):
-    graph = partition(wild(), method="random", hops=hops)
-    inner, outer = graph.interior, graph.boundary
-    both = torch.cat([inner, outer]).sort().values
-    assert torch.equal(both, torch.arange(graph.edge_index.shape[1]))
-    assert (inner.diff() > 0).all()
-    assert (outer.diff() > 0).all()
-    assert (graph.edge_index.plain[0, inner] < graph.num_owned).all()
-    assert (graph.edge_index.plain[0, outer] >= graph.num_owned).all()
-    assert graph.interior is inner, "found once"
-    numbers = graph.edge_index.numel() + graph.num_halo + sum(graph.plan.send_counts)
-    assert graph.edges.nbytes() == 8 * numbers + graph.edges.num_owned, "a byte per edge id"
-    return len(inner) > 0, len(outer) > 0, torch.equal(graph.edges.interior, inner)
-
-
-def test_interior_and_boundary(worlds):
-    for hops in (1, 2):
-        assert worlds.run(3, parts_of_edges, hops) == [(True, True, True)] * 3
-
-
 def copies(rank):
     data = wild()
     data.level, data.title = torch.ones(1, 2), "wild"
@@ -273,12 +302,14 @@ def copies(rank):
     model.graph, model.nodes, model.edges = graph, graph.nodes, graph.edges
     twin = copy.deepcopy(model)
     assert (twin.graph, twin.nodes, twin.edges) == (graph, graph.nodes, graph.edges)
+    numbers = graph.edge_index.numel() + graph.num_halo + sum(graph.plan.send_counts)
+    assert graph.edges.nbytes() == 8 * numbers + graph.edges.num_owned, "a byte per edge id"
     there = graph.to("meta")
     moved = [there.x, there.edge_index, there.level, there.plan.send_index, there.halo_ids]
     moved += [there.nodes.ids.gaps, there.edges.ids.rest]
     assert graph.x.device.type == "cpu", "the graph itself stays where it is"
     assert {tensor.device.type for tensor in moved} == {"meta"}
-    for shard, name in ((graph.nodes, "x"), (graph.nodes, "sizes"), (graph.edges, "edge_index")):
+    for shard, name in ((graph, "x"), (graph.nodes, "sizes"), (graph.edges, "edge_index")):
         with pytest.raises(FrozenInstanceError, match=f"cannot assign to field '{name}'"):
             setattr(shard, name, 1)
     assert ("x" in graph.nodes, hasattr(graph.edges, "__x__")) == (True, False)

@@ -64,7 +64,6 @@ def _partition(folder: Path) -> tuple[str, dict[str, Any]]:
 
     outline = Outline.open(folder)
     outline.verify()
-    outline.read_whole()
     by_rank = []
     for rank in range(outline.ranks):
         part = outline.read_part(rank, outline.ranks)
@@ -85,7 +84,10 @@ def _partition(folder: Path) -> tuple[str, dict[str, Any]]:
                     found[of + name.partition(".")[2]] = _kind(*array)
         return found
 
-    of_graph = {name: type(value).__name__ for name, value in outline.attributes.items()}
+    of_graph = {
+        k: _kind(v.dtype, tuple(v.shape)) if isinstance(v, torch.Tensor) else type(v).__name__
+        for k, v in outline.attributes.items()
+    }
     return "saved partition", {
         "ranks": outline.ranks,
         "method": outline.method,
@@ -95,7 +97,7 @@ def _partition(folder: Path) -> tuple[str, dict[str, Any]]:
         "by_rank": by_rank,
         "node_attributes": attributes(outline.nodes, "nodes"),
         "edge_attributes": attributes(outline.edges, "edges"),
-        "graph_attributes": of_graph | {k: _kind(*array) for k, array in outline.whole.items()},
+        "graph_attributes": of_graph,
         "checksums": "verified",
     }
 

@@ -19,13 +19,13 @@ class Directory:
     """Global numbers of rows by their ids; each rank stores the numbers of a range of ids.
 
     Global numbers count the rows of rank 0, then those of rank 1, and so on: `sizes` are rows per
-    rank, `ranges` ids per rank, and `numbers` belong to this rank's range.
+    rank, `ranges` ids per rank, and `numbers` belong to this rank's range (None: its ids).
     """
 
     group: Group
     sizes: ShardSizes
     ranges: ShardSizes
-    numbers: torch.Tensor
+    numbers: torch.Tensor | None
 
     @classmethod
     def of(cls, owned_ids: torch.Tensor, sizes: ShardSizes, group: Group) -> Self:
@@ -44,6 +44,8 @@ class Directory:
 
     def look_up(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the numbers of rows; collective. A rank requests each id once."""
+        if self.numbers is None:
+            return ids
         plan, place = needed_once(ids, self.ranges, self.group)
         return plan(self.numbers)[place]
 

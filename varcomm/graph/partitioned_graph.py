@@ -280,13 +280,12 @@ class PartitionedGraph:
             attributes=moved(self.attributes, device),
         )
 
-    def plot(
-        self, path: str | os.PathLike[str], node_type: NodeType = None, most: int = 200_000
-    ) -> None:
+    def plot(self, path: str | os.PathLike[str], node_type: NodeType = None) -> None:
         """Draw each node in the colour of its owner, darker if another rank has a copy.
 
-        Collective: rank 0 draws the attribute ``pos``, (n, 2) or (n, 3), with matplotlib.
-        Communication: at most 32 bytes per drawn node.
+        Collective: rank 0 draws the attribute ``pos``, (n, 2) or (n, 3), with matplotlib. Of more
+        than 200,000 nodes, each rank draws the same share, at random. Communication: at most 32
+        bytes per drawn node.
 
         Parameters
         ----------
@@ -294,8 +293,6 @@ class PartitionedGraph:
             File that rank 0 writes or replaces, in the format of its suffix: .png, .pdf, .svg, ...
         node_type : str, optional
             The type of nodes to draw, in a graph with several types.
-        most : int
-            Largest number of drawn nodes. Of more, each rank draws the same share, at random.
 
         Raises
         ------
@@ -308,7 +305,7 @@ class PartitionedGraph:
         """
         from varcomm.graph.files.plot import plot
 
-        plot(self, path, node_type, most)
+        plot(self, path, node_type)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write each rank's part into a folder that all ranks see; collective.
@@ -324,8 +321,8 @@ class PartitionedGraph:
         ------
         ArgumentError
             On every rank, if one of them cannot write; if the folder has other content, which stays
-            as it is; if an attribute is neither a tensor nor, of the graph as a whole, plain text
-            and numbers.
+            as it is; if a value of the graph as a whole is no tensor, number, string, or list, set,
+            tuple or dict of them.
         """
         from varcomm.graph.files.saved import save
 

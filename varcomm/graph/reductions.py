@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -26,17 +26,13 @@ from varcomm.transport.debug import debugging
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
 
+if TYPE_CHECKING:
+    from varcomm.graph.partitioned_graph import PartitionedGraph
+
 __all__ = ["of_all_ranks", "replicated", "replicated_sum"]
 
 _EVERY = 10  # calls between comparisons of parameters inside debug()
 _COUNTED_ONCE = "varcomm: counted once"  # of nodes of autograd's graph
-
-
-class _Partitioned(Protocol):
-    """A partitioned graph."""
-
-    @property
-    def group(self) -> Group: ...
 
 
 def replicated_sum(partial: torch.Tensor, group: Group) -> torch.Tensor:
@@ -46,7 +42,7 @@ def replicated_sum(partial: torch.Tensor, group: Group) -> torch.Tensor:
     return apply(ReplicatedSum(group, use_fp32=True), partial)
 
 
-def replicated(value: torch.Tensor, group: _Partitioned | GroupLike = None) -> torch.Tensor:
+def replicated(value: torch.Tensor, group: PartitionedGraph | GroupLike = None) -> torch.Tensor:
     """Count a value once that every rank computed identically.
 
     For a loss, or an energy, of values that all ranks have, such as the results of
@@ -179,46 +175,25 @@ def _compare_parameters(loss: torch.Tensor, group: Group) -> None:
 @torch_operator
 @dataclass(frozen=True)
 class _CopiesToOne(Operator):
-    """From equal copies on all ranks to one value: their mean."""
+    """From equal copies on all ranks to one value, their mean; `parts`: the adjoint of this."""
 
     name = "replicated"
     group: Group
+    parts: bool = False
     compared: bool = False
 
     def start(self, x: torch.Tensor) -> Pending:
         """Copy: the result of an operator never shares memory with its input."""
-        return Pending([], x.clone)
-
-    def result(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(x)
-
-    @property
-    def adjoint(self) -> _OneToCopies:
-        return _OneToCopies(self.group)
-
-    def describe(self, x: torch.Tensor) -> dict[str, Any]:
-        """Compare the values of a user; derivatives may differ in their last bit."""
-        value = x.item() if x.numel() == 1 else digest(x)
-        return {"shape": list(x.shape)} | ({"the value": repr(value)} if self.compared else {})
-
-
-@torch_operator
-@dataclass(frozen=True)
-class _OneToCopies(Operator):
-    """From one value to the part of each copy: parts that sum to the value."""
-
-    name = "replicated_part"
-    group: Group
-
-    def start(self, x: torch.Tensor) -> Pending:
-        return Pending([], lambda: x / self.group.size)
+        return Pending([], lambda: x / self.group.size if self.parts else x.clone())
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(x)
 
     @property
     def adjoint(self) -> _CopiesToOne:
-        return _CopiesToOne(self.group)
+        return _CopiesToOne(self.group, parts=not self.parts)
 
     def describe(self, x: torch.Tensor) -> dict[str, Any]:
-        return {"shape": list(x.shape)}
+        """Compare the values of a user; derivatives may differ in their last bit."""
+        value = x.item() if x.numel() == 1 else digest(x)
+        return {"shape": list(x.shape)} | ({"the value": repr(value)} if self.compared else {})

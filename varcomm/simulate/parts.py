@@ -280,14 +280,12 @@ def partition(data: Any, size: int, method: Method = None) -> Parts:
     from varcomm.graph.building.assemble import Numbering
     from varcomm.graph.building.partition import assigned, checked_method
     from varcomm.graph.building.tables import ends, read
-    from varcomm.graph.partitioners.assign import method_used
 
     count = at_least(1, size, "simulate.partition: size")
     tables, name = read(data), "the ranks given"
     owners = checked_method(method, tables, count)
     if not isinstance(owners, dict):
-        name = method_used(data, count, owners)
-        owners = assigned(data, count, name)
+        owners, name = assigned(data, count, owners)
     numbered = {key: Numbering.of(owners[key].to(tables.device), count) for key in tables.nodes}
     needs = {
         key: Needs.of(table.edge_index, *(numbered[end] for end in ends(key)))

@@ -12,7 +12,7 @@ from torch_geometric.data import HeteroData
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.building.tables import EdgeTable, NodeTable, ends, rows_at
-from varcomm.graph.directory import needed_once
+from varcomm.graph.directory import Directory
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
 from varcomm.graph.shard import AscendingIds, NodeShard, described
@@ -151,7 +151,7 @@ class BroughtNodes:
     """The nodes of one type that this rank contributes: ``ranges.range(rank)`` in some order.
 
     `owner` holds their future owners (None: this rank), and `ids` their ids in the full graph
-    (None: the range). Nodes with `ids` stay on their rank.
+    (None: the range).
     """
 
     ranges: ShardSizes
@@ -179,7 +179,8 @@ class Shuffle:
         counts = torch.bincount(destination, minlength=group.size)
         in_order = bool((destination.diff() >= 0).all())
         order = None if in_order else torch.sort(destination, stable=True).indices
-        recv = _one_each(counts, group)
+        ones = (1,) * group.size
+        recv = all_to_all_v(counts, ones, ones, group=group.process_group)
         return cls(group, order, tuple(counts.tolist()), tuple(recv.tolist()))
 
     def carry(self, rows: torch.Tensor) -> torch.Tensor:
@@ -189,70 +190,32 @@ class Shuffle:
             rows = taken(rows, self.order)
         return all_to_all_v(rows, self.send, self.recv, group=self.group.process_group)
 
-
-def _one_each(rows: torch.Tensor, group: Group) -> torch.Tensor:
-    """Send one row to each rank; collective."""
-    ones = (1,) * group.size
-    return all_to_all_v(rows, ones, ones, group=group.process_group)
-
-
-@dataclass(frozen=True, eq=False)
-class _Directory:
-    """Global numbers of nodes by the order in which ranks contribute them.
-
-    `sizes` are nodes per owner; `numbers` of this rank's range (None: its order); `shuffle` goes
-    from contributing ranks to owners (None: these are the same ranks).
-    """
-
-    group: Group
-    ranges: ShardSizes
-    sizes: ShardSizes
-    numbers: torch.Tensor | None = None
-    shuffle: Shuffle | None = None
-
-    @classmethod
-    def of(cls, ranges: ShardSizes, owner: torch.Tensor, group: Group) -> Self:
-        """Build a directory from the owners of this rank's range; collective."""
-        shuffle = Shuffle.to(owner, group)
-        sizes = ShardSizes.from_local(sum(shuffle.recv), group.process_group)
-        # an owner's nodes arrive range by range, which is the order of the full graph
-        counts, first = torch.tensor([shuffle.send, shuffle.recv], device=owner.device)
-        first = first.cumsum(0) - first + sizes.offsets[group.rank]
-        first = _one_each(first, group)
-        shift = (first - counts.cumsum(0) + counts).repeat_interleave(counts)
-        numbers = torch.arange(len(owner), device=owner.device) + shift
-        if shuffle.order is not None:
-            numbers = torch.empty_like(numbers).index_copy_(0, shuffle.order, numbers)
-        return cls(group, ranges, sizes, numbers, shuffle)
-
-    def owned(self, rows: torch.Tensor) -> torch.Tensor:
-        """Exchange rows of this rank's range for rows of its owned nodes; collective."""
-        return rows.detach() if self.shuffle is None else self.shuffle.carry(rows)
-
-    def look_up(self, nodes: torch.Tensor) -> torch.Tensor:
-        """Return the global numbers of nodes; collective. A rank requests each node once."""
-        if self.numbers is None:
-            return nodes
-        plan, place = needed_once(nodes, self.ranges, self.group)
-        return plan(self.numbers)[place]
+    def back(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return a row for each received row to its sender, in the order before; collective."""
+        rows = all_to_all_v(rows, self.recv, self.send, group=self.group.process_group)
+        return rows if self.order is None else rows[self.order.argsort()]
 
 
-def _placed(own: BroughtNodes, group: Group, device: torch.device) -> tuple[_Directory, NodeShard]:
-    mine, rows = own.ranges.range(group.rank), own.attributes
-    if own.owner is None:
-        directory = _Directory(group, own.ranges, own.ranges)
-    else:
-        directory = _Directory.of(own.ranges, own.owner, group)
-    if own.ids is None:
-        ids = directory.owned(torch.arange(mine.start, mine.stop, device=device))
-    else:
-        ids, order = own.ids.sort()
-        in_order = torch.equal(ids, own.ids)
-        if not all(share("graph.partition", lambda: in_order, group)):
+def _placed(own: BroughtNodes, group: Group, device: torch.device) -> tuple[Directory, NodeShard]:
+    """Send nodes to their owners; return global numbers by contributed nodes, and owned nodes."""
+    mine, sizes, shuffle = own.ranges.range(group.rank), own.ranges, None
+    ids = torch.arange(mine.start, mine.stop, device=device) if own.ids is None else own.ids
+    rows, numbers = {key: value.detach() for key, value in own.attributes.items()}, None
+    if own.owner is not None:
+        shuffle = Shuffle.to(own.owner, group)
+        ids, rows = shuffle.carry(ids), {key: shuffle.carry(value) for key, value in rows.items()}
+        sizes = ShardSizes.from_local(len(ids), group.process_group)
+    in_order = bool((ids.diff() > 0).all())
+    is_mixed = own.ids is not None and not all(share("graph.partition", lambda: in_order, group))
+    if shuffle is not None or is_mixed:
+        numbers = torch.arange(len(ids), device=device) + sizes.offsets[group.rank]
+        if not in_order:
+            ids, order = ids.sort()
+            numbers = numbers[order.argsort()]
             rows = {key: taken(value, order) for key, value in rows.items()}
-            directory = replace(directory, numbers=order.argsort() + mine.start)
-    rows = {key: directory.owned(value) for key, value in rows.items()}
-    return directory, NodeShard(group, directory.sizes, rows, AscendingIds.of(ids))
+        numbers = numbers if shuffle is None else shuffle.back(numbers)
+    directory = Directory(group, sizes, own.ranges, numbers)
+    return directory, NodeShard(group, sizes, rows, AscendingIds.of(ids))
 
 
 def sent_to_owners(
@@ -276,7 +239,7 @@ def sent_to_owners(
     return assemble(shards, owned, attributes, name, group)
 
 
-def _owned_edges(brought: Edges, sources: _Directory, targets: _Directory) -> Edges:
+def _owned_edges(brought: Edges, sources: Directory, targets: Directory) -> Edges:
     """Exchange contributed edges for the edges into this rank's nodes; collective."""
     if sources is targets:
         source, target = sources.look_up(brought.edge_index)
@@ -285,8 +248,8 @@ def _owned_edges(brought: Edges, sources: _Directory, targets: _Directory) -> Ed
         source, target = sources.look_up(source), targets.look_up(target)
     shuffle = Shuffle.to(targets.sizes.owner(target), targets.group)
     source, target, ids = (shuffle.carry(each) for each in (source, target, brought.ids))
-    edge_index, rows = torch.stack([source, target]), brought.attributes
-    rows = {key: shuffle.carry(value) for key, value in rows.items()}
+    edge_index = torch.stack([source, target])
+    rows = {key: shuffle.carry(value) for key, value in brought.attributes.items()}
     if not bool((ids.diff() > 0).all()):
         ids, order = ids.sort()
         edge_index = edge_index[:, order]
@@ -312,12 +275,6 @@ def deepened(graph: PartitionedGraph, hops: int) -> PartitionedGraph:
     if hops == 1:
         return graph
     edges, sizes, group = graph.edges, graph.node_sizes, graph.group
-    for name, value in edges.attributes.items():  # the types agree across ranks
-        if not isinstance(value, torch.Tensor):
-            raise ArgumentError(
-                f"hops={hops} needs attributes of edges that are tensors; {name} is of "
-                f"{type(value).__name__}."
-            )
     pg, rank = group.process_group, group.rank
     first, owned = sizes.offsets[rank], graph.num_owned
     own_numbers = torch.arange(first, first + owned, device=edges.local_ids.device)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 from zlib import crc32
@@ -33,8 +31,6 @@ from varcomm.transport.engine import engine_for
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["from_edges"]
-
-logger = logging.getLogger("varcomm")
 
 Attributes = Mapping[str, torch.Tensor]
 
@@ -100,8 +96,9 @@ def from_edges(
     Notes
     -----
     Communication: each edge, its id and its attributes once to the owner of its target; each node's
-    attributes once to its owner. If nodes change their rank, also 16 bytes for each different node
-    in a rank's edges. Memory per rank is proportional to its input and its part.
+    attributes once to its owner. If nodes change their rank, also 16 bytes for each node that does,
+    and for each different node in a rank's edges. Memory per rank is proportional to its input and
+    its part.
 
     In one process: ``torch_geometric.data.Data`` of all edges and nodes.
 
@@ -118,7 +115,6 @@ def from_edges(
     [([0, 1], [3], [[2, 0], [0, 1]]), ([2, 3], [1], [[2, 0], [0, 1]])]
     """
     ranks = resolve(group)
-    began = time.perf_counter()
     name = method if isinstance(method, str) else "block" if method is None else "the ranks given"
     equal: dict[str, object] = {}  # on all ranks
 
@@ -157,8 +153,7 @@ def from_edges(
         return BroughtNodes(ranges, of_nodes, owner, ids), Edges(ends, place, of_edges)
 
     def outline(brought: tuple[BroughtNodes, Edges]) -> tuple[int, int]:
-        """Return a digest, because all ranks' sizes are P^2 numbers, and the number of edges."""
-        return crc32(repr(equal).encode()), len(brought[1].ids)
+        return crc32(repr(equal).encode()), len(brought[1].ids)  # all sizes are P^2 numbers
 
     (nodes, edges), outlines = agree_and_share(_WHAT, check, outline, ranks)
     if len({digest for digest, _ in outlines}) > 1:
@@ -167,12 +162,15 @@ def from_edges(
     if nodes.ids is not None:
         rows = _at_home(nodes.ranges, nodes.ids, rows, ranks)
     if name in _BY_POSITION:
-        owner = _by_position(rows, name, ranks)
+        if "pos" not in rows:  # on all ranks
+            raise ArgumentError(
+                f'{_WHAT}: method="{name}" needs the positions of nodes in node_attrs["pos"].'
+            )
+        owner = assign_sharded(rows["pos"], ranks.size, name, group=ranks.process_group)
     first = sum(count for _, count in outlines[: ranks.rank])
     brought = Edges(edges.edge_index, edges.ids + first, edges.attributes)
     here = BroughtNodes(nodes.ranges, rows, owner)
     graph = sent_to_owners({None: here}, {None: brought}, {}, name, ranks)
-    logger.info("%r, in %.2f s", graph, time.perf_counter() - began)
     return deepened(graph, hops)
 
 
@@ -197,25 +195,11 @@ def _at_home(
     return {key: taken(shuffle.carry(value), order) for key, value in rows.items()}
 
 
-def _by_position(rows: Attributes, method: str, group: Group) -> torch.Tensor:
-    """Return the owners of described nodes from their positions; collective."""
-    if "pos" not in rows:  # on all ranks
-        raise ArgumentError(
-            f'{_WHAT}: method="{method}" needs the positions of nodes in node_attrs["pos"].'
-        )
-    return assign_sharded(rows["pos"], group.size, method, group=group.process_group)
-
-
 def _checked_attributes(
     attributes: Any, count: int, name: str, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Return checked attributes, sorted by name: ranks send them in this order."""
-    if attributes is None:
-        return {}
-    if not isinstance(attributes, Mapping):
-        raise ArgumentError(
-            f"{name} must be a mapping from names to tensors; got {type(attributes).__name__}."
-        )
+    attributes = dict(attributes or {})
     for key, value in attributes.items():
         check_name(key, value, name)
         if not isinstance(value, torch.Tensor) or value.shape[:1] != (count,):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,24 +23,18 @@ from varcomm.graph.building.assemble import (
 )
 from varcomm.graph.building.tables import EdgeTable, NodeTable, Tables, ends, read
 from varcomm.graph.partitioned_graph import NodeType, PartitionedGraph
-from varcomm.graph.partitioners.assign import METHODS, assign, method_used
+from varcomm.graph.partitioners.assign import assign, method_used
 from varcomm.ops.broadcast import broadcast
 from varcomm.ops.digest import differing, digest
 from varcomm.sizes import ShardSizes, checked_rank
-from varcomm.transport.agreement import agree, agree_and_share, compare, share
+from varcomm.transport.agreement import agree, agree_and_share, compare
 from varcomm.transport.group import Group, GroupLike, resolve
-from varcomm.transport.serialization import from_bytes, to_bytes
 
 __all__ = ["Method", "assigned", "checked_method", "partition"]
-
-logger = logging.getLogger("varcomm")
 
 Ranks = torch.Tensor | np.ndarray[Any, Any]
 Method = str | Ranks | Mapping[str, Ranks] | None
 Owners = dict[NodeType, torch.Tensor]
-
-# Dtype and shape of the rows of each attribute.
-Kinds = dict[str, tuple[torch.dtype, torch.Size]]
 
 # A graph, the rank of each node by type, and the name of the method.
 Assigned = tuple[Tables, Owners, str]
@@ -74,8 +66,8 @@ def partition(
         The full graph, on the device of the training. As in PyG, an attribute with N entries
         belongs to nodes and one with E entries to edges; if N equals E, ``edge`` in its name
         decides. Single values and arrays of one entry belong to the graph as a whole; other lengths
-        are refused, and so are node ids, such as ``face`` or ``edge_label_index``. Numeric arrays
-        become tensors.
+        are refused, and so are lists of rows, and node ids such as ``face`` and
+        ``edge_label_index``. Numeric arrays become tensors.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
     method : str or torch.Tensor or numpy.ndarray or mapping of str, optional
@@ -84,8 +76,7 @@ def partition(
         uses METIS if pymetis is installed, else bisection or blocks.
     src : int, optional
         The rank, within the group, that alone has `data` and `method`; the other ranks pass None
-        for both, and attributes with rows must be tensors or numeric arrays. None: every rank has
-        them, identically.
+        for both. None: every rank has them, identically.
     hops : int
         Layers that one exchange serves; see :func:`distribute`.
 
@@ -124,7 +115,6 @@ def partition(
     [([0, 1], [3], [[0, 2], [1, 0]]), ([2, 3], [1], [[2, 0], [0, 1]])]
     """
     ranks = resolve(group)
-    began = time.perf_counter()
 
     def call() -> tuple[int | None, int]:
         check_hops(hops, data)
@@ -137,18 +127,12 @@ def partition(
         graph = _from_all(data, method, ranks)
     else:
         graph = _from_one(data, method, source, ranks)
-    logger.info("%r, in %.2f s", graph, time.perf_counter() - began)
     return deepened(graph, hops)
 
 
 def checked_method(method: Method, tables: Tables, size: int) -> str | Owners | None:
     """Return the name of a method, or ranks of nodes by type, if valid for `size` ranks."""
     if method is None or isinstance(method, str):
-        if method not in (None, *METHODS):
-            raise ArgumentError(
-                f"method must be one of {', '.join(METHODS)}, a tensor of ranks, or None; "
-                f"got {method!r}."
-            )
         return method
     given: dict[Any, Any] = dict(method) if isinstance(method, Mapping) else {None: method}
     if given.keys() != tables.nodes.keys():
@@ -161,10 +145,11 @@ def checked_method(method: Method, tables: Tables, size: int) -> str | Owners | 
     }
 
 
-def assigned(data: Any, parts: int, name: str) -> Owners:
-    """Return the rank of each node, by type, from a method of this name."""
+def assigned(data: Any, parts: int, method: str | None) -> tuple[Owners, str]:
+    """Return the rank of each node, by type, and the name of the method that assigned them."""
+    name = method_used(data, parts, method)
     owner = assign(data, parts, name)
-    return owner if isinstance(owner, dict) else {None: owner}
+    return owner if isinstance(owner, dict) else {None: owner}, name
 
 
 def _from_all(data: Any, method: Method, group: Group) -> PartitionedGraph:
@@ -174,23 +159,20 @@ def _from_all(data: Any, method: Method, group: Group) -> PartitionedGraph:
         tables = read(data)
         return tables, checked_method(method, tables, group.size)
 
-    def outline(own: tuple[Tables, str | Owners | None]) -> tuple[Any, ...]:
+    def digests(own: tuple[Tables, str | Owners | None]) -> dict[str, object]:
         tables, checked = own
         given = checked if isinstance(checked, dict) else {None: checked}
-        digests = {
+        return tables.digests() | {
             "method" if key is None else f"method[{key!r}]": digest(v) for key, v in given.items()
         }
-        return tables.digests() | digests, list(tables.nodes), list(tables.edges)
 
-    (tables, checked), outlines = agree_and_share(_WHAT, check, outline, group)
-    others, names = differing([digests for digests, *_ in outlines])
+    (tables, checked), of_ranks = agree_and_share(_WHAT, check, digests, group)
+    others, names = differing(of_ranks)
     if others:
         raise DisagreementError(
             f"{_WHAT}: ranks {others} have other arguments than rank 0; they differ in "
             f"{', '.join(sorted(names))}."
         )
-    # ranks may list their types in different orders; rank 0's order holds
-    tables = tables.in_order(*outlines[0][1:])
     owners, name = _owners(data, tables, checked, group)
     numbered = {key: Numbering.of(owners[key], group.size) for key in tables.nodes}
     shards = {key: numbered[key].shard(nodes, group) for key, nodes in tables.nodes.items()}
@@ -208,14 +190,13 @@ def _owners(
     device, pg = tables.device, group.process_group
     if isinstance(method, dict):
         return {key: ranks.to(device) for key, ranks in method.items()}, _GIVEN
-    name = share(_WHAT, lambda: method_used(data, group.size, method), group)[0]
 
-    def first() -> Owners:
-        return assigned(data, group.size, name) if group.rank == 0 else {}
+    def first() -> tuple[Owners, str]:
+        return assigned(data, group.size, method) if group.rank == 0 else ({}, "")
 
-    own = agree(_WHAT, first, group)
+    (own, _), names = agree_and_share(_WHAT, first, lambda found: found[1], group)
     parts = {key: own[key].to(device) if own else None for key in tables.nodes}
-    return {key: broadcast(part, group=pg) for key, part in parts.items()}, name
+    return {key: broadcast(part, group=pg) for key, part in parts.items()}, names[0]
 
 
 def _from_one(data: Any, method: Method, src: int, group: Group) -> PartitionedGraph:
@@ -233,34 +214,30 @@ def _from_one(data: Any, method: Method, src: int, group: Group) -> PartitionedG
         checked = checked_method(method, tables, group.size)
         if isinstance(checked, dict):
             return tables, checked, _GIVEN
-        name = method_used(data, group.size, checked)
-        return tables, assigned(data, group.size, name), name
+        return tables, *assigned(data, group.size, checked)
 
     def outline(given: Assigned | None) -> Any:
+        """Return the graph without its rows."""
         if given is None:
             return None
         tables, _, name = given
-        of_nodes = {key: (own.count, _kinds(own.attributes)) for key, own in tables.nodes.items()}
-        of_edges = {key: _kinds(own.attributes) for key, own in tables.edges.items()}
-        packed = {key: _packed(key, value) for key, value in tables.attributes.items()}
-        return of_nodes, of_edges, packed, name, tables.device.type
+
+        def no_rows(table: NodeTable | EdgeTable) -> dict[str, torch.Tensor]:
+            return {key: value[:0] for key, value in table.attributes.items()}
+
+        nodes = {key: (own.count, no_rows(own)) for key, own in tables.nodes.items()}
+        edges = {key: no_rows(own) for key, own in tables.edges.items()}
+        return nodes, edges, dict(tables.attributes), name, tables.device.type
 
     given, outlines = agree_and_share(_WHAT, check, outline, group)
-    of_nodes, of_edges, packed, name, device = outlines[src]
-
-    def no_rows(kinds: Kinds) -> dict[str, torch.Tensor]:
-        return {
-            key: torch.empty(0, *shape, dtype=dtype, device=device)
-            for key, (dtype, shape) in kinds.items()
-        }
-
+    of_nodes, of_edges, attributes, name, device = outlines[src]
     if given is None:
         none = torch.empty(2, 0, dtype=torch.int64, device=device)
         owners = dict.fromkeys(of_nodes, none[0])
         tables = Tables(
-            {key: NodeTable(0, no_rows(kinds)) for key, (_, kinds) in of_nodes.items()},
-            {key: EdgeTable(none, no_rows(kinds)) for key, kinds in of_edges.items()},
-            {key: from_bytes(text.encode()) for key, text in packed.items()},
+            {key: NodeTable(0, rows) for key, (_, rows) in of_nodes.items()},
+            {key: EdgeTable(none, rows) for key, rows in of_edges.items()},
+            attributes,
         )
     else:
         tables, owners, _ = given
@@ -273,23 +250,3 @@ def _from_one(data: Any, method: Method, src: int, group: Group) -> PartitionedG
         ids = torch.arange(table.edge_index.shape[1], device=table.edge_index.device)
         edges[key] = Edges(table.edge_index, ids, table.attributes)
     return sent_to_owners(nodes, edges, tables.attributes, name, group)
-
-
-def _packed(name: str, value: Any) -> str:
-    try:
-        return to_bytes(value).decode()
-    except TypeError as error:
-        raise ArgumentError(
-            f"data.{name} cannot be sent from one rank: {error}. Use tensors, numbers, strings, "
-            f"lists or dicts of them; or give data to all ranks, or remove it: del data.{name}."
-        ) from error
-
-
-def _kinds(attributes: Mapping[str, Any]) -> Kinds:
-    for key, value in attributes.items():
-        if not isinstance(value, torch.Tensor):
-            raise ArgumentError(
-                f"data.{key} must be a tensor to be sent from one rank; got "
-                f"{type(value).__name__}. Make it one, or give data to all ranks."
-            )
-    return {key: (value.dtype, value.shape[1:]) for key, value in attributes.items()}

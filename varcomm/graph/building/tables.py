@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +12,10 @@ import numpy as np
 import torch
 from torch_geometric import EdgeIndex
 from torch_geometric.data import Data, HeteroData
-from torch_geometric.data.storage import BaseStorage
-from torch_geometric.utils import is_sparse, select
+from torch_geometric.data.storage import BaseStorage, NodeStorage
+from torch_geometric.utils import is_sparse, to_edge_index
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.building.converted import advice, converted
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.index import PartitionedIndex
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
@@ -23,10 +23,12 @@ from varcomm.graph.shard import NodeShard, described
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.digest import digest
 from varcomm.ops.packing import taken
-from varcomm.plan.checks import checked_range
+from varcomm.plan.checks import checked_index, checked_range
 from varcomm.sizes import exact_int
 
 __all__ = [
+    "IDS",
+    "MEMBERS",
     "EdgeTable",
     "NodeTable",
     "Tables",
@@ -42,36 +44,43 @@ __all__ = [
 ]
 
 # Names of members of the graph or of a shard would hide an attribute; so would PyG's counts.
-_MEMBERS = frozenset(
+MEMBERS = frozenset(
     name
     for kind in (PartitionedGraph, NodeShard, EdgeShard)
     for name in (*dir(kind), *kind.__dataclass_fields__)
 ) | {name for name in dir(Data) if name.startswith("num_")}
 
+# Attributes of PyG that hold node ids, and those that masks can replace.
+IDS = ("face", "adj", "adj_t", "ptr")
+_SPLITS = ("train_idx", "val_idx", "valid_idx", "test_idx")
 
-def _rows_of(value: Any, name: str) -> Any:
-    """Return a value per row: numeric arrays become tensors, other sequences lists."""
+
+def _rows_of(value: Any, name: str) -> torch.Tensor:
+    """Return the rows of nodes or edges; numeric arrays become tensors."""
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         # torch refuses foreign byte orders and read-only memory
         native = value.dtype.newbyteorder("=")
         value = torch.from_numpy(np.require(value, native, requirements=["C", "W"]))
-    if isinstance(value, torch.Tensor):
-        checked_tensor(value, "", name)
-        return value.detach()
-    return list(value) if isinstance(value, tuple | np.ndarray) else value
+    if not isinstance(value, torch.Tensor):
+        raise ArgumentError(
+            f"{name} has a row for each node or edge, and must be a tensor or a numeric array; got "
+            f"{type(value).__name__}. Or take it out, and select: [rows[i] for i in owned_ids]."
+        )
+    checked_tensor(value, "", name)
+    return value.detach()
 
 
-def rows_at(value: Any, index: torch.Tensor) -> Any:
+def rows_at(value: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Return some rows of an attribute."""
-    return taken(value, index) if isinstance(value, torch.Tensor) else select(value, index, 0)
+    return taken(value, index)
 
 
 @dataclass(frozen=True)
 class NodeTable:
-    """All nodes of one type; an attribute is a dense tensor or another sequence of rows."""
+    """All nodes of one type; attributes are dense tensors."""
 
     count: int
-    attributes: Mapping[str, Any]
+    attributes: Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -79,7 +88,7 @@ class EdgeTable:
     """All edges of one type, by node ids."""
 
     edge_index: torch.Tensor
-    attributes: Mapping[str, Any]
+    attributes: Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -91,14 +100,14 @@ class Tables:
     attributes: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        tensors = {k: v.device for k, v in self._rows().items() if isinstance(v, torch.Tensor)}
-        if others := [name for name, device in tensors.items() if device != self.device]:
-            raise ArgumentError(
-                f"{others[0]} is on {tensors[others[0]]}, and {next(iter(tensors))} on "
-                f"{self.device}. Move them to one device: data.to(...)."
-            )
+        for name, value in self._rows().items():
+            if value.device != self.device:
+                raise ArgumentError(
+                    f"{name} is on {value.device}, and {next(iter(self._rows()))} on "
+                    f"{self.device}. Move them to one device: data.to(...)."
+                )
 
-    def _rows(self) -> dict[str, Any]:
+    def _rows(self) -> dict[str, torch.Tensor]:
         found = {f"{label(key)}.edge_index": one.edge_index for key, one in self.edges.items()}
         tables: list[tuple[Any, Any]] = [*self.nodes.items(), *self.edges.items()]
         for key, table in tables:
@@ -108,18 +117,16 @@ class Tables:
     @property
     def device(self) -> torch.device:
         """The one device of all rows."""
-        tensors = (value for value in self._rows().values() if isinstance(value, torch.Tensor))
-        return next((tensor.device for tensor in tensors), torch.device("cpu"))
-
-    def in_order(self, nodes: Sequence[NodeType], edges: Sequence[EdgeType]) -> Tables:
-        """Return the tables with types in this order, on which layers such as HGTConv rely."""
-        of_nodes = {key: self.nodes[key] for key in nodes}
-        return Tables(of_nodes, {key: self.edges[key] for key in edges}, self.attributes)
+        return next((rows.device for rows in self._rows().values()), torch.device("cpu"))
 
     def digests(self) -> dict[str, object]:
-        """Return a digest of each attribute, by name, to compare ranks."""
+        """Return a digest of each attribute, by name, to compare ranks.
+
+        Layers such as HGTConv rely on the order of types.
+        """
         found: dict[str, object] = {f"data.{k}": digest(v) for k, v in self.attributes.items()}
         found["the kind of device"] = self.device.type
+        found["the order of types"] = [*self.nodes, *self.edges]
         found |= {f"{label(key)}.num_nodes": nodes.count for key, nodes in self.nodes.items()}
         return found | {name: digest(value) for name, value in self._rows().items()}
 
@@ -178,75 +185,73 @@ def read(data: Data | HeteroData) -> Tables:
         raise ArgumentError(
             f"data must be a torch_geometric.data.Data or HeteroData; got {type(data).__name__}."
         )
-    data = converted(data)
+    data = _converted(data)
     counts = node_counts(data)
     edges = edge_indices(data, counts)
-    if isinstance(data, HeteroData):
-        of_nodes = {
-            key: _rows(data, store, counts[key], label(key), "nodes")
-            for key, store in data.node_items()
-        }
-        of_edges = {
-            key: _rows(data, store, edges[key].shape[1], label(key), "edges")
-            for key, store in data.edge_items()
-        }
-        # the first store holds the values of the graph as a whole
-        whole = dict(_attributes(data.stores[0], "data"))
-    else:
-        of_nodes, of_edges, whole = _split(data, counts[None], edges[None].shape[1])
+    is_typed = isinstance(data, HeteroData)
+    rows: dict[str, dict[Any, dict[str, Any]]]
+    rows = {"nodes": {key: {} for key in counts}, "edges": {key: {} for key in edges}}
+    whole = {}
+    # the first store of a HeteroData holds the values of the graph as a whole
+    kinds = [None, *counts, *edges] if is_typed else [None]
+    for kind, store in zip(kinds, data.stores, strict=True):
+        for key, value in store.items():
+            if key in ("edge_index", "num_nodes"):
+                continue
+            check_name(key, value, label(kind))
+            if is_typed and kind is None:
+                whole[key] = value
+            elif noun := _noun(data, store, kind, key, value, counts, edges):
+                rows[noun][kind][key] = _rows_of(value, f"{label(kind)}.{key}")
+            else:
+                whole[key] = value
     return Tables(
-        {key: NodeTable(count, of_nodes[key]) for key, count in counts.items()},
-        {key: EdgeTable(index, of_edges[key]) for key, index in edges.items()},
+        {key: NodeTable(count, rows["nodes"][key]) for key, count in counts.items()},
+        {key: EdgeTable(index, rows["edges"][key]) for key, index in edges.items()},
         whole,
     )
 
 
-def _split(data: Data, nodes: int, edges: int) -> tuple[dict[Any, Any], dict[Any, Any], Any]:
-    """Return the attributes of nodes, of edges and of the graph as a whole, as PyG sees them."""
-    of_nodes, of_edges, whole = {}, {}, {}
-    for key, value in _attributes(data.stores[0], "data"):
-        name, dim = f"data.{key}", data.__cat_dim__(key, value)
-        has_rows = _has_rows_first(value, dim, name)
+def _noun(
+    data: Data | HeteroData,
+    store: BaseStorage,
+    kind: Any,
+    key: str,
+    value: Any,
+    nodes: Mapping[Any, int],
+    edges: Mapping[Any, torch.Tensor],
+) -> str:
+    """Return the rows of an attribute as PyG sees them, "nodes" or "edges"; "" if it has none."""
+    name, dim = f"{label(kind)}.{key}", data.__cat_dim__(key, value, store)
+    is_array = isinstance(value, torch.Tensor | np.ndarray)
+    # a user's class returns the dimension None for values without rows
+    along = dim % value.ndim if is_array and value.ndim and dim is not None else None
+    is_long = along is not None and len(value) > 1
+    if along and is_long:
+        raise ArgumentError(
+            f"{name} has its rows along dimension {dim}, by data.__cat_dim__ or because its name "
+            "contains 'index'. Move its rows to dimension 0, and rename it."
+        )
+    has_rows = along == 0 or not is_array
+    if isinstance(data, Data):
         if has_rows and data.is_node_attr(key):
-            of_nodes[key] = _rows_of(value, name)
-        elif has_rows and data.is_edge_attr(key):
-            of_edges[key] = _rows_of(value, name)
-        elif dim is not None and _has_several_rows(value):
-            # a user's class returns the dimension None for values without rows
+            return "nodes"
+        if has_rows and data.is_edge_attr(key):
+            return "edges"
+        if is_long:
             raise ArgumentError(
-                f"{name} has {value.shape[0]} entries, for neither {nodes} nodes nor {edges} "
-                "edges. If it belongs to the graph as a whole, give it a first dimension of one: "
-                f"{name} = {name}[None]."
+                f"{name} has {len(value)} entries, for neither {nodes[None]} nodes nor "
+                f"{edges[None].shape[1]} edges. If it belongs to the graph as a whole, give it a "
+                f"first dimension of one: {name} = {name}[None]."
             )
-        else:
-            whole[key] = value
-    return {None: of_nodes}, {None: of_edges}, whole
-
-
-def _rows(
-    data: HeteroData, store: BaseStorage, count: int, owner: str, rows: str
-) -> dict[str, Any]:
-    """Return the attributes of the nodes or the edges of one type."""
-    found = {}
-    for key, value in _attributes(store, owner):
-        name = f"{owner}.{key}"
-        has_rows = _has_rows_first(value, data.__cat_dim__(key, value, store), name)
-        listed = isinstance(value, list | tuple | torch.Tensor | np.ndarray)
-        if not (has_rows and listed and len(value) == count):
-            raise ArgumentError(
-                f"{name} has no entry for each of the {count} {rows}. Make it one of the graph as "
-                f"a whole: data.my_{key} = {name}; del {name}."
-            )
-        found[key] = _rows_of(value, name)
-    return found
-
-
-def _attributes(store: BaseStorage, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield all values of a store but the edges, after a check of their names."""
-    for key, value in store.items():
-        if key not in ("edge_index", "num_nodes"):
-            check_name(key, value, name)
-            yield key, value
+        return ""
+    noun, count = ("nodes", nodes[kind]) if kind in nodes else ("edges", edges[kind].shape[1])
+    if not has_rows or not hasattr(value, "__len__") or len(value) != count:
+        raise ArgumentError(
+            f"{name} has no entry for each of the {count} {noun}. Make it one of the graph as "
+            f"a whole: data.my_{key} = {name}; del {name}."
+        )
+    return noun
 
 
 def check_name(key: Any, value: object, owner: str) -> None:
@@ -257,11 +262,15 @@ def check_name(key: Any, value: object, owner: str) -> None:
         has_ints = str(value.dtype).removeprefix("torch.").startswith(("int", "uint"))
     else:
         has_ints = not isinstance(value, float | str | bool)
-    has_ids = key in ("face", "adj", "adj_t", "ptr") or ("adj" in key and is_sparse(value))
+    has_ids = key in IDS or ("adj" in key and is_sparse(value))
     # a leaf_area_index of floats holds none
     if has_ids or (has_ints and ("index" in key or "idx" in key)):
-        fix = f"holds node ids, which partitioning changes. {advice(f'{owner}.{key}')}"
-    elif key in _MEMBERS or key.startswith("_"):
+        fix = (
+            f"holds node ids, which partitioning changes. Take it out, {key} = {owner}.{key}; "
+            f"del {owner}.{key}, and fetch rows by these ids: graph.rows(values, {key}). Give "
+            "edges as edge_index, and a selection of nodes as a mask."
+        )
+    elif key in MEMBERS or key.startswith("_"):
         fix = f"has the name of a member of PartitionedGraph. Rename it to {owner}.my_{key}."
     else:
         return
@@ -289,20 +298,47 @@ def check_edge_index(edge_index: Any, sources: int, targets: int, name: str) -> 
     return edge_index
 
 
-def _has_rows_first(value: Any, dim: int | None, name: str) -> bool:
-    """Return whether a value may have a row per node or edge along dimension 0, as PyG sees it."""
-    if not isinstance(value, torch.Tensor | np.ndarray):
-        return True
-    if value.ndim == 0 or dim is None:
-        return False
-    if dim % value.ndim != 0 and _has_several_rows(value):
-        raise ArgumentError(
-            f"{name} has its rows along dimension {dim}, by data.__cat_dim__ or because its name "
-            "contains 'index'. Move its rows to dimension 0, and rename it."
-        )
-    return dim % value.ndim == 0
+def _converted(data: Data | HeteroData) -> Data | HeteroData:
+    """Return data whose attributes can be cut, if they have an equivalent without node ids.
+
+    ``adj_t`` of ToSparseTensor becomes ``edge_index``, and ``edge_weight`` if it has values other
+    than 1. ``train_idx``, ``val_idx``, ``valid_idx``, ``test_idx`` and the dict ``split_idx`` of
+    nodes become ``train_mask``, ... A batch vector makes ``ptr`` redundant.
+    """
+    out = copy.copy(data)
+    for store, own in zip(data.stores, out.stores, strict=True):
+        if is_sparse(store.get("adj_t")) and store.get("edge_index") is None:
+            ends, weight = to_edge_index(store["adj_t"])
+            if weight.dim() == 1 and "edge_weight" not in store:
+                if isinstance(out, Data):
+                    out.num_nodes = data.num_nodes  # isolated nodes at the end
+                own["edge_index"] = ends.flip(0)
+                if bool((weight != 1).any()):
+                    own["edge_weight"] = weight
+                del own["adj_t"]
+        if "ptr" in store and "batch" in store:
+            del own["ptr"]
+        if isinstance(store, NodeStorage):
+            _masked(store, own)
+    return out
 
 
-def _has_several_rows(value: Any) -> bool:
-    is_array = isinstance(value, torch.Tensor | np.ndarray)
-    return is_array and value.ndim > 0 and value.shape[0] > 1
+def _masked(store: BaseStorage, own: BaseStorage) -> None:
+    """Replace the ids of nodes of a split by masks."""
+    ids: dict[str, Mapping[str, Any]]
+    ids = {name: {name.removesuffix("_idx"): store[name]} for name in _SPLITS if name in store}
+    if isinstance(splits := store.get("split_idx"), Mapping):
+        ids["split_idx"] = splits
+    for name, parts in ids.items():
+        for part, value in parts.items():
+            mask = f"{part}_mask"
+            if mask in own:
+                raise ArgumentError(f"data has {name} and {mask}. Remove one of them.")
+            index = checked_index(torch.as_tensor(value), store.num_nodes, f"data.{name}", "nodes")
+            if len(index.unique()) != len(index):
+                raise ArgumentError(
+                    f"data.{name} has a node twice, and a mask cannot. Give nodes weights instead."
+                )
+            own[mask] = torch.zeros(store.num_nodes, dtype=torch.bool, device=index.device)
+            own[mask][index] = True
+        del own[name]

@@ -11,7 +11,6 @@ import torch
 from torch_geometric.data import Data
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.building.tables import check_name
 from varcomm.graph.files.mesh import read_mesh
 
 __all__ = ["read_graph"]
@@ -36,45 +35,37 @@ def read_graph(path: Path) -> Data:
         kind = "a folder" if path.is_dir() else "a pipe or a device" if path.exists() else "no file"
         raise ArgumentError(f"{path} is {kind}. Pass the file of a mesh or a graph.")
     suffix = path.suffix.lower()
+    if suffix not in (".pt", ".pth", ".npz"):
+        return read_mesh(path).data
+    accepted = _ARRAYS if suffix == ".npz" else _TENSORS
     try:
-        if suffix in (".pt", ".pth"):
-            return _data(_tensors(path), _TENSORS)
         if suffix == ".npz":
-            return _data(_arrays(path), _ARRAYS)
-    except ArgumentError as error:
-        raise ArgumentError(f"{path}: {str(error).rstrip('.')}.") from error
+            content = _arrays(path)
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise ArgumentError(f"{path} cannot be read: {error.strerror or error}.") from error
-    return read_mesh(path).data
-
-
-def _tensors(path: Path) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except Exception as error:  # of pickle, zipfile or torch, by what is wrong
+    except Exception as error:  # of pickle, zipfile, zlib, NumPy or torch, by what is wrong
         reason = str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
         reason = "it holds more than tensors" if "weights_only" in str(error) else reason
-        raise ArgumentError(f"it cannot be read ({reason}); {_TENSORS}") from error
+        raise ArgumentError(f"{path} cannot be read ({reason}); {accepted}.") from error
+    try:
+        return _data(content, accepted)
+    except ArgumentError as error:
+        raise ArgumentError(f"{path}: {str(error).rstrip('.')}.") from error
 
 
 def _arrays(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        # opened here, since NumPy leaves open what is no archive
-        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
-            content = {k: torch.from_numpy(v) for k, v in file.items() if v.dtype.kind in "biufc"}
-    except OSError:
-        raise
-    except Exception as error:  # of zipfile, zlib or NumPy, by where the damage is
-        raise ArgumentError(f"it cannot be read ({str(error).rstrip('.')}); {_ARRAYS}") from error
+    # opened here, since NumPy leaves open what is no archive
+    with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
+        content = {k: torch.from_numpy(v) for k, v in file.items() if v.dtype.kind in "biufc"}
     if "edges" in content:
         content["edge_index"] = content.pop("edges").T
     return content
 
 
 def _data(content: Any, accepted: str) -> Data:
-    """Return a graph of these attributes; the partitioner checks all but the kind of edges."""
+    """Return a graph of these attributes; the partitioner checks the rest."""
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise ArgumentError(f"it holds a {type(content).__name__}; {accepted}")
     edge_index = content.get("edge_index")
@@ -84,13 +75,9 @@ def _data(content: Any, accepted: str) -> Data:
     if is_sparse or edge_index.shape[:1] != (2,) or edge_index.dtype not in _INTEGERS:
         kind = f"{'sparse ' * is_sparse}{edge_index.dtype} of shape {tuple(edge_index.shape)}"
         raise ArgumentError(f"its edges are {kind}; {accepted}")
-    data = Data(edge_index=edge_index.long().contiguous())
-    for name, value in content.items():
-        if name not in ("edge_index", "num_nodes"):
-            check_name(name, value, "data")
-            data[name] = value
+    data = Data.from_dict(content | {"edge_index": edge_index.long().contiguous()})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyG warns if it counts nodes by edges alone
-        told: Any = content.get("num_nodes", data.num_nodes or 0)
-    data.num_nodes = told.item() if isinstance(told, torch.Tensor) and not told.dim() else told
+        count: Any = data.num_nodes
+    data.num_nodes = count.item() if isinstance(count, torch.Tensor) and not count.dim() else count
     return data

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import keyword
 import logging
 import os
 import re
@@ -11,18 +10,19 @@ import warnings
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from keyword import kwlist
 from math import prod
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, Literal, NamedTuple
-from xml.sax.saxutils import escape
 
 import numpy as np
 import torch
 from torch_geometric.data import Data
+from torch_geometric.utils import remove_self_loops, to_undirected
 
 from varcomm.errors import ArgumentError, MissingPackageError
-from varcomm.graph.building.tables import check_name
+from varcomm.graph.building.tables import IDS, MEMBERS
 from varcomm.graph.shard import described
 
 __all__ = ["Mesh", "read_mesh"]
@@ -31,8 +31,8 @@ logger = logging.getLogger("varcomm")
 
 Array = np.ndarray[Any, Any]
 
-# Attributes of PyG that users set.
-_FREE = ("x", "y", "edge_weight", "batch", "time")
+# Names that a field cannot have; the last ones are attributes of PyG that users set.
+_TAKEN = {*IDS, *MEMBERS, *kwlist, *dir(Data)} - {"x", "y", "edge_weight", "batch", "time"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,7 @@ class Mesh:
             A file ``.vtu``, which is replaced; its folder must exist.
         **fields : torch.Tensor or numpy.ndarray
             Values of all nodes, (N, *F), by name. Further dimensions are flattened. A field of the
-            file with the same name is replaced. fp16 and bf16 become float32, bools uint8.
+            file with the same name is replaced.
 
         Raises
         ------
@@ -79,8 +79,6 @@ class Mesh:
         where = Path(path)
         if where.suffix.lower() != ".vtu":
             raise ArgumentError(f"mesh.write: path must end in .vtu; got {os.fspath(path)!r}.")
-        if not where.parent.is_dir():
-            raise ArgumentError(f"mesh.write: there is no folder {where.parent}.")
         values = {name: self._checked(name, value) for name, value in fields.items()}
         source, cells = self.source, [self.source.cells[i] for i in self._blocks]
         point_data = {name: _rows(value) for name, value in source.point_data.items()}
@@ -92,17 +90,13 @@ class Mesh:
         else:
             ends = np.cumsum([len(block.data) for block in cells])[:-1]
             cell_data |= {name: [*np.split(value, ends)] for name, value in values.items()}
-
-        def name_of(field: str) -> str:
-            return escape(field, {'"': "&quot;"})  # meshio does not escape names in XML
-
         points = np.zeros((len(source.points), 3))
         points[:, : source.points.shape[1]] = source.points
         mesh = meshio.Mesh(
             points,
             [(block.type, block.data) for block in cells],
-            {name_of(name): v for name, v in point_data.items() if v is not None},
-            {name_of(name): v for name, v in cell_data.items() if all(p is not None for p in v)},
+            {name: v for name, v in point_data.items() if v is not None},
+            {name: v for name, v in cell_data.items() if all(p is not None for p in v)},
         )
         try:
             mesh.write(where, file_format="vtu")
@@ -110,9 +104,7 @@ class Mesh:
             raise ArgumentError(f"mesh.write: {where} cannot be written: {error!r}.") from error
 
     def _checked(self, name: str, value: Any) -> Array:
-        if isinstance(value, torch.Tensor):
-            value = (value.float() if value.dtype == torch.bfloat16 else value).detach().cpu()
-        rows = _rows(value)
+        rows = _rows(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
         if rows is None or len(rows) != self.data.num_nodes:
             raise ArgumentError(
                 f"mesh.write: {name} must be real numbers, one row for each of the "
@@ -136,8 +128,8 @@ def read_mesh(
     path : path
         A file in any format that meshio reads: VTU, VTK, Gmsh, Abaqus, Nastran, SU2, STL, ...
     nodes : {"points", "cells"}
-        - ``"points"``: all points, with an edge where an edge of a cell connects two of them; edges
-          of quadratic cells go through their middle points.
+        - ``"points"``: all points, with an edge where an edge of a cell connects two of them. Cells
+          are linear.
         - ``"cells"``: the cells of the highest dimension, with an edge where two of them share a
           facet: a face, or in two dimensions an edge.
     dtype : torch.dtype, optional
@@ -184,12 +176,15 @@ def read_mesh(
         raise ArgumentError(f"read_mesh: dtype must be one of floats; got {dtype!r}.")
     source = _read(Path(path))
     try:
-        return _graph(source, nodes, dtype)
+        mesh = _graph(source, nodes)
     except ArgumentError as error:
         raise ArgumentError(f"read_mesh: {path}: {error}") from error
+    if dtype is not None:
+        mesh.data.apply(lambda x: x.to(dtype) if x.is_floating_point() else x)
+    return mesh
 
 
-def _graph(source: Any, nodes: str, dtype: torch.dtype | None) -> Mesh:
+def _graph(source: Any, nodes: str) -> Mesh:
     points = np.asarray(source.points)
     if points.ndim != 2:
         raise ArgumentError("it has no points.")
@@ -212,16 +207,16 @@ def _graph(source: Any, nodes: str, dtype: torch.dtype | None) -> Mesh:
         joined = [group.points[:, pair].T for group in cells for pair in group.joined]
         pos, edges = points, _both_directions(np.concatenate(joined, axis=1), len(points))
         fields = {name: [values] for name, values in source.point_data.items()}
-    far = pos[edges[1]] - pos[edges[0]]
+    start, end = edges.numpy()
+    far = pos[end] - pos[start]
     far = np.concatenate([far, np.linalg.norm(far, axis=1, keepdims=True)], axis=1)
-    data = Data(pos=_tensor(pos, dtype), edge_index=torch.from_numpy(edges))
-    data.edge_attr = _tensor(far, dtype)
+    data = Data(pos=_tensor(pos), edge_index=edges, edge_attr=_tensor(far))
     if nodes == "cells":
-        data.volume = _tensor(volume, dtype)
+        data.volume = _tensor(volume)
     for name, parts in fields.items():
         values = np.concatenate([np.asarray(part) for part in parts])
         if values.dtype.kind in "fiub":
-            data[_attribute_name(name, data)] = _tensor(values, dtype)
+            data[_attribute_name(name, data)] = _tensor(values)
     return Mesh(data, nodes, source, tuple(i for i, _ in blocks))
 
 
@@ -262,32 +257,20 @@ def _read(path: Path) -> Any:
 def _attribute_name(name: str, data: Data) -> str:
     """Return a similar name that Data and PartitionedGraph do not use."""
     name = re.sub("index|idx", "number", re.sub(r"\W+", "_", name)).strip("_")
-
-    def is_free() -> bool:
-        try:
-            check_name(name, torch.zeros(0, dtype=torch.int64), "data")
-        except ArgumentError:
-            return False
-        is_word = name.isidentifier() and not keyword.iskeyword(name)
-        return is_word and name not in data and (name in _FREE or not hasattr(Data, name))
-
-    while not is_free():
+    while not name.isidentifier() or name in _TAKEN or name in data:
         name = f"field_{name}"
     return name
 
 
-def _tensor(values: Array, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return an array as a tensor of a dtype with operations, floats as `dtype`."""
+def _tensor(values: Array) -> torch.Tensor:
+    """Return an array as a tensor of a dtype with operations."""
     if values.dtype.kind == "u" and values.dtype.itemsize > 1:
         values = values.astype(np.int64)
-    tensor = torch.from_numpy(np.ascontiguousarray(_native(values)))
-    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+    return torch.from_numpy(np.ascontiguousarray(_native(values)))
 
 
 def _native(values: Array) -> Array:
-    """Return an array in native byte order, and in a precision that torch has."""
-    kind = values.dtype.newbyteorder("=")
-    return values.astype(np.float64 if kind == np.longdouble else kind, copy=False)
+    return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
 def _rows(given: Any) -> Array | None:
@@ -295,9 +278,7 @@ def _rows(given: Any) -> Array | None:
     values: Array = np.asarray(given)
     if values.dtype.kind not in "fiub" or values.ndim == 0:
         return None
-    stored = {np.dtype(np.bool_): np.uint8, np.dtype(np.float16): np.float32}
     values = _native(values)
-    values = values.astype(stored.get(values.dtype, values.dtype), copy=False)
     return values.reshape(len(values), prod(values.shape[1:])) if values.ndim > 2 else values
 
 
@@ -336,10 +317,6 @@ _SHAPES = {
     "hexahedron": _solid(8, "01 12 23 30 45 56 67 74 04 15 26 37", "0321 4567 0154 1265 2376 3047"),
 }
 
-# Cells with a point in the middle of each edge, and no other. Formats order those of wedges and
-# pyramids differently.
-_QUADRATIC = ("line3", "triangle6", "quad8", "tetra10", "hexahedron20")
-
 
 class _Cells(NamedTuple):
     """All cells of one kind, by meshio's name: their points, (C, K), and positions among all."""
@@ -352,16 +329,12 @@ class _Cells(NamedTuple):
     @property
     def joined(self) -> list[tuple[int, int]]:
         """Pairs of points of a cell that are joined, along its edges."""
-        shape = self.shape
-        if self.kind in _QUADRATIC:
-            middle = [(*ends, shape.corners + i) for i, ends in enumerate(shape.edges)]
-            return [pair for a, b, m in middle for pair in ((a, m), (m, b))]
-        if shape.dim and self.points.shape[1] != shape.corners:
+        if self.shape.dim and self.points.shape[1] != self.shape.corners:
             raise ArgumentError(
-                f"points of cells of kind {self.kind!r} cannot be joined; quadratic ones that "
-                f'can be: {", ".join(_QUADRATIC)}. Or let cells be the nodes: nodes="cells".'
+                f"points of cells of kind {self.kind!r} cannot be joined. Keep their corners, "
+                'or let cells be the nodes: nodes="cells".'
             )
-        return shape.edges
+        return self.shape.edges
 
 
 def _shape(kind: str, points: int = 3) -> _Shape:
@@ -400,7 +373,7 @@ def _cells_of(blocks: Sequence[tuple[str, Any]], points: int) -> list[_Cells]:
     ]
 
 
-def _cell_edges(cells: Sequence[_Cells], count: int, points: int) -> Array:
+def _cell_edges(cells: Sequence[_Cells], count: int, points: int) -> torch.Tensor:
     """Return the edges between cells that share a facet, (2, E): in both directions, sorted, once.
 
     Facets are equal if their corners are. All cells at a facet are joined to each other: two, or
@@ -467,10 +440,7 @@ def _area(polygon: Array) -> Array:
     return area
 
 
-def _both_directions(pairs: Array, count: int) -> Array:
-    low, high = pairs.min(axis=0), pairs.max(axis=0)
-    keys = np.sort((low * count + high)[low != high])
-    keys = keys[np.diff(keys, prepend=-1) > 0]  # np.unique takes 50 times as long
-    low, high = np.divmod(keys, max(count, 1))
-    keys = np.sort(np.concatenate([keys, high * count + low]))
-    return np.stack(np.divmod(keys, max(count, 1)))
+def _both_directions(pairs: Array, count: int) -> torch.Tensor:
+    edges, _ = remove_self_loops(torch.from_numpy(pairs))
+    both: torch.Tensor = to_undirected(edges, num_nodes=count)
+    return both

@@ -1,13 +1,12 @@
 """Saved partitions: one safetensors file per rank, and a JSON index.
 
-A file holds the owned rows of its rank; ends of edges count nodes rank by rank. The file of rank 0
-also holds the graph's own tensors. Digests are no signature: files may be wrong on purpose, so
-sizes, dtypes and ids are checked before anything is made of them.
+A file holds the owned rows of its rank; ends of edges count nodes rank by rank. The index also
+holds the graph's own values. Digests are no signature: files may be wrong on purpose, so sizes,
+dtypes and ids are checked before anything is made of them.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from varcomm.graph.building.tables import ends
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.index import plain
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
-from varcomm.graph.shard import NodeShard
+from varcomm.graph.shard import NodeShard, moved
 from varcomm.sharding.files import (
     Files,
     FolderSave,
@@ -36,26 +35,21 @@ from varcomm.sharding.files import (
 from varcomm.sizes import ShardSizes, at_least
 from varcomm.transport.agreement import agree, agree_and_share, on_all_ranks, share
 from varcomm.transport.group import GroupLike, resolve
-from varcomm.transport.serialization import dtype_of
+from varcomm.transport.serialization import dtype_of, from_bytes, to_bytes
 
 __all__ = ["Array", "Arrays", "Outline", "Staging", "check_place", "load", "part_of", "save"]
 
 Arrays = dict[str, torch.Tensor]
 
 _KIND = "graph"
-_WHOLE = "graph."  # starts the names of the graph's own tensors
 _ENDS = (" sources", " targets")
 
 
 class Array(NamedTuple):
-    """Dtype and shape of a saved tensor of the graph, or of a row."""
+    """Dtype and shape of a row of a saved tensor."""
 
     dtype: torch.dtype
     rest: tuple[int, ...]
-
-    def told(self) -> tuple[str, list[int]]:
-        """Return both for an index."""
-        return str(self.dtype).removeprefix("torch."), list(self.rest)
 
 
 _IDS = Array(torch.int64, ())
@@ -99,36 +93,27 @@ class Staging(FolderSave):
         token: str | None = None,
     ) -> None:
         super().__init__(check_place(folder), _KIND, token or new_token())
-        self.whole = {name: v for name, v in attributes.items() if isinstance(v, torch.Tensor)}
-        self.plain = {name: v for name, v in attributes.items() if name not in self.whole}
-        for name, value in self.plain.items():
+        self.attributes: dict[str, str] = {}
+        for name, value in moved(attributes, "cpu").items():
             try:
-                same = json.loads(json.dumps(value, allow_nan=False)) == value
-            except (TypeError, ValueError):
-                same = False
-            if not same:
+                own = value.detach() if isinstance(value, torch.Tensor) else value
+                self.attributes[name] = to_bytes(own).decode()
+            except TypeError as error:
                 raise ArgumentError(
-                    f"{name} cannot be saved: its type is {type(value).__name__}. Use tensors, "
-                    "numbers, strings, lists of them, or dicts by string."
-                )
-
-    def write(self, rank: int, tensors: Mapping[str, torch.Tensor]) -> str:
-        """Write the tensors of a rank; return the SHA-256 of its file."""
-        whole = {f"{_WHOLE}{name}": value for name, value in self.whole.items() if rank == 0}
-        return super().write(rank, {**tensors, **whole})
+                    f"{name} cannot be saved: {error}. Use tensors, numbers, strings, or lists, "
+                    "tuples or dicts of them."
+                ) from error
 
     def finish(self, graph: PartitionedGraph, part: Arrays, digests: Sequence[str]) -> None:
         """Replace the index; for one process to call, with the part of rank 0."""
-        rows = {name: Array(v.dtype, tuple(v.shape[1:])) for name, v in part.items()}
-        whole = {name: Array(v.dtype, tuple(v.shape)) for name, v in self.whole.items()}
+        rows = {k: [str(v.dtype).removeprefix("torch."), [*v.shape[1:]]] for k, v in part.items()}
         content = {
             "method": graph.method,
             "hops": graph.hops,
             "node types": [[k, list(shard.sizes)] for k, shard in graph.node_shards.items()],
             "edge types": [[k, list(shard.sizes)] for k, shard in graph.edge_shards.items()],
-            "attributes": self.plain,
-            "arrays": {name: array.told() for name, array in rows.items()},
-            "arrays of the graph": {name: array.told() for name, array in whole.items()},
+            "attributes": self.attributes,
+            "arrays": rows,
         }
         self.commit(content, digests)
 
@@ -168,10 +153,6 @@ def part_of(
 def _rows(shard: NodeShard | EdgeShard, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
     yield prefix, shard.owned_ids
     for name, value in shard.attributes.items():
-        if not isinstance(value, torch.Tensor):
-            raise ArgumentError(
-                f"{name} cannot be saved: its type is {type(value).__name__}. Make it a tensor."
-            )
         yield f"{prefix}.{name}", plain(value)[: shard.num_owned]
 
 
@@ -179,8 +160,7 @@ def _rows(shard: NodeShard | EdgeShard, prefix: str) -> Iterator[tuple[str, torc
 class Outline:
     """The index of a saved partition: `files` in rank order, and rows per saving rank by type.
 
-    `attributes` are the graph's values that are not tensors; `whole` describes the graph's tensors,
-    `part` the rows of tensors of each part.
+    `attributes` are the graph's own values; `part` describes the rows of tensors of each part.
     """
 
     folder: Path
@@ -190,7 +170,6 @@ class Outline:
     nodes: dict[NodeType, ShardSizes]
     edges: dict[EdgeType, ShardSizes]
     attributes: dict[str, Any]
-    whole: dict[str, Array]
     part: dict[str, Array]
 
     @property
@@ -207,10 +186,6 @@ class Outline:
             pairs = ((tuple(k) if isinstance(k, list) else k, s) for k, s in content[name])
             return {key: ShardSizes(each) for key, each in pairs}
 
-        def arrays(name: str) -> dict[str, Array]:
-            found = content[name].items()
-            return {key: Array(dtype_of(d), tuple(ShardSizes(rest))) for key, (d, rest) in found}
-
         try:
             outline = cls(
                 folder,
@@ -219,19 +194,15 @@ class Outline:
                 at_least(1, content["hops"], "hops"),
                 sizes("node types"),
                 sizes("edge types"),
-                dict(content["attributes"]),
-                arrays("arrays of the graph"),
-                arrays("arrays"),
+                {k: from_bytes(text.encode()) for k, text in content["attributes"].items()},
+                {
+                    key: Array(dtype_of(dtype), tuple(ShardSizes(rest)))
+                    for key, (dtype, rest) in content["arrays"].items()
+                },
             )
-            types = [*outline.nodes.values(), *outline.edges.values()]
-            fits = outline.ranks >= 1 and all(len(each) == outline.ranks for each in types)
-            _require(fits, "sizes of all types, and a file, are needed for each rank")
-            needed = [f"nodes {place}" for place in range(len(outline.nodes))]
-            for place, edge_type in enumerate(outline.edges):
-                _require({*ends(edge_type)} <= outline.nodes.keys(), f"{edge_type} lacks its nodes")
-                needed += [f"edges {place}{tensor}" for tensor in ("", *_ENDS)]
-            missing = [name for name in needed if outline.part.get(name) != _IDS]
-            _require(not missing, f"tensors of ids are missing: {missing}")
+            for kind, rows, limits in outline._kinds():
+                fits = all(outline.part.get(kind + name) == _IDS for name in limits)
+                _require(fits and len(rows) == outline.ranks, f"{kind} lacks ids or sizes")
         except (ArgumentError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise ArgumentError(
                 f"{folder}: the partition is damaged, or was not saved by varcomm: {error}"
@@ -242,15 +213,6 @@ class Outline:
         """Check the sizes of all files and the digests of every P-th, or raise ArgumentError."""
         verify_files(self.folder, self.files, rank, ranks)
 
-    def read_whole(self) -> Arrays:
-        """Return the tensors of the graph, or raise ArgumentError if they do not match."""
-        file = TensorFile(self.folder / next(iter(self.files)))
-        found = {}
-        for name, (dtype, shape) in self.whole.items():
-            file.check(f"{_WHOLE}{name}", dtype, shape)
-            found[name] = file.read(f"{_WHOLE}{name}", dtype, [0] * len(shape), shape).clone()
-        return found
-
     def cut(self, sizes: ShardSizes, ranks: int) -> ShardSizes:
         """Return the rows of each of `ranks` ranks: as saved, or the saved rows cut evenly."""
         return sizes if len(sizes) == ranks else ShardSizes.balanced(sizes.total, ranks)
@@ -258,14 +220,17 @@ class Outline:
     def read_part(self, rank: int, ranks: int) -> Arrays:
         """Return the tensors of a part of `ranks`, or raise ArgumentError if they do not match."""
         part: Arrays = {}
-        for place, sizes in enumerate(self.nodes.values()):
-            part |= self._read(f"nodes {place}", sizes, rank, ranks, {"": sizes.total})
-        for place, (edge_type, sizes) in enumerate(self.edges.items()):
-            ids = {"": sizes.total}
-            for name, end in zip(_ENDS, ends(edge_type), strict=True):
-                ids[name] = self.nodes[end].total
-            part |= self._read(f"edges {place}", sizes, rank, ranks, ids)
+        for kind, sizes, limits in self._kinds():
+            part |= self._read(kind, sizes, rank, ranks, limits)
         return part
+
+    def _kinds(self) -> Iterator[tuple[str, ShardSizes, dict[str, int]]]:
+        """Yield the prefix of each type's tensors, its rows, and its tensors of ids with limits."""
+        for place, sizes in enumerate(self.nodes.values()):
+            yield f"nodes {place}", sizes, {"": sizes.total}
+        for place, (edge_type, sizes) in enumerate(self.edges.items()):
+            nodes = (self.nodes[end].total for end in ends(edge_type))
+            yield f"edges {place}", sizes, {"": sizes.total, **dict(zip(_ENDS, nodes, strict=True))}
 
     def halo(self, part: Arrays, rank: int) -> int:
         """Return the number of halo nodes of a part, as saved."""
@@ -287,13 +252,14 @@ class Outline:
         for number, path in enumerate(self.files):
             saved = sizes.range(number)
             first, last = max(saved.start, mine.start), min(saved.stop, mine.stop)
+            if first >= last:
+                first = last = saved.start
             if first < last or number == 0:  # the first file has empty tensors, too
                 file = TensorFile(self.folder / path)
                 for name, (dtype, rest) in arrays.items():
                     file.check(name, dtype, (sizes[number], *rest))
-                    box = (max(0, last - first), *rest)
-                    at = (first - saved.start if first < last else 0, *[0] * len(rest))
-                    pieces[name].append(file.read(name, dtype, at, box))
+                    at = (first - saved.start, *[0] * len(rest))
+                    pieces[name].append(file.read(name, dtype, at, (last - first, *rest)))
         part = {name: torch.cat(found) for name, found in pieces.items()}
         for name, limit in ids.items():
             values = part[kind + name]
@@ -322,10 +288,7 @@ def load(folder: str | os.PathLike[str], group: GroupLike = None) -> Partitioned
     if any(other != files[0] for other in files):
         raise DisagreementError(f"{what}: ranks find different graphs in {folder}.")
 
-    def read() -> tuple[Arrays, Arrays]:
-        return outline.read_whole(), outline.read_part(ranks.rank, ranks.size)
-
-    whole, part = agree(what, read, ranks)
+    part = agree(what, lambda: outline.read_part(ranks.rank, ranks.size), ranks)
 
     def attributes(kind: str) -> Arrays:
         return {k.removeprefix(f"{kind}."): v for k, v in part.items() if k.startswith(f"{kind}.")}
@@ -339,6 +302,5 @@ def load(folder: str | os.PathLike[str], group: GroupLike = None) -> Partitioned
         kind = f"edges {place}"
         numbers = torch.stack([part[kind + end] for end in _ENDS])
         edges[edge_type] = Edges(numbers, part[kind], attributes(kind))
-    everything = outline.attributes | whole
-    graph = sent_to_owners(nodes, edges, everything, outline.method, ranks)
+    graph = sent_to_owners(nodes, edges, outline.attributes, outline.method, ranks)
     return deepened(graph, outline.hops)

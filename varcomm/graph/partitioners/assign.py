@@ -24,7 +24,7 @@ from varcomm.graph.partitioners.coordinates import (
     checked_weight,
 )
 from varcomm.sizes import at_least
-from varcomm.transport.agreement import agree_and_share, compare
+from varcomm.transport.agreement import agree, compare, share
 from varcomm.transport.engine import engine_for
 from varcomm.transport.group import GroupLike, resolve
 
@@ -191,19 +191,15 @@ def assign_sharded(
             raise ArgumentError(f"node_weight is on {node_weight.device}, pos is on {rows.device}.")
         return rows, checked_weight(node_weight, "node_weight", len(rows), "rows")
 
-    def outline(found: tuple[torch.Tensor, torch.Tensor | None]) -> tuple[Any, ...]:
-        rows, weight = found
-        same = {"parts": int(parts), "method": method, "coordinates": rows.shape[1]}
-        same |= {"dtype": str(rows.dtype), "device": rows.device.type}
-        total = None if weight is None else float(weight.double().sum())
-        return {**same, "node_weight": total is not None}, total, len(rows)
-
-    (rows, weight), outlines = agree_and_share(what, check, outline, ranks)
-    alike, totals, counts = zip(*outlines, strict=True)
-    if any(other != alike[0] for other in alike):
-        compare(ranks, {"operation": what} | alike[ranks.rank])  # raises on every rank
-    if weight is not None and any(counts):
-        check_sum(sum(totals), 2.0**62 / parts, f"{what}: node_weight", least=1)
+    rows, weight = agree(what, check, ranks)
+    same = {"parts": int(parts), "method": method, "coordinates": rows.shape[1]}
+    same |= {"dtype": str(rows.dtype), "device": rows.device.type}
+    compare(ranks, {"operation": what, **same, "node_weight": weight is not None})
+    if weight is not None:
+        total = float(weight.double().sum())
+        counts, totals = zip(*share(what, lambda: (len(rows), total), ranks), strict=True)
+        if any(counts):
+            check_sum(sum(totals), 2.0**62 / parts, f"{what}: node_weight", least=1)
     return _BY_POSITION[method](rows, int(parts), AllRows(ranks), weight)
 
 
