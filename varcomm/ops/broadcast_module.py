@@ -17,7 +17,7 @@ from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["broadcast_module", "overwrite"]
 
-_BYTES = 2**25  # of one message
+_BYTES = 2**24  # of one message
 
 
 def broadcast_module(model: torch.nn.Module, src: int = 0, group: GroupLike = None) -> None:
@@ -45,7 +45,7 @@ def broadcast_module(model: torch.nn.Module, src: int = 0, group: GroupLike = No
     -----
     Adjoint: none; values are overwritten in place.
 
-    Communication: the bytes of the model, in messages of about 32 MiB.
+    Communication: the bytes of the model, in messages of up to 16 MiB, or of one tensor.
 
     In one process: nothing.
 
@@ -100,14 +100,16 @@ def broadcast_module(model: torch.nn.Module, src: int = 0, group: GroupLike = No
 def overwrite(tensors: Sequence[torch.Tensor], src: int, group: Group) -> None:
     """Overwrite tensors on every rank with those of one rank; collective."""
     bucket: list[torch.Tensor] = []
-    for place, tensor in enumerate(tensors, 1):
+    for tensor, following in zip(tensors, [*tensors[1:], None], strict=True):
         bucket.append(tensor)
-        if place == len(tensors) or sum(each.nbytes for each in bucket) >= _BYTES:
+        if following is None or sum(each.nbytes for each in (*bucket, following)) > _BYTES:
             device = bucket[0].device
             parts = [packing.as_bytes(packing.flat(each.detach())).to(device) for each in bucket]
-            values = torch.cat(parts)
+            # a large tensor travels without a copy, if it is contiguous
+            values = torch.cat(parts) if len(parts) > 1 else parts[0]
             with explained("broadcast", group):
                 wait_for(packing.broadcast("broadcast", group, values, src))
             for each, data in zip(bucket, values.split([p.numel() for p in parts]), strict=True):
-                each.copy_(data.clone().view(each.dtype).view(each.shape))
+                if data.data_ptr() != each.data_ptr():
+                    each.copy_(data.clone().view(each.dtype).view(each.shape))
             bucket = []
