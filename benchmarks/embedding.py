@@ -56,7 +56,7 @@ def measure(rank, ranks, kind, tokens, vocabulary, width, repeats):
     ways = {
         "part, masked": lambda: vc.reduce_scatter_v(masked(), parts),
         "part, indexed": lookup(ids, parts),
-        "part, indexed, own ids": lookup(own, None, True),
+        "part, indexed, own ids": lambda: lookup(vc.all_gather_v(own, parts), parts)(),
         "all, masked": lambda: tp.reduce_from_tensor_model_parallel_region(masked()),
         "all, indexed": lookup(ids, None),
         "part, full table, no ranks": lambda: torch.nn.functional.embedding(own, full),

@@ -65,12 +65,12 @@ def of_logits(sizes, target, group=None, **options):
     )
 
 
-def of_hidden(sizes, target, rows=None, chunk_rows=None, weight=None, **options):
+def of_hidden(sizes, target, rows=None, weight=None, **options):
     """The loss of hidden states, a head and its bias, in the same form."""
     classes, hidden = sum(sizes), drawn(0, *target.shape, WIDTH)
 
     def fn(x, head, bias):
-        more = {"bias": bias, "sequence_sizes": rows, "chunk_rows": chunk_rows}
+        more = {"bias": bias, "sequence_sizes": rows}
         return linear_cross_entropy(x, head, target, sizes, class_weight=weight, **more, **options)
 
     return (

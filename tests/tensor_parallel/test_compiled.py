@@ -17,7 +17,6 @@ from tests.tensor_parallel.cross_entropy_cases import (
     targets,
 )
 from tests.tensor_parallel.twins import drawn
-from varcomm import tensor_parallel as tp
 from varcomm.tensor_parallel import (
     ColumnParallelLinear,
     FeatureParallelEmbedding,
@@ -44,7 +43,7 @@ def losses(ranks, pattern):
         "other": of_logits(sizes, known, **other),
         "hidden": of_hidden(sizes, target, **rich),
         "other hidden": of_hidden(sizes, known, **other),
-        "in chunks": of_hidden(sizes, target, ROWS[ranks], 3),
+        "of parts": of_hidden(sizes, target, ROWS[ranks]),
     }
 
 
@@ -86,40 +85,6 @@ def part(whole, sizes, rank, dim=0):
     return leaf(whole.split(sizes, dim)[rank])
 
 
-def mappings(rank, ranks):
-    failures, sizes, sequence = Failures(), FEATURES[ranks], SEQUENCE[ranks]
-    whole = leaf(drawn(0, LENGTH, BATCH, HIDDEN))
-    columns, rows = part(whole, sizes, rank, -1), part(whole, sequence, rank)
-    of_whole = {
-        "copy": lambda x: tp.copy_to_tensor_model_parallel_region(x) * (2 + rank),
-        "reduce": lambda x: tp.reduce_from_tensor_model_parallel_region(x * (2 + rank)),
-        "scatter": lambda x: tp.scatter_to_tensor_model_parallel_region(x * 2),
-        "sum": lambda x: tp.reduce_scatter_last_dim_to_tensor_parallel_region(x, sizes),
-        "part": lambda x: tp.scatter_to_sequence_parallel_region(x * 2, sequence),
-        "sums": lambda x: tp.reduce_scatter_to_sequence_parallel_region(x * 2, sequence),
-    }
-    of_columns = {
-        "gather": lambda x: tp.gather_from_tensor_model_parallel_region(x * 2, sizes),
-        "use": lambda x: tp.all_gather_last_dim_from_tensor_parallel_region(x, sizes) * (2 + rank),
-        "from heads": lambda x: tp.all_to_all_hp2sp(x * 2, sequence, sizes),
-    }
-    of_rows = {
-        "parts": lambda x: tp.gather_from_sequence_parallel_region(x, True, sequence) * (2 + rank),
-        "identical": lambda x: tp.gather_from_sequence_parallel_region(x, False, sequence),
-        "to heads": lambda x: tp.all_to_all_sp2hp(x * 2, sequence, sizes),
-    }
-    compare(failures, "of the whole", of_whole, whole)
-    compare(failures, "of columns", of_columns, columns)
-    compare(failures, "of rows", of_rows, rows)
-    return failures
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_mappings(worlds, ranks):
-    assert_none(worlds.run(ranks, mappings, ranks))
-
-
 def modules(rank, ranks):
     """Embeddings of ids, frozen layers, norms of a sequence, and a first layer."""
     failures, sequence = Failures(), SEQUENCE[ranks]
@@ -130,13 +95,10 @@ def modules(rank, ranks):
     parts = {"sequence_sizes": sequence}
     of_ids = {
         "columns": FeatureParallelEmbedding(*shape, **columns),
-        "own columns": FeatureParallelEmbedding(*shape, gather_output=False, **columns),
     }
     made = partial(VocabParallelEmbedding, *shape, **own)
     of_ids |= {"all": made(), "parts": made(**parts)}
-    of_own = {"own": made(input_is_parallel=True, **parts)}
     compare_layers(failures, "of ids", of_ids, ids)
-    compare_layers(failures, "of own ids", of_own, ids.split(sequence)[rank])
     how = {"sizes": FEATURES[ranks], "dtype": torch.float64, **parts}
     column, row = ColumnParallelLinear(HIDDEN, 7, **how), RowParallelLinear(7, 3, **how)
     norms = {

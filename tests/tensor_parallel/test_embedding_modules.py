@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.tensor_parallel.embeddings import H, V, drawn_ids
-from tests.tensor_parallel.twins import drawn
 from varcomm.sharding import shard_spec
 from varcomm.tensor_parallel.embedding import FeatureParallelEmbedding, VocabParallelEmbedding
 
@@ -56,15 +55,12 @@ def in_use(rank):
     layers = {
         "by ids": by_ids(whole, [2, 0, 9]),
         "parts": by_ids(whole, sequence_sizes=[1, 2, 3]),
-        "own": by_ids(whole, input_is_parallel=True),
         "columns": by_columns(whole),
-        "own columns": by_columns(whole, [0, 1, 2], gather_output=False),
+        "own columns": by_columns(whole, [0, 1, 2]),
     }
-    parts = ids.split([1, 2, 3])
-    part, columns = want.split([1, 2, 3])[rank], want.split([0, 1, 2], -1)[rank]
-    wanted = {"parts": part, "own": part, "own columns": columns}
+    wanted = {"parts": want.split([1, 2, 3])[rank]}
     right = {
-        name: torch.equal(layer(parts[rank] if name == "own" else ids), wanted.get(name, want))
+        name: torch.equal(layer(ids), wanted.get(name, want))
         and torch.equal(layer.to_embedding().weight, whole.weight)
         and layer.to_embedding().padding_idx == 4
         for name, layer in layers.items()
@@ -78,24 +74,8 @@ def in_use(rank):
 
 
 def test_from_embedding_and_back(worlds):
-    shapes = {key: [(4, H), (4, H), (3, H)] for key in ("parts", "own")}
-    shapes |= {"by ids": [(2, H), (0, H), (9, H)]}
+    shapes = {"parts": [(4, H), (4, H), (3, H)], "by ids": [(2, H), (0, H), (9, H)]}
     shapes |= {"columns": [(V, 1)] * 3, "own columns": [(V, 0), (V, 1), (V, 2)]}
     for rank, (right, got) in enumerate(worlds.run(3, in_use)):
         assert set(right.values()) == {True}, right
         assert got == {name: shape[rank] for name, shape in shapes.items()}
-
-
-def trained(rank, frozen):
-    whole = torch.nn.Embedding.from_pretrained(drawn(0, V, H), freeze=frozen).eval()
-    layer = VocabParallelEmbedding.from_embedding(whole)
-    back = layer.to_embedding()
-    flags = {layer.weight.requires_grad, back.weight.requires_grad}
-    layer.weight.data += 1
-    same = torch.equal(whole.weight, drawn(0, V, H))
-    return flags, layer.training or back.training, same
-
-
-@pytest.mark.parametrize("frozen", [True, False])
-def test_flags_and_memory_of_its_own(worlds, frozen):
-    assert worlds.run(2, trained, frozen) == [({not frozen}, False, True)] * 2

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import pytest
 import torch
 
 from tests.tensor_parallel.embeddings import H, V, drawn_ids, own_rows
@@ -29,34 +28,20 @@ def needs(ids, sizes, parts):
 SIZES, PARTS = ([4, 0, 7], [2, 1, 3])
 
 
-def to_parts(rank, input_is_parallel):
+def to_parts(rank):
     ids, weight = drawn_ids(6, 5, seed=9), own_rows(drawn(0, V, H), SIZES, rank)
-    given = ids.split(PARTS)[rank] if input_is_parallel else ids
-
-    def fn(weight):
-        return vocab_parallel_embedding(
-            given, weight, SIZES, None, PARTS, input_is_parallel=input_is_parallel
-        )
-
-    forward, backward = traced(partial(fn, weight.requires_grad_()))
-    of_ids = [call for call in forward if call.name != "exchange"]
-    rows = [call for call in forward if call.name == "exchange"]
-    return bytes_of(rows), bytes_of(backward), bytes_of(of_ids)
+    fn = partial(vocab_parallel_embedding, ids, weight.requires_grad_(), SIZES, None, PARTS)
+    return tuple(map(bytes_of, traced(fn)))
 
 
-@pytest.mark.parametrize("input_is_parallel", [False, True])
-def test_to_parts_is_the_bound(worlds, input_is_parallel):
+def test_to_parts_is_the_bound(worlds):
     """Each distinct id's row once to each rank that needs it and does not own it, and back."""
     need = needs(drawn_ids(6, 5, seed=9), SIZES, PARTS)
-    for rank, (forward, backward, of_ids) in enumerate(worlds.run(3, to_parts, input_is_parallel)):
+    for rank, (forward, backward) in enumerate(worlds.run(3, to_parts)):
         received = sum(need[rank]) - need[rank][rank]
         sent = sum(need[other][rank] for other in range(3) if other != rank)
         assert forward == (sent * ROW, received * ROW)
         assert backward == (received * ROW, sent * ROW)
-        # each rank's ids, of 8 bytes, to all ranks
-        own = PARTS[rank] * 5
-        travelled = own * 2 * 8, (30 - own) * 8
-        assert of_ids == (travelled if input_is_parallel else (0, 0))
 
 
 def to_all(rank):

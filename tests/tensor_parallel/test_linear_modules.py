@@ -167,18 +167,17 @@ def test_initial_weights_do_not_depend_on_the_ranks(worlds, kind):
 
 def marks(rank):
     failures = Failures()
-    for kind in KINDS:
-        model = nn.Sequential(kind(6, 7, sizes=SIZES[kind][2] if kind is KINDS[0] else [6, 0]))
-        layer = model[0]
-        others = {f"0.{n}": torch.full_like(p, 2) for n, p in layer.state_dict().items()}
+    for kind, sizes in ((KINDS[0], SIZES[KINDS[0]][2]), (KINDS[1], [6, 0])):
+        model = nn.Sequential(kind(6, 7, sizes=sizes))
+        others = {f"0.{n}": torch.full_like(p, 2) for n, p in model[0].state_dict().items()}
         loaded, assigned = copy.deepcopy(model), copy.deepcopy(model)
         loaded.load_state_dict(others)
         assigned.load_state_dict(others, assign=True)
-        from_meta = nn.Sequential(kind(6, 7, sizes=layer.spec.sizes, device="meta"))
-        on_meta = from_meta[0].weight.is_meta
+        from_meta = nn.Sequential(kind(6, 7, sizes=sizes, device="meta"))
+        assert from_meta[0].weight.is_meta
         from_meta.load_state_dict(others, assign=True)
+        expected = [(n, shard_spec(p)) for n, p in model[0].named_parameters()]
         for name, copied in {
-            "copied": copy.deepcopy(model),
             "loaded": loaded,
             "assigned": assigned,
             "empty": copy.deepcopy(model).to("meta").to_empty(device="cpu"),
@@ -186,17 +185,15 @@ def marks(rank):
             "from meta": from_meta,
         }.items():
             with failures.named(kind.__name__, name):
-                specs = [(n, shard_spec(p)) for n, p in copied[0].named_parameters()]
-                assert specs == [(n, shard_spec(p)) for n, p in layer.named_parameters()]
-                assert specs[0][1] is copied[0].spec
-                assert copied[0].weight is not layer.weight
+                assert expected == [(n, shard_spec(p)) for n, p in copied[0].named_parameters()]
+                assert expected[0][1] == copied[0].spec
+                assert copied[0].weight is not model[0].weight
         with failures.named(kind.__name__, "values"):
-            assert on_meta
-            assert torch.equal(loaded[0].weight, torch.full_like(layer.weight, 2))
+            assert torch.equal(loaded[0].weight, torch.full_like(model[0].weight, 2))
             assert torch.equal(from_meta[0].weight, loaded[0].weight)
-            assert copy.deepcopy(model)[0].weight.tolist() == layer.weight.tolist()
+            assert torch.equal(copy.deepcopy(model)[0].weight, model[0].weight)
             with pytest.raises(GroupError, match="cannot be pickled"):
-                pickle.dumps(layer)
+                pickle.dumps(model)
     return failures
 
 

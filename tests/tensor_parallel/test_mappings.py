@@ -13,6 +13,7 @@ from tests.tensor_parallel.twins import (
     drawn,
     split,
 )
+from varcomm import ShardSizes
 
 
 # A partial value is a shard of a stack along a new dimension, over which the twin sums.
@@ -22,11 +23,13 @@ def cases(ranks, pattern):
     stack = drawn(2, ranks, sum(sizes), sum(others))
     first, last, same = Sharded(0, sizes), Sharded(1, others), REPLICATED
     whole = drawn(3, sum(sizes), sum(others))
+    chunks = Sharded(0, ShardSizes.balanced(whole.numel(), ranks))
     scale = torch.arange(1.0, ranks + 1, dtype=torch.float64)
     mine, each = scale[torch.distributed.get_rank()], scale.view(-1, 1, 1)
 
     def plain(mapping, before, after, *args):
-        return lambda x: mapping(x, *args), lambda x: x * 1, [(whole, before)], after
+        twin = (lambda x: x * 1) if after is not chunks else (lambda x: x.reshape(-1) * 1)
+        return lambda x: mapping(x, *args), twin, [(whole, before)], after
 
     def used(mapping, before, *args):
         """Each rank uses the result in its own way."""
@@ -53,6 +56,7 @@ def cases(ranks, pattern):
         "gather last": used(use, last, others),
         "reduce-scatter last": summed(to_columns, last, others),
         "sequence to hidden": plain(tp.all_to_all_sp2hp, first, last, *parts),
+        "chunks": plain(tp.split_tensor_into_1d_chunks, same, chunks),
         "hidden to sequence": plain(tp.all_to_all_hp2sp, last, first, *parts),
     }
 
@@ -61,6 +65,11 @@ def run(rank, pattern):
     ranks = torch.distributed.get_world_size()
     asked = tp.gather_from_tensor_model_parallel_region(torch.ones(rank + 1))
     assert len(asked) == ranks * (ranks + 1) // 2
+    for x in (torch.tensor(3.0), torch.ones(0), drawn(2, 7, 1, 2)):
+        piece = tp.split_tensor_into_1d_chunks(x)
+        assert piece.untyped_storage().nbytes() <= 8 * max(len(piece), 1)
+        assert torch.equal(tp.gather_split_1d_tensor(piece, x.numel()).view(x.shape), x)
+        assert torch.equal(tp.gather_split_1d_tensor(piece).view(x.shape), x)
     return compare_all(cases(ranks, pattern))
 
 

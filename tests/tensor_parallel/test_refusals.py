@@ -85,27 +85,22 @@ LOCAL = [
     (lambda r: tp.column_parallel_linear(X, W, torch.ones(4)), "bias"),
     (lambda r: tp.column_parallel_linear(X.double(), W), "weight"),
     (lambda r: tp.column_parallel_linear(X.long(), W.long()), "x must be floats"),
-    (lambda r: tp.column_parallel_linear(X, W, None, [2, 2, 2]), "sizes"),
     (lambda r: tp.column_parallel_linear(X, W, sequence_sizes=[1, 1, 1]), "sequence"),
     (lambda r: tp.row_parallel_linear(X, W, sequence_sizes=[1, 2, 0]), "sequence"),
     (lambda r: tp.column_parallel_linear(X, W, save="all"), "save"),
-    (lambda r: tp.column_parallel_linear(X, W, gather_output=1), "gather_output"),
-    (lambda r: tp.row_parallel_linear(X, W, input_is_parallel=1), "input_is_parallel"),
+    (lambda r: tp.row_parallel_linear(X, W, use_fp32=1), "use_fp32"),
     (batched(tp.column_parallel_linear), "vmap"),
     (batched(tp.row_parallel_linear), "vmap"),
     # embeddings
     (lambda r: vocabulary(r, IDS + 1), "ids span 1...5"),
     (lambda r: vocabulary(r, IDS - 1), "ids span -1...3"),
-    (lambda r: vocabulary(r, IDS + 1, input_is_parallel=True), "ids span"),
     (lambda r: vocabulary(r, IDS.float()), "ids"),
     (lambda r: vocabulary(r, IDS.to("meta")), "ids"),
     (lambda r: vocabulary(r, weight=torch.zeros(5, 2)), "sizes"),
-    (lambda r: vocabulary(r, input_is_parallel=1), "input_is_parallel"),
     (lambda r: vocabulary(r, padding_idx=5), "padding_idx"),
     (lambda r: vocabulary(r, sequence_sizes=[1, 1, 0]), "sequence_sizes"),
     (lambda r: vocabulary(r, IDS[0], sequence_sizes=[1, 0, 0]), "dim=0"),
-    (lambda r: features(r, IDS + 1), "ids span"),
-    (lambda r: features(r, gather_output=None), "gather_output"),
+    (lambda r: features(r, padding_idx=-6), "padding_idx"),
     # losses
     (lambda r: of_logits(r, sizes=[2, 3, 0, 1]), "sizes"),
     (lambda r: of_logits(r, target=torch.tensor([0, 5, 1])), "target[1]"),
@@ -123,7 +118,6 @@ LOCAL = [
     (lambda r: of_logits(r, logits=torch.ones(3, 0), sizes=[0, 0, 0]), "no classes"),
     (lambda r: of_hidden(r, hidden=torch.ones(3, 5)), "weight"),
     (lambda r: of_hidden(r, bias=torch.ones(5)), "bias"),
-    (lambda r: of_hidden(r, chunk_rows=0), "chunk_rows"),
     (lambda r: of_hidden(r, sequence_sizes=[1, 1, 1]), "sequence_sizes"),
     # attention
     (lambda r: tp.attention(HEADS, HEADS, None), "value"),
@@ -131,7 +125,6 @@ LOCAL = [
     (lambda r: tp.attention(HEADS, HEADS, HEADS.double()), "dtype"),
     (lambda r: tp.attention(HEADS, HEADS, HEADS, 1), "causal"),
     (lambda r: tp.attention(HEADS, HEADS[:, :0], HEADS[:, :0]), "heads"),
-    (lambda r: tp.attention(HEADS, HEADS, HEADS, scale=math.inf), "scale"),
     (lambda r: tp.split_heads(HEADS, 3), "qkv"),
     (lambda r: tp.split_heads(HEADS, 0), "head_dim"),
     (lambda r: tp.ParallelAttention(4, 2)(torch.ones(4)), "query"),
@@ -152,14 +145,9 @@ LOCAL = [
     (forked(lambda s: s.add(3)), "name"),
     (forked(lambda s: s.add("sharded")), "sharded"),
     (forked(lambda s: s.add("expert", expert=0.5)), "expert"),
-    (lambda r: distributed(X, 1), "distribute_saved_activations"),
-    (lambda r: distributed(3, True), "first argument"),
+    (lambda r: tp.checkpoint(torch.exp, X, distribute_saved_activations=True), "distribute_saved"),
     (lambda r: tp.CheckpointWithoutOutput().checkpoint(torch.exp, X), "block"),
 ]
-
-
-def distributed(x, flag):
-    return tp.checkpoint(torch.exp, x, distribute_saved_activations=flag)
 
 
 def faults(cases):
@@ -202,7 +190,8 @@ def hooked():
 
 def constant(value):
     linear = nn.Linear(6, 7)
-    nn.init.constant_(linear.weight, value)
+    for parameter in linear.parameters():
+        nn.init.constant_(parameter, value)
     return linear
 
 
@@ -242,6 +231,7 @@ SHARED = {
         (layer_of(COLUMN, 6, 7, dtype=torch.int64), "dtype"),
         (layer_of(COLUMN, 6, 7, device="gpu"), "gpu"),
         (layer_of(COLUMN, 6, 7, save="all"), "save"),
+        (layer_of(COLUMN, 6, 7, stride=1), "stride"),
         (layer_of(ROW, 6, 7, input_is_parallel=2), "input_is_parallel"),
         (instead(COLUMN.from_linear, LINEAR, nn.Identity()), "Identity"),
         (instead(ROW.from_linear, LINEAR, Doubled(6, 7)), "forward"),
@@ -250,7 +240,7 @@ SHARED = {
         (layer_of(VOCAB, 5, 2, sizes=[[2, 0, 0], [3, 0, 0]]), "sizes"),
         (instead(lambda n: FEATURE(5, n), 2, 2.0), "embedding_dim"),
         (layer_of(VOCAB, 5, 2, padding_idx=5), "padding_idx"),
-        (layer_of(FEATURE, 5, 2, gather_output=0), "gather_output"),
+        (layer_of(COLUMN, 6, 7, gather_output=0), "gather_output"),
         (instead(VOCAB.from_embedding, TABLE, nn.Linear(2, 5)), "embedding"),
         (instead(FEATURE.from_embedding, TABLE, hooked()), "hooks"),
         (instead(VOCAB.from_embedding, TABLE, nn.Embedding(5, 2, sparse=True)), "sparse"),
@@ -280,7 +270,7 @@ SHARED = {
         (parallelized({"0": "column"}), "modules"),
         (lambda w: tp.sequence_parallel(nn.LayerNorm(4, bias=not w)), "bias"),
         (instead(tp.RandomStreams, 7, 8), "seed"),
-        (lambda w: tp.RandomStreams(7, data=int(w)), "coordinates"),
+        (lambda w: tp.RandomStreams(7, data=int(w)), "data"),
         (broadcast(dtype=torch.int64), "dtype"),
     ],
 }

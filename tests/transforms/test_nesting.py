@@ -87,8 +87,8 @@ def forward_over_forward(rank):
     own = list(torch.arange(3).split(SIZES))[rank]
 
     def layer(x):
-        y = column_parallel_linear(x, weight[own], sizes=SIZES, gather_output=False).sin()
-        return row_parallel_linear(y, weight.T[:, own], sizes=SIZES, input_is_parallel=True)
+        y = column_parallel_linear(x, weight[own]).sin()
+        return row_parallel_linear(y, weight.T[:, own])
 
     def alone(x):
         return (x @ weight.T).sin() @ weight

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import isfinite, prod, sqrt
+from functools import partial
+from math import prod, sqrt
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn import functional
 
 from varcomm.errors import ArgumentError
@@ -16,7 +16,8 @@ from varcomm.ops.checks import checked_flag, checked_tensor
 from varcomm.ops.operator import checking
 from varcomm.ops.reduction import accumulation_dtype
 from varcomm.sizes import ShardSizes, at_least, checked_sizes, exact_int
-from varcomm.tensor_parallel.layout import agreed, checked_number
+from varcomm.tensor_parallel.derivatives import in_transform, recorded_gradients
+from varcomm.tensor_parallel.layout import agreed
 from varcomm.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from varcomm.transport.group import GroupLike, resolve
 
@@ -25,9 +26,7 @@ __all__ = ["ParallelAttention", "attention", "split_heads"]
 Rotary: TypeAlias = Callable[[Tensor], Tensor]
 
 
-def attention(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool = True, scale: float | None = None
-) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, causal: bool = True) -> Tensor:
     """Return scaled dot-product attention with the sequence first; no communication.
 
     Parameters
@@ -37,8 +36,6 @@ def attention(
         head of keys serves ``heads / kv_heads`` successive heads of queries, or there are none.
     causal : bool
         Whether a query sees keys up to its own place only; then S is T.
-    scale : float, optional
-        Factor of the products of queries and keys; None is ``1 / sqrt(D)``.
 
     Returns
     -------
@@ -47,8 +44,9 @@ def attention(
 
     Notes
     -----
-    Computed by :func:`torch.nn.functional.scaled_dot_product_attention`; with ``create_graph=True``
-    and in forward mode by products of S x T numbers per head.
+    Computed by :func:`torch.nn.functional.scaled_dot_product_attention`; with
+    ``create_graph=True``, ``torch.func`` and in forward mode by products of S x T numbers per head.
+    Scale the queries for another factor of the products than ``1 / sqrt(D)``.
 
     Examples
     --------
@@ -58,62 +56,40 @@ def attention(
     >>> attention(one, one, torch.tensor([1.0, 3.0, 5.0]).view(3, 1, 1)).flatten()
     tensor([1., 2., 3.])
     """
-    _check(query, key, value, causal, scale)
-    scale = 1 / sqrt(max(query.shape[-1], 1)) if scale is None else float(scale)
+    _check(query, key, value, causal)
     q, k, v = (_heads_before_places(x) for x in (query, key, value))
-    # Fused kernels mask before they scale: minus infinity times what is not positive is no mask.
-    fused = scale > 0 or not causal
-    if q.numel() == 0 or v.numel() == 0 or not fused or _in_forward_mode():
-        out = _by_products(q, k, v, causal, scale)
+    if q.numel() == 0 or v.numel() == 0 or in_transform():
+        out = _by_products(q, k, v, causal)
     else:
         shared = q.shape[-3] != k.shape[-3]
-        out = functional.scaled_dot_product_attention(
-            q, k, v, is_causal=causal, scale=scale, enable_gqa=shared
-        )
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=shared)
         if not torch.compiler.is_compiling():  # whose derivatives have none themselves
-            out = _Differentiable.apply(out, q, k, v, causal, scale)  # type: ignore[no-untyped-call]
+            out = _Differentiable.apply(out, q, k, v, causal)  # type: ignore[no-untyped-call]
     return out.permute(2, 0, 1, 3).reshape(*query.shape[:-1], value.shape[-1])
 
 
 class _Differentiable(torch.autograd.Function):
     """Passes a fused kernel's output on; its recorded derivatives use products of the inputs."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(out: Tensor, *operands: Any) -> Tensor:
-        return out.view_as(out)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, q, k, v, ctx.causal, ctx.scale = inputs
+    def forward(ctx: Any, out: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        ctx.causal = causal
         ctx.save_for_backward(q, k, v)
+        return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():
-            return gradient, None, None, None, None, None
-
-        def by_products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return _by_products(q, k, v, ctx.causal, ctx.scale)
-
-        found = torch.func.vjp(by_products, *ctx.saved_tensors)[1](gradient)
-        return None, *found, None, None
+            return gradient, None, None, None, None
+        plain, needed = partial(_by_products, causal=ctx.causal), ctx.needs_input_grad[1:4]
+        return None, *recorded_gradients(plain, ctx.saved_tensors, needed, gradient), None
 
 
-def _in_forward_mode() -> bool:
-    """Return whether a forward-mode level is open, in which tensors may carry tangents."""
-    if torch.compiler.is_compiling():
-        return False
-    x = torch.empty(0)
-    return forward_ad.unpack_dual(x).primal is not x
-
-
-def _by_products(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+def _by_products(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """Return the attention of (batch, heads, places, features) by plain products."""
     wide, served = accumulation_dtype(q.dtype, True), q.shape[-3] // max(k.shape[-3], 1)
     keys, values = (x.to(wide).repeat_interleave(served, -3) for x in (k, v))
-    scores = (q.to(wide) * scale) @ keys.mT
+    scores = (q.to(wide) / sqrt(max(q.shape[-1], 1))) @ keys.mT
     if causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(later, float("-inf"))
@@ -125,7 +101,7 @@ def _heads_before_places(x: Tensor) -> Tensor:
     return x.reshape(len(x), prod(x.shape[1:-2]), *x.shape[-2:]).permute(1, 2, 0, 3)
 
 
-def _check(query: Any, key: Any, value: Any, causal: Any, scale: Any) -> None:
+def _check(query: Any, key: Any, value: Any, causal: Any) -> None:
     where = "attention: "
     checked_flag(causal, "causal", where)
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -154,8 +130,6 @@ def _check(query: Any, key: Any, value: Any, causal: Any, scale: Any) -> None:
             f"places, S = T; got {tuple(query.shape)}, {tuple(key.shape)} and "
             f"{tuple(value.shape)}, causal={causal}."
         )
-    if scale is not None:
-        checked_number(scale, "scale", where, "a finite number", isfinite)
 
 
 def split_heads(
@@ -286,23 +260,16 @@ class ParallelAttention(nn.Module):
             width = hidden // heads if head_dim is None else at_least(1, head_dim, "head_dim")
             own = ShardSizes.balanced(groups, ranks.size) if sizes is None else sizes
             self.sizes = ShardSizes(checked_sizes(own, "sizes", ranks.size))
-            if self.sizes.total != groups:
-                raise ArgumentError(
-                    f"sizes {list(self.sizes)} sum to {self.sizes.total}, but there are {groups} "
-                    "heads of keys and values."
-                )
             self.head_dim, self.queries_per_key, self.causal = width, heads // groups, causal
-            return {"num_heads": heads, "head_dim": width, "sizes": self.sizes, "causal": causal}
+            return {"num_heads": heads, "head_dim": width, "causal": causal}
 
-        # the layers compare the rest
+        # the layers compare the rest, and whether sizes sum to the number of heads
         agreed("ParallelAttention", check, ranks)
-        of_keys = self.sizes * self.head_dim
+        width, of_keys = num_heads * self.head_dim, self.sizes * self.head_dim
         of_queries = of_keys * self.queries_per_key
-        width, blocks = of_queries.total + 2 * of_keys.total, [of_queries, of_keys, of_keys]
-        self.qkv = ColumnParallelLinear(hidden_size, width, bias, blocks, group=group, **options)
-        self.out = RowParallelLinear(
-            of_queries.total, hidden_size, bias, of_queries, group=group, **options
-        )
+        fused, blocks = width + 2 * width // self.queries_per_key, [of_queries, of_keys, of_keys]
+        self.qkv = ColumnParallelLinear(hidden_size, fused, bias, blocks, group=group, **options)
+        self.out = RowParallelLinear(width, hidden_size, bias, of_queries, group=group, **options)
 
     def forward(
         self, x: Tensor, rotary: Rotary | None = None, sequence_sizes: Sequence[int] | None = None

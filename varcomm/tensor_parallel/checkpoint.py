@@ -10,17 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from varcomm.errors import ArgumentError
-from varcomm.ops.all_gather_v import all_gather_v
-from varcomm.ops.checks import checked_flag, checked_tensor
 from varcomm.ops.compilation import uncompiled
-from varcomm.ops.operator import checking
-from varcomm.sizes import ShardSizes
-from varcomm.tensor_parallel.mappings import split_tensor_into_1d_chunks
 from varcomm.tensor_parallel.random import Replay
-from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["CheckpointWithoutOutput", "checkpoint"]
 
@@ -31,13 +24,7 @@ _CALLS = "a checkpoint runs calls again, not a graph; compile inside of it"
 
 
 @uncompiled(_CALLS)
-def checkpoint(
-    function: Callable[..., T],
-    *args: Any,
-    distribute_saved_activations: bool = False,
-    group: GroupLike = None,
-    **kwargs: Any,
-) -> T:
+def checkpoint(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Call `function`, keep only its arguments, and run it again in backward.
 
     Blocks of :meth:`RandomStreams.fork` draw the same numbers in both runs.
@@ -45,13 +32,10 @@ def checkpoint(
     Parameters
     ----------
     function : callable
-        Does the same each time it is called, collectives included.
+        Does the same each time it is called, collectives included: on every rank it runs to its
+        end in backward.
     *args, **kwargs
         Arguments of `function`.
-    distribute_saved_activations : bool
-        Assume that the first argument is a replicated tensor, and keep ``1 / P`` of it per rank.
-    group : ProcessGroup or DeviceMesh, optional
-        Ranks that share the first argument; None is the whole world.
 
     Returns
     -------
@@ -60,10 +44,11 @@ def checkpoint(
 
     Notes
     -----
-    Communication: that of `function`, again in backward, to its end on every rank; with
-    `distribute_saved_activations` also an all-gather of the pieces.
-
     In one process: ``torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)``.
+
+    To keep ``1 / P`` of a replicated argument `x` per rank, checkpoint ``lambda piece:
+    function(gather_split_1d_tensor(piece, x.numel()).view(x.shape))`` with
+    ``split_tensor_into_1d_chunks(x)``.
 
     Examples
     --------
@@ -75,57 +60,17 @@ def checkpoint(
     ...         with streams.fork("sharded"):
     ...             return torch.nn.functional.dropout(x.exp(), 0.5)
     ...     x = torch.ones(5, requires_grad=True)
-    ...     y = checkpoint(block, x, distribute_saved_activations=True)
+    ...     y = checkpoint(block, x)
     ...     y.sum().backward()
     ...     return torch.equal(x.grad, y.detach())
     >>> varcomm.launch(fn, 2)
     [True, True]
     """
-    checked_flag(distribute_saved_activations, "distribute_saved_activations", "checkpoint: ")
-    ranks = resolve(group) if distribute_saved_activations else None
-    if ranks is not None:
-        with checking("checkpoint", ranks) as where:
-            checked_tensor(args[0] if args else None, where, "the first argument")
-    if ranks is None or ranks.size == 1 or not torch.is_grad_enabled():
-        return _run_again_in_backward(lambda *own: function(*own, **kwargs), args)
-    whole, *others = args
-    gathered = _gather_of(whole, ranks)
-    first = [whole]  # not an argument, which torch's checkpoint would keep
-
-    def run(piece: Tensor, *others: Any) -> T:
-        return function(first.pop() if first else gathered(piece), *others, **kwargs)
-
-    with torch.no_grad():
-        piece = split_tensor_into_1d_chunks(whole, ranks.process_group)
-    return _run_again_in_backward(run, (piece, *others))
-
-
-def _run_again_in_backward(function: Callable[..., T], args: tuple[Any, ...]) -> T:
-    """Call torch's checkpoint on a function that draws from streams."""
-
+    if "distribute_saved_activations" in kwargs:
+        raise ArgumentError("checkpoint: distribute_saved_activations is removed; see Notes.")
+    run = Replay().around(lambda *own: function(*own, **kwargs))
     # torch would stop at the last tensor that is needed, maybe before a collective
-    def to_the_end(*args: Any) -> T:
-        with set_checkpoint_early_stop(False):
-            return function(*args)
-
-    with set_checkpoint_early_stop(False):
-        run = Replay().around(to_the_end)
-        return torch_checkpoint(run, *args, use_reentrant=False)  # type: ignore[no-any-return]
-
-
-def _gather_of(whole: Tensor, group: Group) -> Callable[[Tensor], Tensor]:
-    """Return the function from this rank's piece to a copy of `whole`, which is not kept."""
-    sizes, requires_grad = ShardSizes.balanced(whole.numel(), group.size), whole.requires_grad
-    like = torch.empty_like(whole, device="meta", requires_grad=False)  # its shape and strides
-
-    def gathered(piece: Tensor) -> Tensor:
-        with torch.no_grad():
-            flat = all_gather_v(piece, sizes, group=group.process_group).view(like.shape)
-            if like.stride() != flat.stride():
-                flat = flat.new_empty_strided(like.shape, like.stride()).copy_(flat)
-        return flat.requires_grad_(requires_grad)
-
-    return gathered
+    return torch_checkpoint(run, *args, use_reentrant=False, early_stop=False)  # type: ignore[no-any-return]
 
 
 class CheckpointWithoutOutput:
@@ -186,7 +131,7 @@ class CheckpointWithoutOutput:
                 own.computed(_listed(result))
             return result, _kept(torch.empty(0, device="cpu"))
 
-        result, run.anchor = _run_again_in_backward(recorded, args)
+        result, run.anchor = checkpoint(recorded, *args)
         run.outputs = [(weakref.ref(x), x._version) for x in _listed(result)]
         self._runs.append(run)
         return result

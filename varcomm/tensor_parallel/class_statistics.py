@@ -9,25 +9,25 @@ columns,
 - ``part``, the sum of ``q (top - z)``.
 
 All three are differences within the shard, so large logits that are nearly equal lose nothing. A
-shard without columns, or without a finite logit, has 0, minus infinity and its part.
-
-Values and gradients are computed for one chunk of rows at a time, and nothing of the size of the
-logits is kept. Derivatives that are recorded, and forward mode, compute all rows at once.
+shard without a finite logit has 0, minus infinity and its part. Values and gradients are computed
+for one chunk of rows at a time; recorded derivatives and transforms compute all rows at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from math import prod
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from varcomm.ops.forward_mode import in_forward_mode
-from varcomm.ops.operator import refuse_vmap
+from varcomm.ops.operator import apply
 from varcomm.ops.reduction import accumulation_dtype
+from varcomm.ops.replicated import ReplicatedUse
+from varcomm.tensor_parallel.derivatives import in_transform, recorded_gradients
 
 __all__ = ["class_statistics"]
 
@@ -42,23 +42,45 @@ def class_statistics(
     bias: Tensor | None,
     weight: Tensor | None,
     share: float,
-    chunk_rows: int | None,
+    use: ReplicatedUse | None,
 ) -> Three:
     """Return ``(top, log, part)`` of logits (*T, K), or of hidden states (*T, H) and a head.
 
     `column` are the targets as columns of the shard (any column where the mass is 0), `q` the
     targets' own mass without smoothing (0 where another rank owns the target), `weight` the weights
-    of this rank's classes, `share` the smoothing mass per class.
+    of this rank's classes, `share` the smoothing mass per class. With `use`, hidden states are
+    replicated, and their gradients are summed.
     """
-    chosen: Any = _in_graph if torch.compiler.is_compiling() else _Statistics.apply
-    found: Three = chosen(values, column, q, head, bias, weight, share, chunk_rows)
+    tensors = values, column, q, head, bias, weight
+    found: Three
+    if in_transform():
+        found = _plain(share, use, *tensors)
+    elif torch.compiler.is_compiling():
+        found = _in_graph(values if use is None else apply(use, values), *tensors[1:], share)
+    else:
+        found = _Statistics.apply(*tensors, share, use)  # type: ignore[no-untyped-call]
     return found
 
 
+def _plain(
+    share: float,
+    use: ReplicatedUse | None,
+    values: Tensor,
+    column: Tensor,
+    q: Tensor,
+    head: Tensor | None,
+    bias: Tensor | None,
+    weight: Tensor | None,
+) -> Three:
+    used = values if use is None else apply(use, values)
+    return _of_rows(_logits(used, head, bias), column, q, weight, share, owned=False)
+
+
+@torch.no_grad()
 def _statistics(*arguments: Any) -> Three:
-    values, column, q, head, bias, weight, share, chunk_rows = arguments
+    values, column, q, head, bias, weight, share = arguments
     top, log, part = (q.new_empty(q.shape) for _ in range(3))
-    for at in _chunks(values, q, head, chunk_rows):
+    for at in _chunks(values, q, head):
         z = _logits(values[at], head, bias)
         rows = _of_rows(z, column[at], q[at], weight, share, owned=head is not None)
         top[at], log[at], part[at] = rows
@@ -74,65 +96,32 @@ def _of_rows(
 ) -> Three:
     """Return the statistics of some rows; logits that are `owned` may be overwritten."""
     if z.shape[-1] == 0:
-        return torch.zeros_like(q), torch.full_like(q, -torch.inf), torch.zeros_like(q)
-    top = z.amax(-1).to(q.dtype)
+        zero = z.sum(-1).to(q.dtype)  # depends on the logits, as on other ranks
+        return zero, zero - torch.inf, zero
+    top = z.detach().amax(-1).to(q.dtype)
     top = top.masked_fill(top == -torch.inf, 0)
-    below = _shifted(z, top, owned)
+    below = _shifted(z, top.unsqueeze(-1), owned)
     of_target = below.gather(-1, column.unsqueeze(-1)).squeeze(-1)
     # where q is 0, the column is any, and may be minus infinity
     part = -q * of_target.masked_fill(q == 0, 0)
     if share:
         part = part - share * (below if weight is None else below * weight).sum(-1)
-    return top, below.exp_().sum(-1).log(), part
-
-
-def _of_logits(
-    z: Tensor,
-    column: Tensor,
-    q: Tensor,
-    weight: Tensor | None,
-    share: float,
-    top: Tensor,
-    log: Tensor,
-    of_log: Tensor,
-    of_part: Tensor,
-    owned: bool = False,
-) -> Tensor:
-    """Return the gradient of logits from those of `log` and `part`; see :func:`_of_rows`."""
-    if z.shape[-1] == 0:
-        return (z * of_log.unsqueeze(-1)).to(z.dtype)  # depends on both, as on other ranks
-    result = _softmax(z, top, log, of_log, owned)
-    if share:
-        smooth = (share * of_part).unsqueeze(-1)
-        result = result.sub_(smooth if weight is None else smooth * weight)
-    of_target = -(q * of_part).unsqueeze(-1)
-    return result.scatter_add_(-1, column.unsqueeze(-1), of_target).to(z.dtype)
-
-
-def _softmax(z: Tensor, top: Tensor, log: Tensor, factor: Tensor, owned: bool = False) -> Tensor:
-    """Return the softmax times a factor per row; differences are exact for large logits."""
-    # where no logit is above minus infinity, none gets a gradient: exp(z - top) is 0 there
-    scale = factor * torch.exp(-log.masked_fill(log == -torch.inf, 0))
-    powers = _shifted(z, top, owned).exp_()
-    return powers.mul_(scale.unsqueeze(-1)) if owned else powers * scale.unsqueeze(-1)
+    total = (below.exp() if torch.is_grad_enabled() else below.exp_()).sum(-1)
+    none = total == 0  # has a derivative of 0
+    return top, total.masked_fill(none, 1).log().masked_fill(none, -torch.inf), part
 
 
 def _shifted(z: Tensor, top: Tensor, owned: bool) -> Tensor:
     """Return ``z - top``, in the memory of `z` if that is possible."""
-    top = top.unsqueeze(-1)
     return z.sub_(top) if owned and z.dtype == top.dtype else z - top
 
 
-def _chunks(
-    values: Tensor, q: Tensor, head: Tensor | None, chunk_rows: int | None
-) -> Iterator[tuple[slice, ...]]:
+def _chunks(values: Tensor, q: Tensor, head: Tensor | None) -> Iterator[tuple[slice, ...]]:
     """Yield the indices of chunks that fit a CPU's cache, or are enough work for a kernel."""
-    if chunk_rows is None:
-        most, columns = 2**19 if values.device.type == "cpu" else 2**24, values.shape[-1]
-        if head is not None:  # no more logits than hidden states
-            most, columns = max(values.numel(), most), len(head)
-        chunk_rows = max(1, most // max(1, columns))
-    return _blocks(tuple(q.shape), chunk_rows)
+    most, columns = 2**19 if values.device.type == "cpu" else 2**24, values.shape[-1]
+    if head is not None:  # no more logits than hidden states
+        most, columns = max(values.numel(), most), len(head)
+    return _blocks(tuple(q.shape), max(1, most // max(1, columns)))
 
 
 def _blocks(shape: tuple[int, ...], size: int) -> Iterator[tuple[slice, ...]]:
@@ -152,57 +141,27 @@ class _Statistics(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> Three:
-        return _statistics(*arguments)
+        return _statistics(*arguments[:-1])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Three) -> None:
-        *tensors, ctx.share, ctx.chunk_rows = inputs
+        ctx.share, ctx.use = (*inputs[6:], None)[:2]
         ctx.mark_non_differentiable(output[0])
-        ctx.save_for_backward(*tensors, *output[:2])
-        ctx.save_for_forward(*tensors, *output[:2])
+        ctx.save_for_backward(*inputs[:6], *output[:2])
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor, *of: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *of: Tensor) -> tuple[Tensor | None, ...]:
         saved, needed = ctx.saved_tensors, ctx.needs_input_grad
-        values, column, q, head, bias, weight, *kept = saved
-        wanted = [needed[0], needed[3], needed[4]]
-        found: list[Tensor | None]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            z = _logits(values, head, bias)
-            of_logits = _of_logits(z, column, q, weight, ctx.share, *kept, *of)
-            if head is None:
-                found = [of_logits]
-            else:
-                flat, rows = _as_rows(of_logits), _as_rows(values)
-                found = [of_logits @ head, flat.T @ rows, flat.sum(0) if wanted[2] else None]
-        else:
-            given = iter(_adjoint(*saved, *of, wanted, ctx.share, ctx.chunk_rows))
-            found = [next(given) if flag else None for flag in wanted]
-        of_values, of_head, of_bias = (*found, None, None)[:3]
-        return of_values, None, None, of_head, of_bias, None, None, None
-
-    @staticmethod
-    @in_forward_mode
-    def jvp(ctx: Any, saved: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        values, column, q, head, bias, weight, top, log = saved
-        of_values, of_head, of_bias = tangents[0], tangents[3], tangents[4]
-        z = _logits(values, head, bias)
-        moved = torch.zeros_like(z) if of_bias is None else of_bias.expand_as(z)
-        if of_values is not None:
-            moved = moved + _logits(of_values, head, None)
-        if of_head is not None:
-            moved = moved + F.linear(values, of_head)
-        if z.shape[-1] == 0:
-            return None, *[moved.sum(-1).to(log.dtype)] * 2
-        of_part = -q * moved.gather(-1, column.unsqueeze(-1)).squeeze(-1)
-        if ctx.share:
-            of_part = of_part - ctx.share * (moved if weight is None else moved * weight).sum(-1)
-        of_log = (_softmax(z, top, log, torch.ones_like(log)) * moved).sum(-1)
-        return None, of_log, of_part
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *inputs: Any) -> NoReturn:
-        refuse_vmap("a tensor-parallel cross entropy: ")
+            plain = partial(_plain, ctx.share, ctx.use)
+            return *recorded_gradients(plain, saved[:6], needed[:6], of), None, None
+        wanted = [needed[0], needed[3], needed[4]]
+        given = iter(_adjoint(*saved, *of[1:], wanted, ctx.share))
+        of_values, of_head, of_bias = (next(given) if flag else None for flag in wanted)
+        if of_values is not None and ctx.use is not None:
+            of_values = apply(ctx.use.adjoint, of_values)
+        found = of_values, None, None, of_head, of_bias, None, None, None
+        return found[: len(needed)]
 
 
 def _as_rows(x: Tensor) -> Tensor:
@@ -215,7 +174,7 @@ _OF = "Tensor values, Tensor column, Tensor q, Tensor? head, Tensor? bias, Tenso
 _in_graph = torch.library.custom_op(
     "varcomm::class_statistics",
     mutates_args=(),
-    schema=f"({_OF}, float share, SymInt? chunk_rows) -> (Tensor, Tensor, Tensor)",
+    schema=f"({_OF}, float share) -> (Tensor, Tensor, Tensor)",
 )(_statistics)
 _in_graph.register_autograd(_Statistics.backward, setup_context=_Statistics.setup_context)
 
@@ -229,12 +188,12 @@ def _(values: Tensor, column: Tensor, q: Tensor, *options: Any) -> Three:
     "varcomm::class_statistics_adjoint",
     mutates_args=(),
     schema=f"({_OF}, Tensor top, Tensor log, Tensor of_log, Tensor of_part, bool[] wanted, "
-    "float share, SymInt? chunk_rows) -> Tensor[]",
+    "float share) -> Tensor[]",
 )
 @torch.no_grad()
 def _adjoint(*arguments: Any) -> list[Tensor]:
     """Return the wanted gradients among those of values, head and bias, chunk by chunk."""
-    values, column, q, head, bias, weight, *of_rows, wanted, share, chunk_rows = arguments
+    values, column, q, head, bias, weight, *of_rows, wanted, share = arguments
     of_values = torch.empty_like(values)
     totals = [
         torch.zeros_like(x, dtype=accumulation_dtype(x.dtype, True)) if flag else None
@@ -245,11 +204,15 @@ def _adjoint(*arguments: Any) -> list[Tensor]:
 
     def add(at: tuple[slice, ...]) -> None:  # a function, which frees a chunk before the next
         z = _logits(values[at], head, bias)
-        top, log, of_log, of_part = (x[at] for x in of_rows)
-        of_logits = _of_logits(
-            *(z, column[at], q[at], weight, share, top, log, of_log, of_part),
-            owned=head is not None,
-        )
+        top, log, of_log, of_part = (x[at].unsqueeze(-1) for x in of_rows)
+        # where no logit is above minus infinity, none gets a gradient: exp(z - top) is 0 there
+        scale = of_log * torch.exp(-log.masked_fill(log == -torch.inf, 0))
+        powers = _shifted(z, top, owned=head is not None).exp_().mul_(scale)
+        if share:
+            powers.sub_(share * of_part if weight is None else share * of_part * weight)
+        if z.shape[-1]:
+            powers.scatter_add_(-1, column[at].unsqueeze(-1), -q[at].unsqueeze(-1) * of_part)
+        of_logits = powers.to(z.dtype)
         if wanted[0]:
             of_values[at] = of_logits if head is None else of_logits @ head
         flat, rows = _as_rows(of_logits), _as_rows(values[at])
@@ -260,7 +223,7 @@ def _adjoint(*arguments: Any) -> list[Tensor]:
         if of_bias is not None:
             of_bias.add_(flat.sum(0))
 
-    for at in _chunks(values, q, head, chunk_rows):
+    for at in _chunks(values, q, head):
         add(at)
     found = of_values if wanted[0] else None, of_head, of_bias
     return [x.to(values.dtype) for x in found if x is not None]
@@ -269,4 +232,4 @@ def _adjoint(*arguments: Any) -> list[Tensor]:
 @_adjoint.register_fake
 def _(values: Tensor, column: Tensor, q: Tensor, *options: Any) -> list[Tensor]:
     likes = values, *options[:2]
-    return [x.new_empty(x.shape) for x, flag in zip(likes, options[-3], strict=True) if flag]
+    return [x.new_empty(x.shape) for x, flag in zip(likes, options[-2], strict=True) if flag]

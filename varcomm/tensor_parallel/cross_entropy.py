@@ -7,7 +7,7 @@ at a time. These numbers are gathered, and every rank computes the loss.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from typing import Literal, get_args
 
@@ -28,7 +28,7 @@ from varcomm.tensor_parallel.layout import checked_choice, checked_number
 from varcomm.tensor_parallel.linear import autocast, checked_operands
 from varcomm.tensor_parallel.mappings import shard_sizes
 from varcomm.transport.agreement import compare, debugging
-from varcomm.transport.group import Group, GroupLike, resolve
+from varcomm.transport.group import GroupLike, resolve
 
 __all__ = ["linear_cross_entropy", "vocab_parallel_cross_entropy"]
 
@@ -106,17 +106,8 @@ def vocab_parallel_cross_entropy(
     >>> varcomm.launch(fn, 2)
     [([3.0, 3.0], [[1.0, 1.0], [-2.0, 1.0]]), ([3.0, 3.0], [[-2.0], [1.0]])]
     """
-    name, ranks = "vocab_parallel_cross_entropy", resolve(group)
-    call = _Call(name, ranks, label_smoothing, ignore_index, reduction, z_loss)
-    with checking(name, ranks) as where:
-        call.check_options(where)
-    asked = shard_sizes(name, logits, sizes, -1, ranks)
-    with checking(name, ranks) as where:
-        _check_floats(logits, "logits", where)
-        known = call.checked_sizes(asked, logits, -1, where)
-        target = call.checked_targets(target, logits[..., :0], known, where)
-        _check_weights(weight, "weight", logits.device, known, where)
-    return _loss(call, target, known, weight, logits)
+    options = _Options(label_smoothing, ignore_index, reduction, z_loss)
+    return _loss("vocab_parallel_cross_entropy", group, options, target, weight, sizes, logits)
 
 
 def linear_cross_entropy(
@@ -132,8 +123,6 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     sequence_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
-    *,
-    chunk_rows: int | None = None,
 ) -> Tensor:
     """Assume that `hidden` and `target` are replicated, and compute the loss of a sharded head.
 
@@ -155,8 +144,6 @@ def linear_cross_entropy(
     sequence_sizes : sequence of int, optional
         Rows of the first dimension of `hidden` per rank; zeros allowed. The rows are gathered, and
         the gradient is scattered.
-    chunk_rows : int, optional
-        Tokens whose logits exist together; None keeps them as small as `hidden`.
 
     Returns
     -------
@@ -187,44 +174,19 @@ def linear_cross_entropy(
     >>> varcomm.launch(fn, 2)
     [tensor([3., 3.]), tensor([3., 3.])]
     """
-    name, ranks = "linear_cross_entropy", resolve(group)
-    call = _Call(name, ranks, label_smoothing, ignore_index, reduction, z_loss)
-    with checking(name, ranks) as where:
-        call.check_options(where)
-        if chunk_rows is not None and (exact_int(chunk_rows) or 0) < 1:
-            raise ArgumentError(f"{where}chunk_rows must be a positive int; got {chunk_rows!r}.")
-    asked = shard_sizes(name, weight, sizes, 0, ranks)
-    with checking(name, ranks) as where:
-        _check_floats(hidden, "hidden", where)
-        checked_operands(hidden, weight, bias, where, "hidden")
-        known = call.checked_sizes(asked, weight, 0, where)
-        like = hidden[..., :0]
-        if sequence_sizes is not None:
-            parts, _ = checked_shard(hidden, sequence_sizes, 0, ranks, where, "sequence_sizes")
-            like = like.new_empty(sum(parts), *like.shape[1:])
-        target = call.checked_targets(target, like, known, where)
-        _check_weights(class_weight, "class_weight", hidden.device, known, where)
-    hidden, weight, bias = autocast(hidden, weight, bias)
-    if sequence_sizes is None:
-        hidden = apply(ReplicatedUse(ranks, use_fp32=True), hidden)
-    else:
-        hidden = all_gather_v(hidden, parts, 0, group=ranks.process_group)
-    rows = None if chunk_rows is None else int(chunk_rows)
-    return _loss(call, target, known, class_weight, hidden, weight, bias, rows)
+    options = _Options(label_smoothing, ignore_index, reduction, z_loss)
+    head = weight, bias, sequence_sizes
+    return _loss("linear_cross_entropy", group, options, target, class_weight, sizes, hidden, head)
 
 
 @dataclass(frozen=True)
-class _Call:
-    """Arguments of both losses that are no tensors, and checks with them."""
-
-    name: str
-    group: Group = field(repr=False)
+class _Options:
     label_smoothing: float
     ignore_index: int
     reduction: Reduction
     z_loss: float
 
-    def check_options(self, where: str) -> None:
+    def check(self, where: str) -> None:
         """Raise ArgumentError if one of the options is wrong."""
         of_one, of_z = "a number in [0, 1)", "a finite number from 0"
         checked_number(self.label_smoothing, "label_smoothing", where, of_one, lambda s: 0 <= s < 1)
@@ -233,66 +195,64 @@ class _Call:
             raise ArgumentError(f"{where}ignore_index must be an int; got {self.ignore_index!r}.")
         checked_choice(self.reduction, "reduction", where, get_args(Reduction))
 
-    def checked_sizes(self, sizes: Sequence[int], x: Tensor, dim: int, where: str) -> ShardSizes:
-        """Return `sizes` if this rank's entry is the length of `x` along `dim`."""
-        known = ShardSizes(checked_shard(x, sizes, dim, self.group, where)[0])
-        if known.total == 0:
-            raise ArgumentError(f"{where}sizes sum to 0: there are no classes ({list(known)}).")
-        return known
-
-    def checked_targets(
-        self, target: Tensor, like: Tensor, sizes: ShardSizes, where: str
-    ) -> Tensor:
-        """Return targets if they are classes of the tokens of `like`, (*T, 0)."""
-        checked_tensor(target, where, "target")
-        if target.dtype != torch.int64:
-            raise ArgumentError(
-                f"{where}target must be ids of classes, int64; got {target.dtype}. Convert ids by "
-                "target.to(torch.int64); distributions over classes are not supported."
-            )
-        if target.shape != like.shape[:-1] or target.device != like.device:
-            raise ArgumentError(
-                f"{where}target must have shape {tuple(like.shape[:-1])}, an id per token (classes "
-                f"are along the last dimension of logits), on {like.device}; got "
-                f"{tuple(target.shape)} on {target.device}."
-            )
-        refuse_linearize(where, "chunks of rows")
-        ranks = self.group
-        found: Tensor = _known_classes(
-            target, sizes.total, int(self.ignore_index), self.name, ranks.rank, ranks.size
-        )
-        return found
-
 
 def _loss(
-    call: _Call,
+    name: str,
+    group: GroupLike,
+    options: _Options,
     target: Tensor,
-    sizes: ShardSizes,
     weight: Tensor | None,
+    sizes: Sequence[int] | None,
     values: Tensor,
-    head: Tensor | None = None,
-    bias: Tensor | None = None,
-    chunk_rows: int | None = None,
+    linear: tuple[Tensor, Tensor | None, Sequence[int] | None] | None = None,
 ) -> Tensor:
-    """Return the loss of logits, or of hidden states and a head; one collective.
+    """Return the loss of logits, or of hidden states and a linear head; one collective.
 
     With smoothing `s` a token has the distribution ``(1 - s) [c = y] + s / K`` over classes `c`,
     times their weights: `share` for each class, and a mass `q` for the target `y`.
     """
-    ranks = call.group
+    ranks = resolve(group)
+    head, bias, sequence_sizes = linear or (None, None, None)
+    of_classes, dim = (values, -1) if linear is None else (linear[0], 0)
+    asked, use = shard_sizes(name, of_classes, sizes, dim, ranks), None
+    with checking(name, ranks) as where:
+        options.check(where)
+        _check_floats(values, "logits" if linear is None else "hidden", where)
+        if linear is not None:
+            checked_operands(values, linear[0], bias, where, "hidden")
+        sizes = ShardSizes(checked_shard(of_classes, asked, dim, ranks, where)[0])
+        if sizes.total == 0:
+            raise ArgumentError(f"{where}sizes sum to 0: there are no classes ({list(sizes)}).")
+        tokens = values.shape[:-1]
+        if sequence_sizes is not None:
+            parts, _ = checked_shard(values, sequence_sizes, 0, ranks, where, "sequence_sizes")
+            tokens = torch.Size((sum(parts), *tokens[1:]))
+        _check_target(target, tokens, values.device, where)
+        of_weight = "weight" if linear is None else "class_weight"
+        _check_weights(weight, of_weight, values.device, sizes, where)
+        refuse_linearize(where, "chunks of rows")
+        ignore_index = int(options.ignore_index)
+        target = _known_classes(target, sizes.total, ignore_index, name, ranks.rank, ranks.size)
+    if head is not None:
+        values, head, bias = autocast(values, head, bias)
+        if sequence_sizes is None:
+            use = ReplicatedUse(ranks, use_fp32=True)
+        else:
+            values = all_gather_v(values, parts, 0, group=ranks.process_group)
     if not torch.compiler.is_compiling() and debugging():
         described = {
-            "operation": call.name,
+            "operation": name,
             "sizes": list(sizes),
-            "options": repr(call),
+            "options": repr(options),
             "shape of target": list(target.shape),
             "values of target": digest(target),
             "weights": None if weight is None else digest(weight),
+            "hidden": None if use is None else [*values.shape, values.requires_grad],
         }
         compare(ranks, described)
     dtype = accumulation_dtype(values.dtype, use_fp32=True)
-    share = float(call.label_smoothing) / sizes.total
-    ignored = target == call.ignore_index
+    share = float(options.label_smoothing) / sizes.total
+    ignored = target == ignore_index
     target = target.masked_fill(ignored, 0)
     lengths = torch.tensor(list(sizes), device=target.device)
     owner, own = torch.bucketize(target, lengths.cumsum(0), right=True), sizes.range(ranks.rank)
@@ -303,10 +263,10 @@ def _loss(
         own_weights, counted = weights[own.start : own.stop], weights[target]
         of_shards = torch.stack([part.sum() for part in weights.split(list(sizes))])
     counted = counted.masked_fill(ignored, 0)
-    q = (1 - float(call.label_smoothing)) * counted
+    q = (1 - float(options.label_smoothing)) * counted
 
     column, local_q = (target - own.start).masked_fill(~mine, 0), q.masked_fill(~mine, 0)
-    own_rows = class_statistics(values, column, local_q, head, bias, own_weights, share, chunk_rows)
+    own_rows = class_statistics(values, column, local_q, head, bias, own_weights, share, use)
     gather = ReplicatedGather(ranks, (3,) * ranks.size, 0, use_fp32=True)
     top, log, part = apply(gather, torch.stack(own_rows)).unflatten(0, (ranks.size, 3)).unbind(1)
     top = top.detach()
@@ -318,13 +278,13 @@ def _loss(
     loss: Tensor = part.sum(0) + q * above.gather(0, owner.unsqueeze(0)).squeeze(0)
     if share:
         loss = loss + share * (of_shards.view(-1, *[1] * q.dim()) * above).sum(0)
-    if call.z_loss:
-        loss = loss + call.z_loss * (peak + rest) ** 2
+    if options.z_loss:
+        loss = loss + options.z_loss * (peak + rest) ** 2
     loss = loss.masked_fill(ignored, 0)
-    if call.reduction == "none":
+    if options.reduction == "none":
         return loss
     total = loss.sum()
-    return total if call.reduction == "sum" else total / counted.sum()
+    return total if options.reduction == "sum" else total / counted.sum()
 
 
 def _check_floats(x: Tensor, name: str, where: str) -> None:
@@ -336,6 +296,16 @@ def _check_floats(x: Tensor, name: str, where: str) -> None:
         )
 
 
+def _check_target(target: Tensor, tokens: torch.Size, device: torch.device, where: str) -> None:
+    checked_tensor(target, where, "target")
+    if target.dtype != torch.int64 or target.shape != tokens or target.device != device:
+        raise ArgumentError(
+            f"{where}target must be int64 of shape {tuple(tokens)}, the id of a class per token "
+            f"(classes are along the last dimension of logits), on {device}; got {target.dtype} of "
+            f"shape {tuple(target.shape)} on {target.device}. Distributions are not supported."
+        )
+
+
 def _check_weights(
     weight: Tensor | None, name: str, device: torch.device, sizes: ShardSizes, where: str
 ) -> None:
@@ -344,8 +314,8 @@ def _check_weights(
     _check_floats(weight, name, where)
     if weight.shape != (sizes.total,) or weight.requires_grad or weight.device != device:
         raise ArgumentError(
-            f"{where}{name} must have one entry per class, {sizes.total}, the complete tensor on "
-            f"all ranks, on {device} and without a gradient; got shape {tuple(weight.shape)} on "
+            f"{where}{name} must have {sizes.total} entries, one per class, complete on all ranks, "
+            f"on {device} and without a gradient; got shape {tuple(weight.shape)} on "
             f"{weight.device}, requires_grad={weight.requires_grad}."
         )
 

@@ -94,8 +94,7 @@ def broadcast_data(
     device, counts = own[0].device if here else torch.device(kind), [prod(s) for s in shapes]
     values = torch.empty(sum(counts), dtype=dtype, device=device)
     # `data` separates the version counters: a change in place of one result is none of the others
-    parts = [part.data for part in values.split(counts)] if counts else []
-    got = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    got = [part.data.view(s) for part, s in zip(values.split(counts), shapes, strict=True)]
     for place, tensor in zip(got, own, strict=False):
         if place.shape == tensor.shape:  # not so for data of another rank, which are left out
             place.copy_(tensor.detach())

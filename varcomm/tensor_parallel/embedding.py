@@ -1,38 +1,32 @@
 """Embeddings whose table is sharded, by ids or by features, in shards of any sizes.
 
-A lookup is one linear operator, from this rank's rows of the table to the rows of the ids, and its
-adjoint is another. How many rows travel depends on the values of the ids, so both are opaque in
-compiled graphs, and the ids are checked when the graph runs.
+A lookup by rows is one linear operator, and its adjoint another. How many rows travel depends on
+the values of the ids, so both are opaque in compiled graphs, which check the ids when they run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from varcomm.errors import ArgumentError
 from varcomm.ops import packing
-from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.checks import checked_shard, checked_tensor, checked_whole
 from varcomm.ops.digest import digest
 from varcomm.ops.operator import Operator, apply, checking, torch_operator
 from varcomm.ops.reduction import checked_summable
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.plan.row_sum import RowSum
-from varcomm.sizes import ShardSizes, checked_dim, exact_int
-from varcomm.tensor_parallel.layout import (
-    Layout,
-    ShardedModule,
-    agreed,
-    random_seed,
-)
+from varcomm.sizes import ShardSizes, exact_int
+from varcomm.tensor_parallel.layout import ShardedModule, agreed, random_seed
 from varcomm.tensor_parallel.mappings import gather_from_tensor_model_parallel_region, shard_sizes
-from varcomm.transport.agreement import agree
+from varcomm.transport.agreement import agree, compare, debugging
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
 
@@ -50,7 +44,6 @@ def vocab_parallel_embedding(
     sizes: Sequence[int] | None = None,
     padding_idx: int | None = None,
     sequence_sizes: Sequence[int] | None = None,
-    input_is_parallel: bool = False,
     group: GroupLike = None,
 ) -> Tensor:
     """Look up embeddings in a table whose rows are sharded by ids.
@@ -58,8 +51,8 @@ def vocab_parallel_embedding(
     Parameters
     ----------
     ids : torch.Tensor
-        int64 or int32 of any shape, the sequence first, identical on all ranks; or this rank's part
-        of the sequence.
+        int64 or int32 of any shape, the sequence first, identical on all ranks. Gather ids that
+        ranks have parts of: ``varcomm.all_gather_v(ids, sequence_sizes)``.
     weight : torch.Tensor
         ``(sizes[rank], H)``: this rank's rows of the table.
     sizes : sequence of int, optional
@@ -67,10 +60,7 @@ def vocab_parallel_embedding(
     padding_idx : int, optional
         The id, of all ids, whose row gets no gradient.
     sequence_sizes : sequence of int, optional
-        Rows of the first dimension of all ids per rank; zeros allowed. None returns all rows or,
-        with `input_is_parallel`, each rank's own.
-    input_is_parallel : bool
-        Whether each rank passes the ids of its own part of the sequence only.
+        Rows of the first dimension of `ids` per rank; zeros allowed. None returns all rows.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
 
@@ -78,7 +68,7 @@ def vocab_parallel_embedding(
     -------
     torch.Tensor
         ``(*ids.shape, H)``, replicated, with identical gradients on all ranks; with
-        `sequence_sizes` or `input_is_parallel` this rank's rows.
+        `sequence_sizes` this rank's rows.
 
     Raises
     ------
@@ -91,8 +81,7 @@ def vocab_parallel_embedding(
     4 bytes are summed in fp32.
 
     Communication: the row of each distinct id, once from its owner to each rank that needs it. In
-    backward nothing, or if ranks have parts, gradients of these rows. Ids travel only with
-    `input_is_parallel`.
+    backward nothing, or with `sequence_sizes` gradients of these rows.
 
     In one process: :func:`torch.nn.functional.embedding` in the full table.
 
@@ -108,27 +97,17 @@ def vocab_parallel_embedding(
     """
     name, ranks = "vocab_parallel_embedding", resolve(group)
     owned = shard_sizes(name, weight, sizes, 0, ranks)
-    with checking(name, ranks, input_is_parallel=input_is_parallel) as where:
+    parts: tuple[int, ...] = ()
+    with checking(name, ranks) as where:
         _check_operands(ids, weight, owned, 0, ranks, where)
         padding = _checked_padding(padding_idx, sum(owned), where)
-        if input_is_parallel:
-            checked_dim(0, ids.shape, where)
-            if sequence_sizes is not None:
-                checked_shard(ids, sequence_sizes, 0, ranks, where, "sequence_sizes")
-    own = ids
-    if input_is_parallel:
-        sequence_sizes = shard_sizes(name, ids, sequence_sizes, 0, ranks, "sequence_sizes")
-        ids = all_gather_v(ids, sequence_sizes, group=group)
-    parts: tuple[int, ...] = ()
-    length: tuple[int, ...] = ids.shape[:1]
-    with checking(name, ranks) as where:
+        length, own = tuple(ids.shape[:1]), ids
         if sequence_sizes is not None:
             rows, _ = checked_whole(ids, sequence_sizes, 0, ranks, where, "sequence_sizes")
             parts, length = tuple(n * ids.shape[1:].numel() for n in rows), (rows[ranks.rank],)
             first = sum(rows[: ranks.rank])  # no range: rows are symbols in a compiled graph
-            own = own if input_is_parallel else ids[first : first + rows[ranks.rank]]
-    flat = ids.reshape(-1).to(torch.int64)
-    operator = _LookUp(ranks, flat, tuple(owned), padding, ranks.size == 1, parts)
+            own = ids[first : first + rows[ranks.rank]]
+    operator = _LookUp(ranks, ids.reshape(-1).to(torch.int64), tuple(owned), padding, parts)
     found = apply(operator, weight).view(*length, *ids.shape[1:], weight.shape[1])
     return _without_padding(found, own, padding)
 
@@ -138,7 +117,6 @@ def feature_parallel_embedding(
     weight: Tensor,
     sizes: Sequence[int] | None = None,
     padding_idx: int | None = None,
-    gather_output: bool = True,
     group: GroupLike = None,
 ) -> Tensor:
     """Look up embeddings in a table whose columns are sharded.
@@ -151,22 +129,20 @@ def feature_parallel_embedding(
         ``(V, sizes[rank])``: this rank's columns of the table.
     sizes : sequence of int, optional
         Columns per rank; zeros allowed. None asks all ranks.
-    gather_output : bool
-        Whether the result has all columns, replicated, or this rank's only.
     padding_idx, group
         As in :func:`vocab_parallel_embedding`.
 
     Returns
     -------
     torch.Tensor
-        ``(*ids.shape, sum(sizes))``, whose gradient must be identical on all ranks; or
-        ``(*ids.shape, sizes[rank])``.
+        ``(*ids.shape, sum(sizes))``, whose gradient must be identical on all ranks.
 
     Notes
     -----
-    Communication: with `gather_output` an all-gather of the result; nothing in backward.
+    Communication: an all-gather of the result; nothing in backward.
 
-    In one process: ``torch.nn.functional.embedding(ids, weight)``.
+    In one process: ``torch.nn.functional.embedding(ids, weight)``, whose IndexError an id out of
+    range raises on every rank.
 
     Examples
     --------
@@ -180,16 +156,14 @@ def feature_parallel_embedding(
     """
     name, ranks = "feature_parallel_embedding", resolve(group)
     columns = shard_sizes(name, weight, sizes, 1, ranks)
-    with checking(name, ranks, gather_output=gather_output) as where:
+    with checking(name, ranks) as where:
         _check_operands(ids, weight, columns, 1, ranks, where)
         padding = _checked_padding(padding_idx, len(weight), where)
-    # this rank owns all rows, and nothing travels
-    owned = tuple(len(weight) * (rank == ranks.rank) for rank in range(ranks.size))
-    flat = ids.reshape(-1).to(torch.int64)
-    rows = apply(_LookUp(ranks, flat, owned, padding, True, ()), weight)
-    found = _without_padding(rows.view(*ids.shape, weight.shape[1]), ids, padding)
-    if not gather_output:
-        return found
+    if not torch.compiler.is_compiling() and debugging():
+        compare(ranks, {"operation": name, "ids": digest(ids), "padding_idx": padding})
+    # of no ids, torch's embedding has no second derivative
+    rows = functional.embedding(ids, weight) if ids.numel() else weight[ids.long()]
+    found = _without_padding(rows, ids, padding)
     return gather_from_tensor_model_parallel_region(found, columns, -1, group)
 
 
@@ -197,29 +171,28 @@ def feature_parallel_embedding(
 class _Lookup(Operator):
     """Fields of a lookup and of its adjoint.
 
-    `ids` are all ids, flat, identical on all ranks. `sizes` are rows of the table per rank, which
-    `is_local` if this rank has all rows; `padding` is an id or -1, and `parts` the number of ids
-    whose rows are for each rank, empty if all ranks get all rows.
+    `ids` are all ids, flat, identical on all ranks. `sizes` are rows of the table per rank, and
+    `parts` the number of ids whose rows are for each rank, empty if all ranks get all rows. The
+    caller makes constants of the rows of `padding`, an id or -1.
     """
 
     group: Group
     ids: torch.Tensor
     sizes: tuple[int, ...]
     padding: int
-    is_local: bool
     parts: tuple[int, ...]
 
     def describe(self, x: Tensor) -> dict[str, Any]:
         return {
             "ids": digest(self.ids),
-            "sizes": sum(self.sizes) if self.is_local else list(self.sizes),
+            "sizes": list(self.sizes),
             "padding_idx": self.padding,
             "sequence_sizes": list(self.parts),
-            "shape of a row": [] if self.is_local else packing.rest(x.shape, 0),
+            "shape of a row": packing.rest(x.shape, 0),
         }
 
     def _transposed(self, kind: Any) -> Any:
-        made = kind(self.group, self.ids, self.sizes, self.padding, self.is_local, self.parts)
+        made = kind(self.group, self.ids, self.sizes, self.padding, self.parts)
         if "exchange" in vars(self):  # planned once for both
             vars(made)["exchange"] = self.exchange
         return made
@@ -230,8 +203,8 @@ class _Lookup(Operator):
         return ShardSizes(self.sizes).range(self.group.rank)
 
     @cached_property
-    def exchange(self) -> tuple[ExchangePlan, Tensor, Tensor]:
-        """The plan by which rows travel to their part, that part's ids, and the row of each."""
+    def exchange(self) -> tuple[ExchangePlan, Tensor]:
+        """The plan by which rows travel to their part, and the row of each of that part's ids."""
         tokens, rank, ranks = ShardSizes(self.parts), self.group.rank, self.group.size
         table, mine = ShardSizes(self.sizes), self._rows
         own = self.ids[tokens.offsets[rank] :][: tokens[rank]]
@@ -244,7 +217,7 @@ class _Lookup(Operator):
         recv = torch.bincount(table.owner(needed), minlength=ranks)
         sends, receives = (tuple(row) for row in torch.stack([send, recv]).tolist())
         plan = ExchangePlan(self.group, wanted % width - mine.start, sends, receives, len(mine))
-        return plan, own, places
+        return plan, places
 
 
 @torch_operator
@@ -256,27 +229,28 @@ class _LookUp(_Lookup):
     @torch.no_grad()
     def start(self, x: Tensor) -> Pending:
         """Look up all rows at once; the engine's rounds depend on the ids."""
-        _check_range(self.ids, sum(self.sizes), f"{self.name} on {self.group}: ")
-        rows = self._looked_up(x)
-        return Pending([], lambda: rows)
-
-    def _looked_up(self, table: Tensor) -> Tensor:
-        if self.is_local:
-            return table.index_select(0, self.ids)
+        total = sum(self.sizes)
+        if self.ids.numel():
+            low, high = torch.stack(self.ids.aminmax()).tolist()
+            if low < 0 or high >= total:
+                raise ArgumentError(
+                    f"{self.name} on {self.group}: ids span {low}...{high}, out of range for "
+                    f"{total} embeddings."
+                )
         if self.parts:
-            plan, _, places = self.exchange
-            return plan(table).index_select(0, places)
+            plan, places = self.exchange
+            found = plan(x).index_select(0, places)
+            return Pending([], lambda: found)
         # gather each distinct row once; the only copy repeats it at all its places
         distinct, places = self.ids.unique(return_inverse=True)
-        owners, rank, row = ShardSizes(self.sizes).owner(distinct), self.group.rank, table.shape[1:]
+        owners, rank, row = ShardSizes(self.sizes).owner(distinct), self.group.rank, x.shape[1:]
         counts = torch.bincount(owners, minlength=self.group.size).tolist()
         first = sum(counts[:rank])
         own = distinct[first : first + counts[rank]] - self._rows.start
-        values = packing.flat(table.index_select(0, own))
+        values = packing.flat(x.index_select(0, own))
         lengths = [count * row.numel() for count in counts]
         works, received = packing.all_gather(self.name, self.group, values, lengths)
-        rows = received.view(len(distinct), *row)
-        return Pending(works, lambda: rows.index_select(0, places)).wait()
+        return Pending(works, lambda: received.view(len(distinct), *row).index_select(0, places))
 
     def result(self, x: Tensor) -> Tensor:
         rows = self.parts[self.group.rank] if self.parts else self.ids.shape[0]
@@ -296,23 +270,14 @@ class _SumUp(_Lookup):
     @torch.no_grad()
     def start(self, x: Tensor) -> Pending:
         """Sum the gradients of each row, in the order of the ids."""
-        if self.parts and not self.is_local:
-            plan, own, places = self.exchange
-            kept = None
-            if self.padding >= 0:
-                kept = torch.nonzero(own != self.padding).view(-1)
-                places = places[kept]
-            total = plan.adjoint(self._summed(x, places, kept, sum(plan.recv_counts)))
+        if self.parts:
+            plan, places = self.exchange
+            total = plan.adjoint(RowSum(places, sum(plan.recv_counts))(x))
         else:
             mine = self._rows
-            owned = (self.ids >= mine.start) & (self.ids < mine.stop) & (self.ids != self.padding)
-            places = torch.nonzero(owned).view(-1)
-            total = self._summed(x, self.ids[places] - mine.start, places, len(mine))
+            places = torch.nonzero((self.ids >= mine.start) & (self.ids < mine.stop)).view(-1)
+            total = RowSum(self.ids[places] - mine.start, len(mine))(x.index_select(0, places))
         return Pending([], lambda: total)
-
-    @staticmethod
-    def _summed(x: Tensor, index: Tensor, places: Tensor | None, rows: int) -> Tensor:
-        return RowSum(index, rows)(x if places is None else x.index_select(0, places))
 
     def result(self, x: Tensor) -> Tensor:
         return x.new_empty(self.sizes[self.group.rank], *x.shape[1:])
@@ -344,15 +309,6 @@ def _check_operands(
         )
 
 
-def _check_range(ids: Tensor, total: int, where: str) -> None:
-    if ids.numel():
-        low, high = torch.stack(ids.aminmax()).tolist()
-        if low < 0 or high >= total:
-            raise ArgumentError(
-                f"{where}ids span {low}...{high}, out of range for {total} embeddings."
-            )
-
-
 def _checked_padding(padding_idx: int | None, total: int, where: str) -> int:
     """Return `padding_idx` counted from the front; -1 is none."""
     if padding_idx is None:
@@ -368,16 +324,6 @@ def _checked_padding(padding_idx: int | None, total: int, where: str) -> int:
 
 def _normal(tensor: Tensor, generator: torch.Generator) -> None:
     tensor.normal_(generator=generator)
-
-
-@dataclass(frozen=True)
-class _VocabLayout(Layout):
-    input_is_parallel: bool = False
-
-
-@dataclass(frozen=True)
-class _FeatureLayout(Layout):
-    gather_output: bool = True
 
 
 class _ParallelEmbedding(ShardedModule):
@@ -402,32 +348,28 @@ class _ParallelEmbedding(ShardedModule):
         **options: Any,
     ) -> None:
         super().__init__()
-        self._layout = self._kind(sizes, group, **options)
 
         def more() -> dict[str, Any]:
             if len(self.spec.blocks) != 1:
                 raise ArgumentError(f"sizes must be one int per rank; got {sizes!r}.")
             padding = _checked_padding(padding_idx, num_embeddings, "")
-            return {"padding_idx": None if padding < 0 else padding}
+            self.padding_idx = None if padding < 0 else padding
+            return {"padding_idx": self.padding_idx}
 
         shape = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}
-        seed = self._agree(self._layout, shape, more)
+        seed = self._agree(shape, sizes, group, options, more)
         # a device may be missing or full on one rank, and `init` is the caller's
-        self.weight = agree(
-            type(self).__name__, lambda: self._drawn(self._layout, seed), self.group
-        )
+        self.weight = agree(type(self).__name__, lambda: self._drawn(seed), self.group)
 
     @property
     def sizes(self) -> ShardSizes:
         """Ids or columns per rank."""
         return self.spec.blocks[0]
 
-    def _drawn(self, layout: Layout, seed: int) -> torch.nn.Parameter:
-        shape = self.num_embeddings, self.embedding_dim
-        parameter = layout.draw(shape, self.spec, layout.init or _normal, seed)
-        own = range(self.num_embeddings)
-        if self.spec.dim == 0:
-            own = self.sizes.range(self.group.rank)
+    def _drawn(self, seed: int) -> torch.nn.Parameter:
+        parameter = self._draw("weight", (self.num_embeddings, self.embedding_dim), _normal, seed)
+        by_ids = self.spec.dim == 0
+        own = self.sizes.range(self.group.rank) if by_ids else range(self.num_embeddings)
         if self.padding_idx is not None and self.padding_idx in own:
             with torch.no_grad():
                 parameter[own.index(self.padding_idx)] = 0
@@ -436,9 +378,9 @@ class _ParallelEmbedding(ShardedModule):
     def reset_parameters(self) -> None:
         """Draw the weight again, with a seed that the ranks agree on; collective."""
         seed = agreed("reset_parameters", dict, self.group, random_seed)[1]
-        now = replace(self._layout, dtype=self.weight.dtype, device=self.weight.device)
+        self._how_drawn = self._how_drawn[0], self.weight.device, self.weight.dtype
         with torch.no_grad():
-            self.weight.copy_(self._drawn(now, seed))
+            self.weight.copy_(self._drawn(seed))
 
     @classmethod
     def from_embedding(
@@ -465,16 +407,7 @@ class _ParallelEmbedding(ShardedModule):
 
     def to_embedding(self) -> torch.nn.Embedding:
         """Return the full table as a torch.nn.Embedding, on every rank; collective."""
-        whole = self.spec.gather(self.weight.detach())
-        embedding: torch.nn.Embedding = torch.nn.Embedding.from_pretrained(
-            whole, freeze=not self.weight.requires_grad, padding_idx=self.padding_idx
-        )
-        return embedding.train(self.training)
-
-    def extra_repr(self) -> str:
-        """Return the sizes of the table and of its shards."""
-        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
-        return f"{self.num_embeddings}, {self.embedding_dim}, sizes={list(self.sizes)}{padding}"
+        return self._unsharded()  # type: ignore[no-any-return]
 
 
 class VocabParallelEmbedding(_ParallelEmbedding):
@@ -491,9 +424,9 @@ class VocabParallelEmbedding(_ParallelEmbedding):
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
     **options
-        `sequence_sizes` and `input_is_parallel` as in :func:`vocab_parallel_embedding`; `device`
-        and `dtype` of the weight. ``init(tensor, generator)`` draws elements in place; None draws
-        from the normal distribution.
+        `sequence_sizes` as in :func:`vocab_parallel_embedding`; `device` and `dtype` of the weight.
+        ``init(tensor, generator)`` draws elements in place; None draws from the normal
+        distribution.
 
     Attributes
     ----------
@@ -520,10 +453,6 @@ class VocabParallelEmbedding(_ParallelEmbedding):
     [(torch.Size([1, 4]), torch.Size([3, 4])), (torch.Size([2, 4]), torch.Size([2, 4]))]
     """
 
-    _kind = _VocabLayout
-
-    input_is_parallel: bool
-
     def forward(self, ids: Tensor, sequence_sizes: Sequence[int] | None = None) -> Tensor:
         """Look up `ids`; `sequence_sizes` of this call replace the constructor's."""
         return vocab_parallel_embedding(
@@ -532,7 +461,6 @@ class VocabParallelEmbedding(_ParallelEmbedding):
             self.sizes,
             self.padding_idx,
             self.sequence_sizes if sequence_sizes is None else sequence_sizes,
-            self.input_is_parallel,
             self.group.process_group,
         )
 
@@ -547,7 +475,7 @@ class FeatureParallelEmbedding(_ParallelEmbedding):
     sizes : sequence of int, optional
         Columns per rank; zeros allowed; None is balanced.
     **options
-        `gather_output` as in :func:`feature_parallel_embedding`; `init`, `device` and `dtype`.
+        `init`, `device` and `dtype`.
 
     Attributes
     ----------
@@ -571,14 +499,10 @@ class FeatureParallelEmbedding(_ParallelEmbedding):
     (torch.Size([1, 3, 3]), torch.Size([5, 1]))
     """
 
-    _kind = _FeatureLayout
     _dim = 1
-
-    gather_output: bool
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up `ids`, which are identical on all ranks."""
-        group = self.group.process_group
         return feature_parallel_embedding(
-            ids, self.weight, self.sizes, self.padding_idx, self.gather_output, group
+            ids, self.weight, self.sizes, self.padding_idx, self.group.process_group
         )

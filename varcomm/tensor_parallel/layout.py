@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any, ClassVar, Self
 
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.ops.checks import checked_flag
 from varcomm.ops.digest import digest
 from varcomm.sharding import ShardSpec, mark, shard_spec
 from varcomm.sizes import ShardSizes, at_least, checked_sizes
@@ -22,8 +20,11 @@ from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["param_is_not_tensor_parallel_duplicate"]
 
-# Values of an option, by its name.
-Choices = Mapping[str, Sequence[str]]
+# Values of an option, the default first.
+FLAG = (True, False)
+
+# Options of all layers: how their parameters are drawn.
+_HOW_DRAWN = ("init", "device", "dtype")
 
 # Rows per rank; for several fused blocks, those of each block.
 Sizes = Sequence[int] | Sequence[Sequence[int]]
@@ -67,73 +68,15 @@ def checked_number(
         raise ArgumentError(f"{where}{name} must be {kind}; got {value!r}.")
 
 
-def checked_choice(value: object, name: str, where: str, choices: Sequence[str]) -> None:
-    """Raise ArgumentError unless `value` is one of the choices."""
-    if value not in choices:
-        allowed = ", ".join(map(repr, choices))
-        raise ArgumentError(f"{where}{name} must be one of {allowed}; got {value!r}.")
+def checked_choice(value: object, name: str, where: str, choices: Sequence[object]) -> None:
+    """Raise ArgumentError unless `value` is one of the choices; 1 is not True."""
+    allowed = list(map(repr, choices))
+    if repr(value) not in allowed:
+        raise ArgumentError(f"{where}{name} must be {' or '.join(allowed)}; got {value!r}.")
 
 
 def random_seed() -> int:
     return int(torch.randint(2**63 - 1, (), device="cpu"))
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Arguments that all sharded layers share; subclasses add the flags of their layers."""
-
-    sizes: Sizes | None = None
-    group: GroupLike = None
-    sequence_sizes: Sequence[int] | None = None
-    init: Fill | None = None
-    device: torch.device | str | None = None
-    dtype: torch.dtype | None = None
-
-    # the values of the fields of subclasses that are no flags
-    choices: ClassVar[Choices] = {}
-
-    @classmethod
-    def own_names(cls) -> list[str]:
-        """Return the names of the fields that a subclass adds."""
-        common = {field.name for field in fields(Layout)}
-        return [field.name for field in fields(cls) if field.name not in common]
-
-    def checked(self, shape: Mapping[str, int], dim: int) -> tuple[ShardSpec, dict[str, Any]]:
-        """Return how a weight is sharded, and all arguments; `shape` is by names of dimensions."""
-        ranks = resolve(self.group)
-        found = {name: at_least(0, length, name) for name, length in shape.items()}
-        name = list(shape)[dim]
-        rows = ShardSizes.balanced(found[name], ranks.size) if self.sizes is None else self.sizes
-        spec = ShardSpec.of(rows, dim, self.group)
-        if spec.total != found[name]:
-            raise ArgumentError(f"sizes {rows!r} sum to {spec.total}, but {name} is {found[name]}.")
-        sequence = self.sequence_sizes
-        if sequence is not None:
-            sequence = ShardSizes(checked_sizes(sequence, "sequence_sizes", ranks.size))
-        if self.init is not None and not callable(self.init):
-            raise ArgumentError(
-                f"init must be a function init(tensor, generator); got {self.init!r}."
-            )
-        like = torch.empty(0, dtype=self.dtype, device=self.device)
-        if not (like.is_floating_point() or like.is_complex()):
-            raise ArgumentError(f"dtype must be floating point or complex; got {self.dtype}.")
-        own = {name: getattr(self, name) for name in self.own_names()}
-        for name, value in own.items():
-            if name in self.choices:
-                checked_choice(value, name, "", self.choices[name])
-            else:
-                checked_flag(value, name, "")
-        kept = {**found, "sequence_sizes": sequence, **own}
-        others = {"sizes": spec.blocks, "dtype": like.dtype, "an init": self.init is not None}
-        return spec, kept | others
-
-    def draw(
-        self, shape: Sequence[int], spec: ShardSpec | None, fill: Fill, seed: int
-    ) -> nn.Parameter:
-        """Return a parameter of the full `shape`; with a `spec` this rank's shard, marked."""
-        values = initialised(shape, spec, fill, seed, self.dtype, self.device)
-        parameter = nn.Parameter(values)
-        return parameter if spec is None else mark(parameter, spec)
 
 
 class ShardedModule(nn.Module):
@@ -141,7 +84,8 @@ class ShardedModule(nn.Module):
 
     spec: ShardSpec
     sequence_sizes: ShardSizes | None
-    _kind: ClassVar[type[Layout]]
+    _options: ClassVar[Mapping[str, Sequence[bool | str]]] = {}  # their values, the default first
+    _how_drawn: tuple[Fill | None, torch.device | None, torch.dtype | None]
     _dim: ClassVar[int] = 0  # sharded dimension of the weight
     _sharded: ClassVar[tuple[str, ...]] = ("weight",)  # names of the sharded parameters
     _plain: ClassVar[Any]  # the torch layer in one process
@@ -154,18 +98,55 @@ class ShardedModule(nn.Module):
         return self.spec.group
 
     def _agree(
-        self, layout: Layout, shape: Mapping[str, int], more: Callable[[], Mapping[str, Any]] = dict
+        self,
+        shape: Mapping[str, int],
+        sizes: Sizes | None,
+        group: GroupLike,
+        options: Mapping[str, Any],
+        more: Callable[[], Mapping[str, Any]],
     ) -> int:
         """Check all arguments and keep them as attributes; return a seed. Collective."""
+        ranks = resolve(group)
 
         def check() -> dict[str, Any]:
-            self.spec, found = layout.checked(shape, self._dim)
-            return {**found, **more()}
+            found: dict[str, Any] = {n: at_least(0, length, n) for n, length in shape.items()}
+            name, choices = list(shape)[self._dim], self._options
+            rows = ShardSizes.balanced(found[name], ranks.size) if sizes is None else sizes
+            self.spec = ShardSpec.of(rows, self._dim, group)
+            if self.spec.total != found[name]:
+                raise ArgumentError(
+                    f"sizes {rows!r} sum to {self.spec.total}, but {name} is {found[name]}."
+                )
+            given: dict[str, Any] = {name: values[0] for name, values in choices.items()}
+            given = {**given, **dict.fromkeys(("sequence_sizes", *_HOW_DRAWN)), **options}
+            if unknown := given.keys() - choices.keys() - {"sequence_sizes", *_HOW_DRAWN}:
+                raise ArgumentError(f"{min(unknown)!r} is no option of {type(self).__name__}.")
+            for name, values in choices.items():
+                checked_choice(given[name], name, "", values)
+            if given["sequence_sizes"] is not None:
+                parts = checked_sizes(given["sequence_sizes"], "sequence_sizes", ranks.size)
+                given["sequence_sizes"] = ShardSizes(parts)
+            init, device, dtype = (given.pop(name) for name in _HOW_DRAWN)
+            self._how_drawn = init, device, dtype
+            if not (init is None or callable(init)):
+                raise ArgumentError(f"init must be init(tensor, generator); got {init!r}.")
+            like = torch.empty(0, dtype=dtype, device=device)
+            if not (like.is_floating_point() or like.is_complex()):
+                raise ArgumentError(f"dtype must be floating point or complex; got {dtype}.")
+            found |= given
+            vars(self).update(found)
+            others = {"sizes": self.spec.blocks, "dtype": like.dtype, "an init": init is not None}
+            return {**found, **others, **more()}
 
-        checked, seed = agreed(type(self).__name__, check, resolve(layout.group), random_seed)
-        for name in checked.keys() - {"sizes", "dtype", "an init", "bias"}:
-            setattr(self, name, checked[name])
-        return int(seed)
+        return int(agreed(type(self).__name__, check, ranks, random_seed)[1])
+
+    def _draw(self, name: str, shape: Sequence[int], fill: Fill, seed: int) -> nn.Parameter:
+        """Return this rank's part of a parameter of the full `shape`."""
+        init, device, dtype = self._how_drawn
+        fill = init if init is not None and name == "weight" else fill
+        spec = self.spec if name in self._sharded else None
+        parameter = nn.Parameter(initialised(shape, spec, fill, seed, dtype, device))
+        return parameter if spec is None else mark(parameter, spec)
 
     @classmethod
     def _replacing(
@@ -182,6 +163,7 @@ class ShardedModule(nn.Module):
         or its own ``forward``, which the replacement would lose, or if an option is unknown.
         """
         name, kind = f"{cls.__name__}.from_{word}", cls._plain
+        arguments: dict[str, Any] = {}
 
         def check() -> dict[str, Any]:
             if not isinstance(layer, kind):
@@ -196,22 +178,29 @@ class ShardedModule(nn.Module):
                     "parametrization or a forward of its own, which would be lost. Remove it, and "
                     "add it to the parallel layer."
                 )
-            fixed = {"bias", "group", "init", "device", "dtype"}
-            known = {field.name for field in fields(cls._kind)} - fixed
-            if unknown := [key for key in options if key not in known]:
-                raise ArgumentError(f"{unknown[0]!r} is no option; there are {sorted(known)}.")
+            same = {key: getattr(layer, key) for key in cls._copied} | dict(cls._fixed)
+            drawn = {"init": None, "device": "meta", "dtype": layer.weight.dtype}
+            arguments.update(**same, **drawn, group=group, **options)  # refuses any of these twice
             digests = {key: (digest(x), x.requires_grad) for key, x in layer.named_parameters()}
             return {**digests, **more()}
 
         # nothing is drawn here, so the caller's generator keeps its state
         with torch.random.fork_rng(devices=[]):
             agreed(name, check, resolve(group))
-            same = {key: getattr(layer, key) for key in cls._copied}
-            of_layout = {"group": group, "device": "meta", "dtype": layer.weight.dtype}
-            made = cls(**{**same, **cls._fixed, **of_layout, **options})
+            made = cls(**arguments)
         for key, whole in layer.named_parameters(recurse=False):
             setattr(made, key, made._own(key, whole))
         return made.train(layer.training)
+
+    def _unsharded(self) -> Any:
+        """Return the torch layer with full parameters, on every rank; collective."""
+        arguments = {key: getattr(self, key) for key in self._copied}
+        layer = self._plain(**arguments, **self._fixed, device="meta")
+        for name, own in self.named_parameters(recurse=False):
+            values = own.detach()
+            whole = self.spec.gather(values) if name in self._sharded else values.clone()
+            setattr(layer, name, nn.Parameter(whole, own.requires_grad))
+        return layer.train(self.training)
 
     def _own(self, name: str, whole: Tensor) -> nn.Parameter:
         """Return this rank's part of a full parameter, in memory of its own."""
@@ -219,6 +208,12 @@ class ShardedModule(nn.Module):
         own = whole.detach().clone() if spec is None else spec.shard(whole.detach())
         parameter = nn.Parameter(own, requires_grad=whole.requires_grad)
         return parameter if spec is None else mark(parameter, spec)
+
+    def extra_repr(self) -> str:
+        """Return the arguments of the full layer, sizes and options."""
+        words = {name: getattr(self, name) for name in (*self._copied, *self._options)}
+        words["sizes"] = [list(block) for block in self.spec.blocks]
+        return ", ".join(f"{name}={value}" for name, value in words.items())
 
     def _mark(self) -> Self:
         for name in self._sharded:

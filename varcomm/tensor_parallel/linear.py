@@ -7,10 +7,10 @@ Both are one product, ``y = after(before(x) @ weight.T) + bias``. For a column-p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 from math import prod, sqrt
-from typing import Any, ClassVar, Literal, NoReturn, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +18,11 @@ from torch.nn import functional
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import AllGatherV, ReduceScatterV
-from varcomm.ops.checks import checked_shard, checked_tensor, checked_whole
-from varcomm.ops.forward_mode import in_forward_mode
-from varcomm.ops.operator import Operator, apply, begin, checking, is_recorded, refuse_vmap
+from varcomm.ops.checks import checked_flag, checked_shard, checked_tensor, checked_whole
+from varcomm.ops.operator import apply, begin, checking
 from varcomm.ops.replicated import ReplicatedSum, ReplicatedUse
-from varcomm.tensor_parallel.layout import (
-    Choices,
-    Layout,
-    ShardedModule,
-    Sizes,
-    checked_choice,
-)
+from varcomm.tensor_parallel.derivatives import in_transform, recorded_gradients
+from varcomm.tensor_parallel.layout import FLAG, ShardedModule, Sizes, checked_choice
 from varcomm.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     scatter_to_tensor_model_parallel_region,
@@ -52,9 +46,7 @@ def column_parallel_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    sizes: Sequence[int] | None = None,
     *,
-    gather_output: bool = False,
     sequence_sizes: Sequence[int] | None = None,
     save: Literal["input", "gathered"] = "input",
     use_fp32: bool = True,
@@ -68,17 +60,12 @@ def column_parallel_linear(
         Floats ``(*F, K)``, identical on all ranks; with `sequence_sizes` this rank's part,
         ``(sequence_sizes[rank], *F, K)``.
     weight, bias : torch.Tensor
-        This rank's rows of the weight, ``(sizes[rank], K)``, and of the bias, ``(sizes[rank],)`` or
-        None.
-    sizes : sequence of int, optional
-        Outputs per rank; zeros allowed. Used only by `gather_output`; None asks all ranks.
-    gather_output : bool
-        Return all outputs, replicated.
+        This rank's rows of the weight, ``(n, K)``, and of the bias, ``(n,)`` or None.
     sequence_sizes : sequence of int, optional
         Rows of the first dimension of `x` per rank; zeros allowed: sequence parallelism.
     save : {"input", "gathered"}
         Keep this rank's part for backward and gather it again, or keep the gathered input, which
-        takes P times the memory. Compiled graphs keep the gathered input.
+        takes P times the memory. Compiled graphs and transforms keep the gathered input.
     use_fp32 : bool
         Sum floats narrower than 4 bytes in fp32 and round once.
     group : ProcessGroup or DeviceMesh, optional
@@ -87,7 +74,7 @@ def column_parallel_linear(
     Returns
     -------
     torch.Tensor
-        ``(*F, sizes[rank])``, or ``(sum(sequence_sizes), *F, sizes[rank])``.
+        ``(*F, n)``, or ``(sum(sequence_sizes), *F, n)``.
 
     Notes
     -----
@@ -110,12 +97,10 @@ def column_parallel_linear(
     >>> varcomm.launch(fn, 2)
     [tensor([[1.]]), tensor([[5., 9.]])]
     """
-    ranks, flags = resolve(group), {"gather_output": gather_output, "use_fp32": use_fp32}
-    with checking("column_parallel_linear", ranks, **flags) as where:
+    ranks = resolve(group)
+    with checking("column_parallel_linear", ranks, use_fp32=use_fp32) as where:
         checked_choice(save, "save", where, _SAVED)
         checked_operands(x, weight, bias, where)
-        if sizes is not None:
-            checked_shard(weight, sizes, 0, ranks, where)
         sequence = _checked_sequence(x, sequence_sizes, ranks, where)
     x, weight, bias = autocast(x, weight, bias)
     before: Before = ReplicatedUse(ranks, use_fp32)
@@ -123,23 +108,21 @@ def column_parallel_linear(
     if sequence is not None:
         before = AllGatherV(ranks, _rows_per_rank(sequence, x), 0, use_fp32)
         length = torch.Size((sum(sequence), *x.shape[1:-1]))
-    rows = x.reshape(prod(x.shape[:-1]), x.shape[-1])
-    if torch.compiler.is_compiling():
-        y = functional.linear(apply(before, rows), weight, bias)
+    operands = x.reshape(prod(x.shape[:-1]), x.shape[-1]), weight, bias
+    keeps = sequence is not None and save == "gathered"
+    # of a frozen weight, torch's product keeps no input
+    if torch.compiler.is_compiling() or in_transform() or keeps or not weight.requires_grad:
+        y = _product(before, *operands)
     else:
-        node: Any = _ColumnProduct
-        y = node.apply(rows, weight, bias, before, save == "gathered", is_recorded(x))[0]
-    y = y.view(*length, weight.shape[0])
-    return gather_from_tensor_model_parallel_region(y, sizes, -1, group) if gather_output else y
+        y = _ColumnProduct.apply(before, *operands)  # type: ignore[no-untyped-call]
+    return y.view(*length, weight.shape[0])
 
 
 def row_parallel_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    sizes: Sequence[int] | None = None,
     *,
-    input_is_parallel: bool = True,
     sequence_sizes: Sequence[int] | None = None,
     use_fp32: bool = True,
     group: GroupLike = None,
@@ -149,14 +132,10 @@ def row_parallel_linear(
     Parameters
     ----------
     x : torch.Tensor
-        Floats ``(*F, sizes[rank])``: this rank's columns of the input, or all columns.
+        Floats ``(*F, n)``: this rank's columns of the input.
     weight, bias : torch.Tensor
-        This rank's columns of the weight, ``(N, sizes[rank])``, and the full bias, ``(N,)``,
-        replicated, or None. Its gradient is complete on every rank.
-    sizes : sequence of int, optional
-        Inputs per rank; zeros allowed. Used only without `input_is_parallel`; None is balanced.
-    input_is_parallel : bool
-        Whether `x` has this rank's columns only.
+        This rank's columns of the weight, ``(N, n)``, and the full bias, ``(N,)``, replicated, or
+        None. Its gradient is complete on every rank.
     sequence_sizes : sequence of int, optional
         Rows of the output's first dimension per rank; zeros allowed: sequence parallelism.
     use_fp32, group
@@ -172,8 +151,7 @@ def row_parallel_linear(
     Adjoint: with respect to `x`, :func:`column_parallel_linear` with the transposed weight.
 
     Communication: an all-reduce of the output; with `sequence_sizes` a reduce-scatter, and in
-    backward an all-gather, and an all-reduce of the gradient of `bias`. Without
-    `input_is_parallel`, backward also gathers the gradient of `x`.
+    backward an all-gather, and an all-reduce of the gradient of `bias`.
 
     In one process: ``torch.nn.functional.linear(x, weight, bias)``.
 
@@ -187,13 +165,8 @@ def row_parallel_linear(
     >>> varcomm.launch(fn, 2)
     [tensor([[ 3.5000, 12.2500]]), tensor([[ 3.5000, 12.2500]])]
     """
-    name, ranks = "row_parallel_linear", resolve(group)
-    with checking(name, ranks, input_is_parallel=input_is_parallel, use_fp32=use_fp32) as where:
-        if sizes is not None:
-            checked_shard(weight, sizes, 1, ranks, where)
-    if not input_is_parallel:
-        x = scatter_to_tensor_model_parallel_region(x, sizes, -1, group)
-    with checking(name, ranks) as where:
+    ranks = resolve(group)
+    with checking("row_parallel_linear", ranks, use_fp32=use_fp32) as where:
         checked_operands(x, weight, bias, where)
         sequence = _checked_sequence(x, sequence_sizes, ranks, where, whole=True)
     x, weight, bias = autocast(x, weight, bias)
@@ -209,86 +182,33 @@ def row_parallel_linear(
     return (y if bias is None else y + bias).view(*length, weight.shape[0])
 
 
+def _product(before: Before, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return functional.linear(apply(before, x), weight, bias)
+
+
 class _ColumnProduct(torch.autograd.Function):
-    """Returns the product, an empty *token*, and the gathered rows if they are kept.
-
-    A derivative that is recorded adds the token, which depends on the operands, to the operands of
-    its collectives, so that they are recorded on all ranks or on none.
-    """
+    """The product, which keeps no gathered rows; messages overlap with products in backward."""
 
     @staticmethod
-    def forward(
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        before: Before,
-        keep: bool,
-        recorded: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        gathers = isinstance(before, AllGatherV)
-        rows = begin(before, x, recorded).wait() if gathers else x
-        token = torch.empty(0, dtype=torch.float32, device=x.device)
-        return functional.linear(rows, weight, bias), token, rows if keep and gathers else None
+    def forward(ctx: Any, before: Before, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.before, ctx.gathers = before, isinstance(before, AllGatherV)
+        ctx.save_for_backward(x, weight, bias)
+        rows = begin(before, x, x.requires_grad).wait() if ctx.gathers else x
+        return functional.linear(rows, weight, bias)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        x, weight, _, ctx.before, *_ = inputs
-        _, token, rows = output
-        if rows is not None:
-            ctx.mark_non_differentiable(rows)
-        of_x, of_weight, ctx.of_bias, *_ = ctx.needs_input_grad
-        # nothing is kept for a gradient that is not needed
-        kept = (x, rows) if of_weight else (None, None)
-        ctx.save_for_backward(*kept, weight if of_x else None, token)
-        ctx.save_for_forward(x, weight, token)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        gradient, of_token, _ = gradients
-        x, rows, weight, token = ctx.saved_tensors
-        recorded, gathers = torch.is_grad_enabled(), isinstance(ctx.before, AllGatherV)
-
-        def begun(operator: Operator, value: Tensor) -> Callable[[], Tensor]:
-            if not recorded:
-                return begin(operator, value, False).wait
-            result = apply(operator, _joined(value, token + of_token))
-            return lambda: result
-
-        used = None
-        if x is not None and (recorded or (gathers and rows is None)):
-            used = begun(ctx.before, x)
-        of_rows = None if weight is None else gradient @ weight.conj()
-        if used is not None:
-            rows = used()
-        elif rows is None:
-            rows = x
-        summed = None if of_rows is None else begun(ctx.before.adjoint, of_rows)
-        of_weight = None if rows is None else gradient.T @ rows.conj()
-        of_bias = gradient.sum(0) if ctx.of_bias else None
-        return None if summed is None else summed(), of_weight, of_bias, None, None, None
-
-    @staticmethod
-    @in_forward_mode
-    def jvp(ctx: Any, saved: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        of_x, of_weight, of_bias, *_ = tangents
-        x, weight, token = saved
-        # ranks communicate identically, whichever tangents exist on this rank
-        of_x = torch.zeros_like(x) if of_x is None else of_x
-        of_x, x = apply(ctx.before, _joined(torch.stack([of_x, x], 1), token)).unbind(1)
-        tangent = of_x @ weight.T
-        if of_weight is not None:
-            tangent = tangent + x @ of_weight.T
-        of_token = tangent.reshape(-1)[:0].real.to(torch.float32)
-        return tangent if of_bias is None else tangent + of_bias, of_token, None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *inputs: Any) -> NoReturn:
-        refuse_vmap("column_parallel_linear: ")
-
-
-def _joined(x: Tensor, token: Tensor) -> Tensor:
-    """Return the values of `x`, which then depend on `token` as well."""
-    return x + token.sum().to(x.dtype)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        saved, (_, *needed) = ctx.saved_tensors, ctx.needs_input_grad
+        if torch.is_grad_enabled():
+            found = recorded_gradients(partial(_product, ctx.before), saved, needed, gradient)
+            return None, *found
+        x, weight, _ = saved
+        gathered = begin(ctx.before, x, False) if ctx.gathers else None
+        of_x = gradient @ weight.conj() if needed[0] else None
+        x = x if gathered is None else gathered.wait()
+        summed = None if of_x is None else begin(ctx.before.adjoint, of_x, False)
+        of_weight, of_bias = gradient.T @ x.conj(), gradient.sum(0) if needed[2] else None
+        return None, None if summed is None else summed.wait(), of_weight, of_bias
 
 
 def checked_operands(
@@ -352,25 +272,6 @@ def _dtype(operand: Tensor) -> torch.dtype:
     return dtype
 
 
-@dataclass(frozen=True)
-class _LinearLayout(Layout):
-    bias: bool = True
-    use_fp32: bool = True
-
-
-@dataclass(frozen=True)
-class _ColumnLayout(_LinearLayout):
-    gather_output: bool = False
-    save: str = "input"
-
-    choices: ClassVar[Choices] = {"save": _SAVED}
-
-
-@dataclass(frozen=True)
-class _RowLayout(_LinearLayout):
-    input_is_parallel: bool = True
-
-
 class _ParallelLinear(ShardedModule):
     """Parameters of both layers, and conversion from and to ``torch.nn.Linear``."""
 
@@ -395,21 +296,23 @@ class _ParallelLinear(ShardedModule):
         **options: Any,
     ) -> None:
         super().__init__()
-        layout: Any = self._kind(sizes=sizes, group=group, **{"bias": bias, **options})
+
+        def more() -> dict[str, Any]:
+            checked_flag(bias, "bias", "")
+            return {"bias": bias}
+
         shape = {"out_features": out_features, "in_features": in_features}
-        seed = self._agree(layout, shape)
-        bound = 1 / sqrt(self.in_features) if self.in_features else 0.0
+        seed = self._agree(shape, sizes, group, options, more)
+        bound = 1 / sqrt(in_features) if in_features else 0.0
 
         def uniform(tile: Tensor, generator: torch.Generator) -> None:
             tile.uniform_(-bound, bound, generator=generator)
 
         def make() -> None:
-            full = self.out_features, self.in_features
-            self.weight = layout.draw(full, self.spec, layout.init or uniform, seed)
+            self.weight = self._draw("weight", tuple(shape.values()), uniform, seed)
             self.register_parameter("bias", None)
             if bias:  # from another seed, so that it does not repeat the weight
-                spec = self.spec if "bias" in self._sharded else None
-                self.bias = layout.draw(full[:1], spec, uniform, seed + 1)
+                self.bias = self._draw("bias", (out_features,), uniform, seed + 1)
 
         # a device may be missing or full on one rank, and `init` is the caller's
         agree(type(self).__name__, make, self.group)
@@ -426,28 +329,7 @@ class _ParallelLinear(ShardedModule):
 
     def to_linear(self) -> nn.Linear:
         """Gather the weight and return an equal Linear on every rank; collective."""
-        linear: nn.Linear = nn.utils.skip_init(
-            nn.Linear,
-            self.in_features,
-            self.out_features,
-            bias=self.bias is not None,
-            device=self.weight.device,
-            dtype=self.weight.dtype,
-        )
-        for name, own in self.named_parameters(recurse=False):
-            whole, values = linear.get_parameter(name), own.detach()
-            with torch.no_grad():
-                whole.copy_(self.spec.gather(values) if name in self._sharded else values)
-            whole.requires_grad_(own.requires_grad)
-        return linear.train(self.training)
-
-    def extra_repr(self) -> str:
-        """Return features and sizes."""
-        sizes = [list(block) for block in self.spec.blocks]
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, sizes={sizes if len(sizes) > 1 else sizes[0]}"
-        )
+        return self._unsharded()  # type: ignore[no-any-return]
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -465,17 +347,15 @@ class ColumnParallelLinear(_ParallelLinear):
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
     **options
-        `gather_output`, `sequence_sizes`, `save` and `use_fp32` as in
-        :func:`column_parallel_linear`; `device` and `dtype` of the parameters. ``init(tensor,
+        `gather_output`: return all outputs, replicated. `sequence_sizes`, `save` and `use_fp32` as
+        in :func:`column_parallel_linear`; `device` and `dtype` of the parameters. ``init(tensor,
         generator)`` draws elements of pieces of the weight in place; None draws as
         :class:`torch.nn.Linear` does.
 
     Attributes
     ----------
-    weight, bias : torch.nn.Parameter or None
-        This rank's rows, ``(spec.local, in_features)``, and part, ``(spec.local,)``.
-    spec : ShardSpec
-        How both are sharded.
+    weight, bias, spec : torch.nn.Parameter, torch.nn.Parameter or None, ShardSpec
+        This rank's rows, ``(spec.local, in_features)``, and part, and how both are sharded.
 
     Notes
     -----
@@ -500,7 +380,7 @@ class ColumnParallelLinear(_ParallelLinear):
     (True, [4, 3])
     """
 
-    _kind = _ColumnLayout
+    _options = {"use_fp32": FLAG, "gather_output": FLAG[::-1], "save": _SAVED}  # noqa: RUF012
     _sharded = ("weight", "bias")
 
     gather_output: bool
@@ -532,24 +412,20 @@ class RowParallelLinear(_ParallelLinear):
 
     Parameters
     ----------
-    in_features, out_features : int
-        Features of the full layer.
+    in_features, out_features, group
+        As for :class:`ColumnParallelLinear`, whose example has both layers.
     bias : bool
         Whether the layer has a bias: replicated, with a gradient that is complete on every rank.
     sizes : sequence of int, or of such sequences, optional
         Inputs per rank, of each fused block; zeros allowed; None is balanced.
-    group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
     **options
-        `input_is_parallel`, `sequence_sizes` and `use_fp32` as in :func:`row_parallel_linear`, and
-        others of :class:`ColumnParallelLinear`, whose example has both layers.
+        `input_is_parallel`: False if the input has all features. `sequence_sizes` and `use_fp32` as
+        in :func:`row_parallel_linear`; `init`, `device` and `dtype`.
 
     Attributes
     ----------
-    weight, bias : torch.nn.Parameter or None
-        This rank's columns, ``(out_features, spec.local)``, and ``(out_features,)``.
-    spec : ShardSpec
-        How the weight is sharded.
+    weight, bias, spec : torch.nn.Parameter, torch.nn.Parameter or None, ShardSpec
+        This rank's columns, ``(out_features, spec.local)``, the full bias, and the weight's shards.
 
     Notes
     -----
@@ -568,7 +444,7 @@ class RowParallelLinear(_ParallelLinear):
     [(torch.Size([2, 2]), torch.Size([4, 2])), (torch.Size([2, 1]), torch.Size([4, 2]))]
     """
 
-    _kind = _RowLayout
+    _options = {"use_fp32": FLAG, "input_is_parallel": FLAG}  # noqa: RUF012
     _dim = 1
 
     input_is_parallel: bool
@@ -580,11 +456,6 @@ class RowParallelLinear(_ParallelLinear):
         """
         pg = self.group.process_group
         if not self.input_is_parallel:
-            with checking("RowParallelLinear", self.group) as where:
-                if x.shape[-1:] != (self.in_features,):
-                    raise ArgumentError(
-                        f"{where}x must have {self.in_features} features; got {tuple(x.shape)}."
-                    )
             x = self.spec.by_rank(x, -1)
             x = scatter_to_tensor_model_parallel_region(x, self.spec.sizes, -1, pg)
         return row_parallel_linear(

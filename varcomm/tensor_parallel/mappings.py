@@ -19,7 +19,7 @@ from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_to_all_v import all_to_all_v, transpose_v
 from varcomm.ops.checks import checked_shard, checked_tensor, checked_whole
 from varcomm.ops.compilation import uncompiled
-from varcomm.ops.operator import apply, checking
+from varcomm.ops.operator import Operator, apply, checking
 from varcomm.ops.reduce_scatter_v import reduce_scatter_v
 from varcomm.ops.reduction import checked_summable
 from varcomm.ops.replicated import ReplicatedGather, ReplicatedShard, ReplicatedSum, ReplicatedUse
@@ -113,10 +113,8 @@ def copy_to_tensor_model_parallel_region(
     >>> varcomm.launch(fn, 2)
     [tensor([1., 1.]), tensor([1., 1.])]
     """
-    ranks = resolve(group)
-    with checking("copy_to_tensor_model_parallel_region", ranks, use_fp32=use_fp32) as where:
-        checked_summable(tensor, where, use_fp32)
-    return apply(ReplicatedUse(ranks, use_fp32), tensor)
+    name = "copy_to_tensor_model_parallel_region"
+    return _applied(name, ReplicatedUse, tensor, use_fp32, group)
 
 
 @_documented
@@ -136,10 +134,8 @@ def reduce_from_tensor_model_parallel_region(
     >>> varcomm.launch(lambda rank: reduce_from_tensor_model_parallel_region(torch.ones(1)), 2)
     [tensor([2.]), tensor([2.])]
     """
-    ranks = resolve(group)
-    with checking("reduce_from_tensor_model_parallel_region", ranks, use_fp32=use_fp32) as where:
-        checked_summable(tensor, where, use_fp32)
-    return apply(ReplicatedSum(ranks, use_fp32), tensor)
+    name = "reduce_from_tensor_model_parallel_region"
+    return _applied(name, ReplicatedSum, tensor, use_fp32, group)
 
 
 @_documented
@@ -522,6 +518,19 @@ def _whole_sizes(
     with checking(name, group) as where:
         checked_tensor(tensor, where)
         return ShardSizes.balanced(tensor.shape[checked_dim(dim, tensor.shape, where)], group.size)
+
+
+def _applied(
+    name: str,
+    kind: Callable[[Group, bool], Operator],
+    tensor: Tensor,
+    use_fp32: bool,
+    group: GroupLike,
+) -> Tensor:
+    ranks = resolve(group)
+    with checking(name, ranks, use_fp32=use_fp32) as where:
+        checked_summable(tensor, where, use_fp32)
+    return apply(kind(ranks, use_fp32), tensor)
 
 
 def _scattered(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.digest import digest
@@ -26,7 +26,12 @@ M = TypeVar("M", bound=nn.Module)
 Make = Callable[[Any], nn.Module]
 
 _WHAT = "parallelize"
-_STYLES = ("column", "row", "embedding", "sequence")
+_STYLES: dict[str, Any] = {
+    "column": ColumnParallelLinear.from_linear,
+    "row": RowParallelLinear.from_linear,
+    "embedding": VocabParallelEmbedding.from_embedding,
+    "sequence": None,
+}
 
 
 def parallelize(
@@ -95,27 +100,24 @@ def parallelize(
         return {"modules": styles}
 
     agreed(_WHAT, check, ranks)
-    options: dict[str, Any] = {"group": group, "sequence_sizes": sequence_sizes}
-    makers: dict[str, Make] = {
-        "column": partial(ColumnParallelLinear.from_linear, **options),
-        "row": partial(RowParallelLinear.from_linear, **options),
-        "embedding": partial(VocabParallelEmbedding.from_embedding, **options),
-    }
     made: dict[int, nn.Module] = {}
-    in_place: list[tuple[nn.Module, list[str]]] = []
+    in_place: list[nn.Module] = []
     for name, (layer, how) in chosen.items():
         if how == "sequence":
-            in_place.append((layer, _agreed_parameters(layer, ranks)))
-        else:
-            made[id(layer)] = _made(name, layer, how if callable(how) else makers[how], ranks)
+            _agree_on_parameters(layer, ranks)
+            in_place.append(layer)
+            continue
+        if not callable(how):
+            how = partial(_STYLES[how], group=group, sequence_sizes=sequence_sizes)
+        made[id(layer)] = _made(name, layer, how, ranks)
 
     def alike() -> dict[str, Any]:
         _tied(module, made)
         return {"what modules become": [type(layer).__name__ for layer in made.values()]}
 
     agreed(_WHAT, alike, ranks)
-    for layer, names in in_place:
-        _change(layer, names, ranks)
+    for layer in in_place:
+        _change(layer, ranks)
     for name, layer in list(module.named_modules(remove_duplicate=False)):
         if name and id(layer) in made:
             module.set_submodule(name, made[id(layer)])
@@ -127,54 +129,50 @@ def _chosen(module: Any, plan: Any) -> dict[str, tuple[nn.Module, str | Make]]:
     for word, value, kind in (("module", module, nn.Module), ("plan", plan, Mapping)):
         if not isinstance(value, kind):
             raise ArgumentError(f"{word} must be a {kind.__name__}; got {type(value).__name__}.")
-    found: dict[int, tuple[str, str, nn.Module, str | Make]] = {}
     for pattern, how in plan.items():
         if not callable(how) and how not in _STYLES:
             raise ArgumentError(
                 f"plan[{pattern!r}] must be one of {', '.join(_STYLES)}, or a function of the "
                 f"module; got {how!r}."
             )
-        matches = [
-            (name, layer)
-            for name, layer in module.named_modules(remove_duplicate=False)
-            if fnmatchcase(name, pattern)
-        ]
-        if not matches:
-            names = [name for name, _ in module.named_modules()][1:6]
-            raise ArgumentError(f"plan[{pattern!r}] matches no module; names are like {names}.")
-        for name, layer in matches:
-            other = found.setdefault(id(layer), (name, pattern, layer, how))
-            if other[1] != pattern:
-                raise ArgumentError(
-                    f"plan[{pattern!r}] and plan[{other[1]!r}] both match the module {name!r}."
-                )
-    for name, _, layer, _ in found.values():
+    found: dict[int, tuple[str, nn.Module, dict[str, str | Make]]] = {}
+    for name, layer in module.named_modules(remove_duplicate=False):
+        if matching := {p: how for p, how in plan.items() if fnmatchcase(name, p)}:
+            found.setdefault(id(layer), (name, layer, {}))[2].update(matching)
+    matched = {pattern for *_, matching in found.values() for pattern in matching}
+    if unmatched := [pattern for pattern in plan if pattern not in matched]:
+        names = [name for name, _ in module.named_modules()][1:6]
+        raise ArgumentError(f"plan[{unmatched[0]!r}] matches no module; names are like {names}.")
+    for name, layer, matching in found.values():
+        if len(matching) > 1:
+            raise ArgumentError(f"{' and '.join(matching)} both match the module {name!r}.")
         for inner in list(layer.modules())[1:]:
             if id(inner) in found:
                 raise ArgumentError(
                     f"the plan matches {found[id(inner)][0]!r} and {name!r}, which contains it."
                 )
-    return {name: (layer, how) for name, _, layer, how in found.values()}
+    return {
+        name: (layer, next(iter(matching.values()))) for name, layer, matching in found.values()
+    }
 
 
 def _made(name: str, layer: nn.Module, make: Make, group: Group) -> nn.Module:
     """Return a module's replacement; if making it fails on this rank, all ranks raise."""
     try:
         new = make(layer)
-        if not isinstance(new, nn.Module):
-            raise ArgumentError(
-                f"the replacement of {name!r} must be a torch.nn.Module; got {type(new).__name__}."
-            )
-    except Exception as caught:
-        error = caught
+        if isinstance(new, nn.Module):
+            return new
+        got = type(new).__name__
+        raise ArgumentError(f"the replacement of {name!r} must be a torch.nn.Module; got {got}.")
+    except Exception as error:
+        failed = error
 
         def fail() -> None:
-            raise error
+            raise failed
 
         if not on_all_ranks(error):  # the other ranks are in an agreement, or about to be
             agree(_WHAT, fail, group)
         raise
-    return new
 
 
 def _tied(module: nn.Module, made: Mapping[int, nn.Module]) -> None:
@@ -235,12 +233,13 @@ def sequence_parallel(module: M, group: GroupLike = None) -> M:
     [[3.0, 3.0], [3.0, 3.0]]
     """
     ranks = resolve(group)
-    _change(module, _agreed_parameters(module, ranks), ranks)
+    _agree_on_parameters(module, ranks)
+    _change(module, ranks)
     return module
 
 
-def _agreed_parameters(module: Any, group: Group) -> list[str]:
-    """Return the names of a module's parameters, which are identical on all ranks; collective."""
+def _agree_on_parameters(module: Any, group: Group) -> None:
+    """Check that a module's parameters are identical on all ranks; collective."""
 
     def check() -> dict[str, object]:
         if not isinstance(module, nn.Module):
@@ -252,38 +251,28 @@ def _agreed_parameters(module: Any, group: Group) -> list[str]:
         params = module.named_parameters(recurse=False, remove_duplicate=False)
         return {name: (digest(p), p.requires_grad) for name, p in params}
 
-    return list(agreed("sequence_parallel", check, group)[0])
+    agreed("sequence_parallel", check, group)
 
 
-def _change(module: nn.Module, names: Iterable[str], group: Group) -> None:
-    """Give a module the class that reads these parameters through a mapping in its forward."""
-    kind = type(module)
-    readers: dict[str, Any] = {name: _reader(name, group) for name in names}
-    module.__class__ = type(f"SequenceParallel{kind.__name__}", (_SequenceParallel, kind), readers)
+def _change(module: nn.Module, group: Group) -> None:
+    """Give a module the class that reads its parameters through a mapping in its forward."""
+    kind, own = type(module), {"_group": group}
+    module.__class__ = type(f"SequenceParallel{kind.__name__}", (_SequenceParallel, kind), own)
 
 
 class _SequenceParallel(nn.Module):
-    """Base class of changed modules, which marks the time of their forward."""
+    """Base class of changed modules."""
+
+    _group: Group
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        before = self.__dict__.get(_COMPUTES, False)
-        self.__dict__[_COMPUTES] = True
+        parameters: dict[str, Any] = self._parameters
+        kept = {name: p for name, p in parameters.items() if p is not None}
+        if torch.is_grad_enabled():
+            pg = self._group.process_group
+            for name, parameter in kept.items():
+                parameters[name] = copy_to_tensor_model_parallel_region(parameter, group=pg)
         try:
             return super().forward(*args, **kwargs)
-        finally:
-            self.__dict__[_COMPUTES] = before
-
-
-# Set while a module is in its forward; all other readers of a parameter get the parameter itself.
-_COMPUTES = "_varcomm_computes"
-
-
-def _reader(name: str, group: Group) -> property:
-    def read(module: nn.Module) -> Tensor | None:
-        parameter = module._parameters[name]
-        computes = module.__dict__.get(_COMPUTES, False) and torch.is_grad_enabled()
-        if parameter is None or not computes:
-            return parameter
-        return copy_to_tensor_model_parallel_region(parameter, group=group.process_group)
-
-    return property(read)
+        finally:  # readers outside of forward get the parameters themselves
+            parameters.update(kept)

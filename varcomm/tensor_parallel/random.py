@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
@@ -82,15 +83,12 @@ class RandomStreams:
     def __init__(self, seed: int, group: GroupLike = None, **coordinates: int) -> None:
         ranks = resolve(group)
 
-        def check() -> dict[str, Any]:
-            return {"seed": _checked_int(seed, "seed"), "coordinates": _checked(coordinates)}
-
         # coordinates that differ between ranks of a group are for add()
-        checked, _ = agreed("RandomStreams", check, ranks)
-        self._seed, self._coordinates = checked["seed"], checked["coordinates"]
+        own = partial(_integers, {"seed": seed, **coordinates})
+        self._coordinates, _ = agreed("RandomStreams", own, ranks)
+        self._seed = self._coordinates.pop("seed")
         self._seeds: dict[str, int] = {}
-        self._states: dict[str, States] = {}
-        self._open: frozenset[str] = frozenset()
+        self._now: Snapshot = {}, frozenset()
         self._add("replicated", None, {})
         self._add("sharded", ranks.rank, {})
 
@@ -104,13 +102,13 @@ class RandomStreams:
             raise ArgumentError(f"RandomStreams.add: name must be a string; got {name!r}.")
         if name in self._seeds:
             raise ArgumentError(f"RandomStreams.add: there is a stream {name!r} already.")
-        self._add(name, None, _checked(coordinates))
+        self._add(name, None, _integers(coordinates))
 
     def _add(self, name: str, rank: int | None, more: Mapping[str, int]) -> None:
         where = sorted(self._coordinates.items()), rank, sorted(more.items())
         digest = blake2b(repr((self._seed, name, where)).encode(), digest_size=8).digest()
         self._seeds[name] = int.from_bytes(digest, "little") >> 1  # as an int64 holds it
-        self._states[name] = {}
+        self._now = {**self._now[0], name: {}}, self._now[1]
 
     @contextmanager
     def fork(self, name: str) -> Iterator[None]:
@@ -124,26 +122,25 @@ class RandomStreams:
         """
         if name not in self._seeds:
             raise ArgumentError(f"fork: there is no stream {name!r}, only {sorted(self._seeds)}.")
-        if name in self._open:
+        if name in self._now[1]:
             raise ArgumentError(
                 f"fork: the block of {name!r} is open. Draw there, or add() another stream."
             )
         for replay in _replays():
             replay.meet(self)
         generators = _generators()
-        before = _states(generators)
+        before, (states, opened) = _states(generators), self._now
         for kind, generator in generators.items():
-            if kind in self._states[name]:
-                generator.set_state(self._states[name][kind])
+            if kind in states[name]:
+                generator.set_state(states[name][kind])
             else:
                 generator.manual_seed(self._seeds[name])
-        self._open |= {name}
+        self._now = states, opened | {name}
         try:
             yield
         finally:
-            # a new dict, because replays hold the old one
-            self._states[name] = self._states[name] | _states(generators)
-            self._open -= {name}
+            states, opened = self._now  # blocks inside have changed other streams
+            self._now = {**states, name: states[name] | _states(generators)}, opened - {name}
             for kind, generator in generators.items():
                 generator.set_state(before[kind])
         if late := _generators().keys() - generators.keys():
@@ -160,7 +157,7 @@ class RandomStreams:
                 "seed": torch.tensor(self._seeds[name], dtype=torch.int64, device="cpu"),
                 **{kind: state.clone() for kind, state in states.items()},
             }
-            for name, states in self._states.items()
+            for name, states in self._now[0].items()
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -180,19 +177,11 @@ class RandomStreams:
                     f"load_state_dict: the state of {name!r} is of another seed, rank, device or "
                     "coordinates. Each rank loads what it has saved itself."
                 )
-        self._states = loaded
+        self._now = loaded, frozenset()
 
     def _check_closed(self, what: str) -> None:
-        if self._open:
-            raise ArgumentError(f"{what}: {sorted(self._open)} is open. Call it after fork().")
-
-    @property
-    def _snapshot(self) -> Snapshot:
-        return dict(self._states), self._open
-
-    @_snapshot.setter
-    def _snapshot(self, snapshot: Snapshot) -> None:
-        self._states, self._open = dict(snapshot[0]), snapshot[1]
+        if self._now[1]:
+            raise ArgumentError(f"{what}: {sorted(self._now[1])} is open. Call it after fork().")
 
 
 class Replay:
@@ -206,11 +195,11 @@ class Replay:
         """Return the function that restores streams in every run after its first."""
 
         def run(*args: Any) -> T:
-            now = {streams: streams._snapshot for streams in self._met}
+            now = {streams: streams._now for streams in self._met}
             for streams, then in self._met.items():
                 for replay in _running.get():
                     replay.meet(streams)  # as it is before it is restored
-                streams._snapshot = then
+                streams._now = then
             token = _running.set((*_running.get(), self))
             try:
                 return function(*args)
@@ -218,7 +207,7 @@ class Replay:
                 self._complete = True
                 _running.reset(token)
                 for streams, state in now.items():
-                    streams._snapshot = state
+                    streams._now = state
 
         return run
 
@@ -230,7 +219,7 @@ class Replay:
                     "fork: a checkpointed function forks streams in a later run that it did not "
                     "fork in the first. It must do the same each time."
                 )
-            self._met[streams] = streams._snapshot
+            self._met[streams] = streams._now
 
 
 # Running replays of this thread, the outermost first.
@@ -272,12 +261,9 @@ def _states(generators: Mapping[str, torch.Generator]) -> States:
     return {kind: generator.get_state() for kind, generator in generators.items()}
 
 
-def _checked_int(value: object, name: str) -> int:
-    exact = exact_int(value)
-    if exact is None:
-        raise ArgumentError(f"{name} must be an integer; got {value!r}.")
-    return exact
-
-
-def _checked(coordinates: Mapping[str, object]) -> dict[str, int]:
-    return {name: _checked_int(value, name) for name, value in coordinates.items()}
+def _integers(values: Mapping[str, object]) -> dict[str, int]:
+    found = {name: exact_int(value) for name, value in values.items()}
+    for name, value in found.items():
+        if value is None:
+            raise ArgumentError(f"{name} must be an integer; got {values[name]!r}.")
+    return found  # type: ignore[return-value]
