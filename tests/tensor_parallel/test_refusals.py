@@ -190,7 +190,8 @@ def hooked():
 
 def constant(value):
     linear = nn.Linear(6, 7)
-    nn.init.constant_(linear.weight, value)
+    for parameter in linear.parameters():
+        nn.init.constant_(parameter, value)
     return linear
 
 
