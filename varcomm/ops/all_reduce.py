@@ -27,7 +27,7 @@ def start_sum(
     elsewhere: Sequence[int] = (),
 ) -> Pending:
     """Start to sum over ranks, on every rank or at `root`; others then get zeros of `elsewhere`."""
-    values, ranks, into = packing.flat(x), group.size, packing.memory_format(x)
+    values, ranks = packing.flat(x), group.size
     counts = pieces(x, group, one_round)
     if counts is None:
         works, got = packing.all_gather(name, group, values, [x.numel()] * ranks, root=root)
@@ -41,7 +41,7 @@ def start_sum(
             total = Pending(works, lambda: whole).wait()
         if root not in (None, group.rank):
             return x.new_zeros(elsewhere)
-        return total.view(x.shape).contiguous(memory_format=into)
+        return total.view(x.shape)
 
     return Pending(works, finish)
 
@@ -60,7 +60,7 @@ class AllReduce(Operator):
         return start_sum(self.name, self.group, x, self.use_fp32, self.one_round)
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
-        return packing.new(x, x.shape)
+        return x.new_empty(x.shape)
 
     @property
     def adjoint(self) -> Operator:
@@ -71,8 +71,7 @@ class AllReduce(Operator):
         return replace(self, one_round=True)
 
     def describe(self, x: torch.Tensor) -> dict[str, Any]:
-        how = {"use_fp32": self.use_fp32, "async_op": self.one_round}
-        return {"shape": list(x.shape), **how}
+        return super().describe(x) | {"shape": list(x.shape)}
 
 
 def all_reduce(
@@ -96,7 +95,7 @@ def all_reduce(
     Returns
     -------
     torch.Tensor or Handle
-        A new tensor of the shape, dtype and memory format of `tensor`; the same bits on all ranks.
+        A new tensor of the shape and dtype of `tensor`; the same bits on all ranks.
 
     Notes
     -----

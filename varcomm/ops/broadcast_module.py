@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.ops import packing
 from varcomm.ops.broadcast import broadcast
 from varcomm.ops.digest import differing
 from varcomm.sizes import checked_rank
@@ -13,8 +12,6 @@ from varcomm.transport.agreement import share
 from varcomm.transport.group import GroupLike, resolve
 
 __all__ = ["broadcast_module"]
-
-_BYTES = 2**25  # of one message
 
 
 def broadcast_module(model: torch.nn.Module, src: int = 0, group: GroupLike = None) -> None:
@@ -42,7 +39,7 @@ def broadcast_module(model: torch.nn.Module, src: int = 0, group: GroupLike = No
     -----
     Adjoint: none; values are overwritten in place.
 
-    Communication: the bytes of the model, in messages of about 32 MiB.
+    Communication: the bytes of the model, in a :func:`broadcast` per tensor.
 
     In one process: nothing.
 
@@ -90,18 +87,6 @@ def broadcast_module(model: torch.nn.Module, src: int = 0, group: GroupLike = No
             f"{what}: ranks {others} differ from rank 0 in {', '.join(names[:3])}"
             f"{', ...' if len(names) > 3 else ''}. Pass the same model and src on all ranks."
         )
-    bucket: list[torch.Tensor] = []
     with torch.no_grad():
-        for place, tensor in enumerate(tensors.values(), 1):
-            bucket.append(tensor)
-            if place == len(tensors) or sum(each.nbytes for each in bucket) >= _BYTES:
-                device = bucket[0].device
-                parts = [
-                    packing.as_bytes(packing.flat(each.detach())).to(device) for each in bucket
-                ]
-                values = broadcast(torch.cat(parts), src, group=group)
-                for each, data in zip(
-                    bucket, values.split([p.numel() for p in parts]), strict=True
-                ):
-                    each.copy_(data.clone().view(each.dtype).view(each.shape))
-                bucket = []
+        for tensor in tensors.values():
+            tensor.copy_(broadcast(tensor.detach(), src, group=group))

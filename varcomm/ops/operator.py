@@ -28,7 +28,7 @@ from varcomm.ops.checks import checked_flag, checked_tensor
 from varcomm.ops.compilation import kept_from_compilation
 from varcomm.sizes import ShardSizes
 from varcomm.transport.debug import debugging
-from varcomm.transport.engine import EngineFailure, Pending, engine_for, recorders, span
+from varcomm.transport.engine import EngineFailure, Pending, engine_for, span
 from varcomm.transport.group import Group, named
 
 Kind = TypeVar("Kind", bound=type["Operator"])
@@ -61,9 +61,10 @@ class Operator(ABC):
         """The same map with all its messages in flight once it has started, for Handles."""
         return self
 
-    @abstractmethod
     def describe(self, x: Tensor) -> dict[str, Any]:
         """Return the mapping that :func:`~varcomm.transport.agreement.compare` compares."""
+        found = {name: getattr(self, name) for name in self.names}
+        return {n: list(v) if isinstance(v, tuple) else v for n, v in found.items()}
 
     def arguments(self) -> tuple[Any, ...]:
         """Return the operator's arguments in a graph, in the order of `schema`."""
@@ -288,10 +289,7 @@ def _started(operator: Operator, x: Tensor, recorded: bool, of: int | None = Non
     number = _compared(operator, x, recorded, of) if debugging() else None
     failed = partial(_failed, operator, x.dtype, x.shape, time.monotonic())
     try:
-        if recorders:
-            with span(operator.name):
-                pending = operator.start(x)
-        else:
+        with span(operator.name):
             pending = operator.start(x)
     except EngineFailure as error:  # in the first of several rounds
         raise failed(error) from error.__cause__
@@ -362,13 +360,6 @@ class Handle:
             self._result = self._finish()
             self._finish = None  # it holds the input
         return self._result
-
-    def meanwhile(self, x: Tensor) -> Tensor:
-        """Return `x`, an input of a computation that overlaps with the messages."""
-        return x
-
-    def after(self, x: Tensor) -> None:
-        """Name a result of the computation that overlaps with the messages; does nothing."""
 
 
 if TYPE_CHECKING:
@@ -509,12 +500,11 @@ _TYPES = {
     "bool": "bool",
     "int": "int",
     "torch.Tensor": "Tensor",
-    "torch.memory_format": "MemoryFormat",
     "tuple[int, ...]": "SymInt[]",
 }
 
-# results keep the format of their input; a replayed CUDA graph runs no Python
-_TAGS = torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe
+# a replayed CUDA graph runs no Python
+_TAGS = torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe
 
 
 def records_graph() -> bool:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
-from typing import ClassVar, Literal, Protocol, TypeAlias
+from typing import ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -43,9 +43,29 @@ class Work(Protocol):
 Works: TypeAlias = Sequence[Work]
 Counts: TypeAlias = Sequence[int]
 
-# Pairs of ranks with a message, as all ranks know them: most pairs; few, as the neighbours of a
-# plan; or one rank with all others.
-Peers: TypeAlias = Literal["all", "neighbours", "one"]
+# The messages of a call, as all ranks describe them: an all-gather; a broadcast; or an exchange
+# between most pairs of ranks, between few (as the neighbours of a plan), or of one with all others.
+Schedule: TypeAlias = Literal["all_gather", "broadcast", "all", "neighbours", "one"]
+
+
+class Move(NamedTuple):
+    """The bytes that one call moves: ``send[r]`` of `data` to rank r, and `out` sender by sender.
+
+    Empty messages are not sent. An all-gather sends all of `data`, which may be this rank's place
+    in `out`, to every rank. A broadcast overwrites `data`, which is `out`; its root receives none.
+    """
+
+    schedule: Schedule
+    group: Group
+    out: Tensor
+    data: Tensor
+    recv: Counts
+    send: Counts
+
+    @property
+    def root(self) -> int:
+        """The root of a broadcast."""
+        return next((rank for rank, count in enumerate(self.recv) if count), self.group.rank)
 
 
 class EngineFailure(RuntimeError):
@@ -82,32 +102,40 @@ def wait_for(works: Iterable[Work], timeout: timedelta = NO_LIMIT) -> None:
 class Engine(ABC):
     """Uneven collectives on bytes.
 
-    Each call starts at once, and is done on this rank after its works; inputs must not change until
-    then. Empty messages are not sent. A `simulated` engine answers in place of the other ranks:
-    each repeats the metadata of this rank, and its data are zeros.
+    A `simulated` engine answers in place of the other ranks: each repeats the metadata of this
+    rank, and its data are zeros.
     """
 
     simulated: ClassVar[bool] = False
 
     @abstractmethod
-    def all_gather(self, group: Group, out: Tensor, data: Tensor, counts: Counts) -> Works:
-        """Fill `out` on every rank with the ``counts[r]`` bytes of each rank r, in order.
-
-        `data` may be this rank's place in `out`.
-        """
-
-    @abstractmethod
-    def exchange(
-        self, group: Group, out: Tensor, data: Tensor, recv: Counts, send: Counts, peers: Peers
-    ) -> Works:
-        """Send ``send[r]`` bytes of `data` to rank r, and fill `out` sender by sender."""
-
-    @abstractmethod
-    def broadcast(self, group: Group, data: Tensor, src: int) -> Works:
-        """Overwrite `data` on every rank by that of `src`."""
+    def start(self, move: Move) -> Works:
+        """Start to move bytes: done on this rank after the works; `data` must not change before."""
 
     def leave(self, group: Group) -> None:  # noqa: B027, an engine may have no way to do it
         """End the waiting of other ranks for this one, after a failure."""
+
+
+def begin(move: Move) -> Works:
+    """Start to move bytes by the engine of the group, or raise EngineFailure."""
+    engine = engine_for(move.group, move.data.device)
+    if move.group.size == 1:
+        if move.data.data_ptr() != move.out.data_ptr():
+            move.out.copy_(move.data)
+        return ()
+    if move.schedule == "broadcast" and len(move.data) == 0:
+        return ()
+    try:
+        return engine.start(move)
+    except RuntimeError as error:
+        raise EngineFailure(str(error)) from error
+
+
+def broadcast_of(group: Group, data: Tensor, src: int) -> Move:
+    """Return the move that overwrites `data` on every rank by that of `src`."""
+    count, at_root = len(data), group.rank == src
+    recv = [0 if at_root or rank != src else count for rank in range(group.size)]
+    return Move("broadcast", group, data, data, recv, [count * at_root] * group.size)
 
 
 def pieces(data: Tensor, counts: Counts, start: int) -> Iterator[tuple[int, Tensor]]:
@@ -167,15 +195,19 @@ def _found(group: Group, device: torch.device) -> Engine:
     return Pinned(engine)
 
 
-# Functions that record the calls of open traces, by the bytes per rank of the group. Backward runs
-# in threads of its own, so this is not thread-local.
-recorders: list[Callable[[str, Group, Counts, Counts], object]] = []
+# Functions that record the name and the move of each call. Backward runs in threads of its own, so
+# this is not thread-local.
+recorders: list[Callable[[str, Move], object]] = []
 
 
-def note(name: str, group: Group, send: Counts, recv: Counts) -> None:
-    """Record a call in all open traces."""
-    for record in recorders:
-        record(name, group, send, recv)
+@contextmanager
+def recording(record: Callable[[str, Move], object]) -> Iterator[None]:
+    """Pass the name and the move of each call to `record`."""
+    recorders.append(record)
+    try:
+        yield
+    finally:
+        recorders.remove(record)
 
 
 _NOTHING: AbstractContextManager[object] = nullcontext()

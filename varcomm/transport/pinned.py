@@ -13,8 +13,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from varcomm.transport.engine import NO_LIMIT, Counts, Engine, Peers, Works
-from varcomm.transport.group import Group
+from varcomm.transport.engine import NO_LIMIT, Engine, Move, Works
 
 
 @dataclass(frozen=True)
@@ -23,22 +22,16 @@ class Pinned(Engine):
 
     engine: Engine
 
-    def all_gather(self, group: Group, out: Tensor, data: Tensor, counts: Counts) -> Works:
-        arriving = _empty(out)
-        works = self.engine.all_gather(group, arriving, _fetched(data), counts)
-        return [_Arrival(works, arriving, out)]
-
-    def exchange(
-        self, group: Group, out: Tensor, data: Tensor, recv: Counts, send: Counts, peers: Peers
-    ) -> Works:
-        arriving = _empty(out)
-        works = self.engine.exchange(group, arriving, _fetched(data), recv, send, peers)
-        return [_Arrival(works, arriving, out)]
-
-    def broadcast(self, group: Group, data: Tensor, src: int) -> Works:
-        moving = _fetched(data) if group.rank == src else _empty(data)
-        works = self.engine.broadcast(group, moving, src)
-        return works if group.rank == src else [_Arrival(works, moving, data)]
+    def start(self, move: Move) -> Works:
+        arriving, data = _empty(move.out), move.data
+        if move.schedule != "broadcast":
+            data = _fetched(data)
+        elif move.root == move.group.rank:
+            data = arriving = _fetched(data)
+        else:
+            data = arriving
+        works = self.engine.start(move._replace(out=arriving, data=data))
+        return [_Arrival(works, arriving, move.out)]
 
 
 @dataclass(frozen=True)
