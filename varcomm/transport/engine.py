@@ -7,12 +7,12 @@ uint8; all counts are bytes per rank.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
-from typing import ClassVar, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -27,20 +27,10 @@ _SERVED = {"gloo": ("cpu", "cuda"), "fake": ("cpu", "cuda"), "nccl": ("cuda",)}
 NO_LIMIT = timedelta(0)  # the timeout of the group holds
 
 
-class Work(Protocol):
-    """Communication in flight, as torch.distributed's ``Work``."""
-
-    def wait(self, timeout: timedelta = NO_LIMIT) -> object:
-        """Return when it is done on this rank; on a GPU, let the current stream wait for it.
-
-        Raises RuntimeError after `timeout`, or after the timeout of the group.
-        """
-
-    def is_completed(self) -> bool:
-        """Return whether it is done, without waiting; False if that is unknown."""
-
-
-Works: TypeAlias = Sequence[Work]
+# Communication in flight. ``wait(timeout)`` of each returns when it is done on this rank (on a GPU,
+# lets the current stream wait for it), and raises RuntimeError after its timeout or the group's;
+# ``is_completed()`` does not wait, and may return False if that is unknown.
+Works: TypeAlias = Sequence[Any]
 Counts: TypeAlias = Sequence[int]
 
 # The messages of a call, as all ranks describe them: an all-gather; a broadcast; or an exchange
@@ -90,7 +80,7 @@ class Pending:
             raise self.failed(error) if self.failed else error from error.__cause__
 
 
-def wait_for(works: Iterable[Work], timeout: timedelta = NO_LIMIT) -> None:
+def wait_for(works: Works, timeout: timedelta = NO_LIMIT) -> None:
     """Wait for all works, or raise EngineFailure."""
     try:
         for work in works:

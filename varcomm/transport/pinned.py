@@ -23,13 +23,13 @@ class Pinned(Engine):
     engine: Engine
 
     def start(self, move: Move) -> Works:
-        arriving, data = _empty(move.out), move.data
         if move.schedule != "broadcast":
-            data = _fetched(data)
-        elif move.root == move.group.rank:
-            data = arriving = _fetched(data)
+            arriving, data = _empty(move.out), _fetched(move.data)
+        elif move.root != move.group.rank:
+            arriving = data = _empty(move.out)
         else:
-            data = arriving
+            data = _fetched(move.data)
+            return self.engine.start(move._replace(out=data, data=data))
         works = self.engine.start(move._replace(out=arriving, data=data))
         return [_Arrival(works, arriving, move.out)]
 
