@@ -64,7 +64,7 @@ def launch(
 
     Works in a script, a notebook and a doctest, with functions, lambdas and closures defined there.
     Each rank runs torch with ``max(1, cpu_count // world_size)`` threads. `fn` may launch ranks of
-    its own, and they no others.
+    its own; those may not launch further ranks.
 
     Parameters
     ----------

@@ -23,15 +23,14 @@ class Pinned(Engine):
     engine: Engine
 
     def start(self, move: Move) -> Works:
-        if move.schedule != "broadcast":
-            arriving, data = _empty(move.out), _fetched(move.data)
-        elif move.root != move.group.rank:
-            arriving = data = _empty(move.out)
-        else:
-            data = _fetched(move.data)
-            return self.engine.start(move._replace(out=data, data=data))
-        works = self.engine.start(move._replace(out=arriving, data=data))
-        return [_Arrival(works, arriving, move.out)]
+        schedule, group, out, data, recv, send = move
+        if schedule == "broadcast" and move.root == group.rank:
+            sent = _fetched(data)
+            return self.engine.start(Move(schedule, group, sent, sent, recv, send))
+        arriving = _empty(out)
+        sent = arriving if schedule == "broadcast" else _fetched(data)
+        works = self.engine.start(Move(schedule, group, arriving, sent, recv, send))
+        return [_Arrival(works, arriving, out)]
 
 
 @dataclass(frozen=True)
