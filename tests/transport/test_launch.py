@@ -79,6 +79,11 @@ def test_ranks_are_kept_and_serve_threads_in_turn(ranks):
     assert pids_of(ranks) == pids
 
 
+class Unreadable:
+    def __reduce__(self):
+        return exec, ("raise RuntimeError('not here')",)
+
+
 REFUSALS = [
     (lambda: launch(rank_and_argument, 0), "world_size"),
     (lambda: launch(rank_and_argument, 2.0), "world_size"),
@@ -99,6 +104,8 @@ def test_refusals(ranks):
             call()
     with pytest.raises(LaunchError, match="its result, of type generator, cannot be pickled"):
         ranks.run(lambda rank: (i for i in range(rank)))
+    with pytest.raises(LaunchError, match=r"a result cannot be unpickled here: .*not here"):
+        ranks.run(lambda rank: Unreadable())
 
 
 class Callable:

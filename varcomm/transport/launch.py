@@ -284,7 +284,10 @@ class Ranks:
             raise self._failure(failed)
         if waiting:
             raise self._overdue(sorted(waiting.values()), limit, done)
-        return [pickle.loads(reports[rank].payload or b"") for rank in range(self.world_size)]
+        try:
+            return [pickle.loads(reports[rank].payload or b"") for rank in range(self.world_size)]
+        except Exception as error:
+            raise LaunchError(f"a result cannot be unpickled here: {error!r}") from error
 
     def _failure(self, failed: dict[int, _Report]) -> LaunchError:
         """Return an error that names the rank that failed first: others lost connection to it."""
