@@ -29,11 +29,11 @@ def exchange(
     They arrive in the flat `out`, if it is given.
     """
     out = values.new_empty(sum(recv)) if out is None else out
-    width, memory = values.element_size(), (out, values)
-    if group.size > 1:
-        memory = as_bytes(out), as_bytes(values)
-    move = Move(schedule, group, *memory, [n * width for n in recv], [n * width for n in send])
-    return _begun(name, move), out
+    if group.size == 1:  # nothing leaves this rank
+        return _begun(name, Move(schedule, group, out, values, (0,), (0,))), out
+    width = values.element_size()
+    counts = [n * width for n in recv], [n * width for n in send]
+    return _begun(name, Move(schedule, group, as_bytes(out), as_bytes(values), *counts)), out
 
 
 def all_gather(
