@@ -28,7 +28,7 @@ from varcomm.ops.checks import checked_flag, checked_tensor
 from varcomm.ops.compilation import kept_from_compilation
 from varcomm.sizes import ShardSizes
 from varcomm.transport.debug import debugging
-from varcomm.transport.engine import EngineFailure, Pending, engine_for, span
+from varcomm.transport.engine import EngineFailure, Pending, engine_for, recorders, span
 from varcomm.transport.group import Group, named
 
 Kind = TypeVar("Kind", bound=type["Operator"])
@@ -289,7 +289,10 @@ def _started(operator: Operator, x: Tensor, recorded: bool, of: int | None = Non
     number = _compared(operator, x, recorded, of) if debugging() else None
     failed = partial(_failed, operator, x.dtype, x.shape, time.monotonic())
     try:
-        with span(operator.name):
+        if recorders:
+            with span(operator.name):
+                pending = operator.start(x)
+        else:
             pending = operator.start(x)
     except EngineFailure as error:  # in the first of several rounds
         raise failed(error) from error.__cause__

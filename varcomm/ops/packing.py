@@ -11,7 +11,7 @@ from math import prod
 
 import torch
 
-from varcomm.transport.engine import Move, Schedule, Works, begin, broadcast_of, recorders
+from varcomm.transport.engine import Move, Schedule, Works, begin, broadcast_of, keep, recorders
 from varcomm.transport.group import Group
 
 
@@ -29,8 +29,8 @@ def exchange(
     They arrive in the flat `out`, if it is given.
     """
     out = values.new_empty(sum(recv)) if out is None else out
-    if group.size == 1:  # nothing leaves this rank
-        return _begun(name, Move(schedule, group, out, values, (0,), (0,))), out
+    if group.size == 1 and not recorders:
+        return keep(group, out, values), out
     width = values.element_size()
     counts = [n * width for n in recv], [n * width for n in send]
     return _begun(name, Move(schedule, group, as_bytes(out), as_bytes(values), *counts)), out

@@ -108,17 +108,23 @@ class Engine(ABC):
 
 def begin(move: Move) -> Works:
     """Start to move bytes by the engine of the group, or raise EngineFailure."""
-    engine = engine_for(move.group, move.data.device)
     if move.group.size == 1:
-        if move.data.data_ptr() != move.out.data_ptr():
-            move.out.copy_(move.data)
-        return ()
+        return keep(move.group, move.out, move.data)
+    engine = engine_for(move.group, move.data.device)
     if move.schedule == "broadcast" and len(move.data) == 0:
         return ()
     try:
         return engine.start(move)
     except RuntimeError as error:
         raise EngineFailure(str(error)) from error
+
+
+def keep(group: Group, out: Tensor, data: Tensor) -> Works:
+    """Move the data of a single rank to `out`; GroupError if no engine serves their device."""
+    engine_for(group, data.device)
+    if data.data_ptr() != out.data_ptr():
+        out.copy_(data)
+    return ()
 
 
 def broadcast_of(group: Group, data: Tensor, src: int) -> Move:

@@ -41,10 +41,17 @@ class _Launcher(NamedTuple):
 # SLURM is last because `mpirun` inside an allocation starts its daemons by `srun`, whose variables
 # the ranks inherit. A step of SLURM may have fewer tasks and hosts than its job.
 _TASKS, _STEP = "SLURM_STEP_NUM_TASKS SLURM_NTASKS", "SLURM_JOB_ID SLURM_STEP_ID"
-_OPEN_MPI = "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"
+_OMPI = "OMPI_COMM_WORLD"
 _LAUNCHERS = (
     _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    _Launcher("Open MPI", *(f"OMPI_COMM_WORLD_{word}" for word in _OPEN_MPI), job="PMIX_NAMESPACE"),
+    _Launcher(
+        "Open MPI",
+        f"{_OMPI}_RANK",
+        f"{_OMPI}_SIZE",
+        f"{_OMPI}_LOCAL_RANK",
+        f"{_OMPI}_LOCAL_SIZE",
+        "PMIX_NAMESPACE",
+    ),
     _Launcher("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_PORT"),
     _Launcher("SLURM", "SLURM_PROCID", _TASKS, "SLURM_LOCALID", job=_STEP),
 )
