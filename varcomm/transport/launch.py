@@ -47,7 +47,6 @@ _START = (
     "from varcomm.transport.launch import serve; serve(*sys.argv[2:])"
 )
 _STOP = b""
-_DEPTH = "VARCOMM_LAUNCH_DEPTH"  # how many launches are around a process
 _START_LIMIT = 180.0  # seconds for imports, on a machine that may be busy
 _GRACE = 0.2  # seconds for the reports of other ranks, after one has failed
 _FAREWELL = 5.0  # seconds for a rank to run its exit handlers
@@ -64,7 +63,7 @@ def launch(
 
     Works in a script, a notebook and a doctest, with functions, lambdas and closures defined there.
     Each rank runs torch with ``max(1, cpu_count // world_size)`` threads. `fn` may launch ranks of
-    its own; those may not launch further ranks.
+    its own; a module that a rank imports may not.
 
     Parameters
     ----------
@@ -199,10 +198,10 @@ class Ranks:
         self._processes, self._connections = [], []
 
     def _start(self) -> None:
-        if int(os.environ.get(_DEPTH, 0)) > 1:
+        if module := _importing_module():
             raise LaunchError(
-                "ranks of ranks launch ranks again, mostly by importing a module that launches. "
-                'Guard the launch there by if __name__ == "__main__":'
+                f"rank {os.environ.get('RANK')} imports module {module!r}, which launches ranks "
+                'again. Guard the launch by if __name__ == "__main__":'
             )
         # the path of a socket may have 107 characters
         elsewhere = "/tmp" if len(tempfile.gettempdir()) > 80 else None
@@ -231,7 +230,7 @@ class Ranks:
         self._results(_START_LIMIT, "started")
 
     def _environment(self, rank: int) -> dict[str, str]:
-        environ = os.environ | {_DEPTH: str(int(os.environ.get(_DEPTH, 0)) + 1)}
+        environ = dict(os.environ)
         if sys.platform == "linux":
             # no name to resolve, nothing reachable from outside
             environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -419,6 +418,19 @@ def _run(task: bytes, rank: int, stack: TextIO) -> Any:
         return fn(rank, *args)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def _importing_module() -> str | None:
+    """Return the name of the module that the running task is importing, if any."""
+    module, importing = None, False
+    for frame, _ in traceback.walk_stack(None):
+        if frame.f_code is _run.__code__:
+            return module if importing else None
+        name = str(frame.f_globals.get("__name__"))
+        if module is None and frame.f_code.co_name == "<module>":
+            module = name
+        importing |= name.startswith("importlib._bootstrap")
+    return None
 
 
 def _attempt(step: Callable[..., Any], *args: Any) -> bytes:
