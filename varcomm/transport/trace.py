@@ -75,6 +75,11 @@ class Trace(list[Call]):
 
     Prints as a table by operation and by peer.
 
+    Parameters
+    ----------
+    iterable : iterable of Call
+        The calls of the list.
+
     Examples
     --------
     >>> import varcomm
