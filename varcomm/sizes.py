@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Self, SupportsIndex, overload
+from typing import TYPE_CHECKING, Self, SupportsIndex, overload
 
 import torch
 
@@ -145,9 +145,6 @@ class ShardSizes(tuple[int, ...]):
     def __repr__(self) -> str:
         return f"ShardSizes({', '.join(map(str, self))})"
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (tuple(self),)
-
 
 def holds_integers(x: torch.Tensor) -> bool:
     """Return whether a tensor holds integers, not bools."""
@@ -169,13 +166,11 @@ def checked_sizes(
     given = list(sizes)
     checked = [exact_int(entry) for entry in given]
     for place, value in enumerate(checked):
-        if value is None:
+        if value is None or value < 0:
             raise ArgumentError(
-                f"{where}{name} must hold ints; got {given!r}, where entry {place} is "
+                f"{where}{name} must hold ints from 0 on; got {given!r}, where entry {place} is "
                 f"{given[place]!r} of type {type(given[place]).__name__}."
             )
-    if any(value < 0 for value in checked):  # type: ignore[operator]
-        raise ArgumentError(f"{where}{name} must not be negative; got {given!r}.")
     if ranks is not None and len(checked) != ranks:
         raise ArgumentError(
             f"{where}{name} must have one entry per rank, {ranks}; got {len(checked)}: {given!r}."

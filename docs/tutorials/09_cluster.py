@@ -169,8 +169,6 @@ folder.cleanup()
 # torchrun     ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``           ``MASTER_ADDR``, ``MASTER_PORT``
 # Open MPI     ``OMPI_COMM_WORLD_RANK``, ``_SIZE``,               this host; on several hosts
 #              ``_LOCAL_RANK``                                    ``MASTER_ADDR``
-# MVAPICH2     ``MV2_COMM_WORLD_RANK``, ``_SIZE``,                the same
-#              ``_LOCAL_RANK``
 # MPICH        ``PMI_RANK``, ``PMI_SIZE``, ``MPI_LOCALRANKID``    the same
 # SLURM        ``SLURM_PROCID``, ``SLURM_STEP_NUM_TASKS``,        the first host of
 #              ``SLURM_LOCALID``                                  ``SLURM_STEP_NODELIST``

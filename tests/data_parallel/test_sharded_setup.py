@@ -111,7 +111,7 @@ REFUSED = (
     (wrapped, "DistributedDataParallel"),
     ({"sizes": [3, 4]}, "one int per rank, which sum to the"),
     ({"sizes": [8]}, "sizes must have"),
-    ({"sizes": [9, -1]}, "sizes must not be negative"),
+    ({"sizes": [9, -1]}, "sizes must hold ints from 0 on"),
     ({"sizes": "even"}, "sizes must be"),
     ({"sizes": 8}, "sizes must be"),
     ({"reduce": "max"}, "reduce must be"),

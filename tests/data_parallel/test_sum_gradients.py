@@ -130,6 +130,10 @@ def test_means_and_global_counts(rank, ranks):
     count.add(1)
     sum_gradients([counted], reduce=count)
     assert lists([mean, counted]) == [[1.0, 1.0], [0.25, 0.25]]
+    narrow = torch.nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    narrow.grad = torch.full_like(narrow, 60_000)  # whose sum fp16 does not have
+    sum_gradients([narrow], reduce="mean")
+    assert narrow.grad.tolist() == [60_000] * 2
     for adds, said in (
         (rank != 1, "on 1 of 3 ranks GlobalCount"),
         (True, "all ranks have counted"),

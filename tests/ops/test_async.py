@@ -11,9 +11,8 @@ from tests.ops.test_derivatives import check_order
 from tests.worlds import WORLDS
 
 ASYNC = [name for name, make in PRIMITIVES.items() if make(Setting((1,), 0, (1,))).has_async]
-COMMUNICATE = [name for name in ASYNC if name != "shard_v"]
 QUICK = ("all_gather_v", "all_reduce", "scatter_v", "plan_from_needed")
-FEW = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in COMMUNICATE]
+FEW = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in ASYNC]
 # more than 16 KiB: summed by pieces on three ranks and more; and more than a socket's buffer
 LARGE, HUGE = 3001, 1_000_001
 TO_ROOT = ("gather_v", "reduce")
@@ -74,7 +73,7 @@ def change_on(rank, name, culprits):
     return messages
 
 
-@pytest.mark.parametrize("name", COMMUNICATE)
+@pytest.mark.parametrize("name", ASYNC)
 def test_change_between_start_and_wait_is_an_error_there(worlds, name):
     # the tensor of another rank than the root is not read
     culprits = (2,) if name in ("scatter_v", "broadcast") else (0, 2)
@@ -102,7 +101,7 @@ def peer_finishes_first(rank, name):
     return news.item()
 
 
-@pytest.mark.parametrize("name", [name for name in COMMUNICATE if "plan_from" not in name])
+@pytest.mark.parametrize("name", [name for name in ASYNC if "plan_from" not in name])
 def test_communication_proceeds_between_start_and_wait(worlds, name, request):
     if request.config.getoption("--engine") == "mpi":
         pytest.skip("MPI makes progress inside calls: it has no thread of its own")
@@ -224,7 +223,7 @@ def check_backwards(rank, names):
 
 
 @pytest.mark.parametrize(
-    "names", [QUICK, pytest.param(tuple(COMMUNICATE), marks=pytest.mark.slow)], ids=["few", "all"]
+    "names", [QUICK, pytest.param(tuple(ASYNC), marks=pytest.mark.slow)], ids=["few", "all"]
 )
 def test_several_backwards(worlds, names):
     assert_none(worlds.run(3, check_backwards, names))
@@ -310,19 +309,3 @@ def test_adjoint_of_an_asynchronous_call_takes_one_round(worlds):
     at_root, *others = worlds.run(3, rounds)
     assert at_root == [(1, 3.0), (1, 3.0)]
     assert others == [[(1, 3.0), (1, 0.0)]] * 2
-
-
-def waits_in_another_order(rank):
-    """Adjoints begin in the order of the waits, which is another one on rank 1."""
-    x = torch.ones(2, 2, requires_grad=True)
-    handles = [varcomm.all_gather_v(x, [2, 2], async_op=True), varcomm.all_reduce(x, async_op=True)]
-    results = [handle.wait() for handle in handles[:: -1 if rank == 1 else 1]]
-    with varcomm.debug(), pytest.raises(varcomm.DisagreementError) as caught:
-        sum(y.sum() for y in results).backward()
-    return str(caught.value)
-
-
-def test_waits_in_another_order_are_an_error_in_backward(worlds):
-    first, second = worlds.run(2, waits_in_another_order)
-    assert first == second
-    assert "ranks disagree on operation: rank 0 has 'all_reduce'; rank 1 has" in first

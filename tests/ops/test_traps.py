@@ -5,22 +5,6 @@ import torch
 import varcomm
 
 
-def of_a_strided_gradient(rank):
-    x = torch.arange(6.0).view(2, 3) + rank
-    weight = torch.arange(6.0).view(3, 2).t().requires_grad_()  # its gradient is strided as well
-    (weight * x).sum().backward()
-    weight.grad = weight.grad.t().contiguous().t()
-    varcomm.data_parallel.sum_gradients([weight])
-    return weight.grad.is_contiguous(), weight.grad.flatten().tolist(), varcomm.all_reduce(x.t())
-
-
-def test_all_reduce_of_a_contiguous_copy(worlds):
-    for contiguous, gradient, total in worlds.run(2, of_a_strided_gradient):
-        assert not contiguous
-        assert gradient == [1.0, 3.0, 5.0, 7.0, 9.0, 11.0]
-        assert total.t().flatten().tolist() == gradient
-
-
 def shapes_of(rank, shape):
     x = torch.ones(shape)
     scattered = torch.ones(2 * shape[0], *shape[1:]) if rank == 1 else None

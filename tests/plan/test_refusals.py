@@ -137,22 +137,6 @@ def test_a_wrong_call_is_refused_before_any_communication(worlds):
     assert worlds.run(3, called_wrongly) == [True] * 3
 
 
-def compared(rank):
-    """Inside debug(), a call that is wrong on one rank or between ranks is an error on all."""
-    plan = all_to_all_needs(3).plan_of_indices(rank)
-    x = torch.zeros(plan.num_rows, 2)
-    kinds = []
-    for call in (lambda: plan(x[1:] if rank == 0 else x), lambda: plan(x[:, : 2 - rank % 2])):
-        with varcomm.debug(), pytest.raises(VarcommError) as caught:
-            call()
-        kinds.append(type(caught.value))
-    return kinds[1], three_still_exchange(rank)
-
-
-def test_debug_compares_calls(worlds):
-    assert worlds.run(3, compared) == [(DisagreementError, True)] * 3
-
-
 def other_plans(rank):
     """Two plans with the same counts; rank 1 calls the second."""
     sizes = [3] * 3
@@ -217,16 +201,3 @@ def called_without_a_plan(rank):
 
 def test_a_wrong_call_without_a_plan(worlds):
     assert worlds.run(3, called_without_a_plan) == [True] * 3
-
-
-def other_counts(rank):
-    """Rank 1 takes it that rank 0 sends it two rows; in debug() all ranks hear of it."""
-    sizes = [[1, 2, 1], ROWS, ROWS] if rank == 1 else [ROWS] * 3
-    with varcomm.debug(), pytest.raises(DisagreementError) as caught:
-        call(sizes=sizes)()
-    return str(caught.value).splitlines()[0], three_still_exchange(rank)
-
-
-def test_counts_that_do_not_match_between_ranks(worlds):
-    said = "indexed_all_to_all_v: rank 0 sends 1 rows to rank 1, which expects 2."
-    assert worlds.run(3, other_counts) == [(said, True)] * 3

@@ -207,7 +207,8 @@ PLANS = ("plan_from_indices", "plan_from_needed", "adjoint_from_indices", "adjoi
 
 
 def of_primitives(asynchronous):
-    names = [name for name in PRIMITIVES if name not in PLANS]
+    views = ("shard_v",) if asynchronous else ()  # it has nothing to wait for
+    names = [name for name in PRIMITIVES if name not in (*PLANS, *views)]
     made = {name: primitive(name, asynchronous) for name in names}
     return made | {"indexed_all_to_all_v": indexed(asynchronous)}
 

@@ -41,7 +41,7 @@ DISAGREE = {
     "sizes": lambda r: varcomm.all_gather_v(F(2 + r), [2 + r] * 3),
     "dtype": lambda r: varcomm.all_reduce(F(2).to([torch.float32, torch.int32][r])),
     "shape": lambda r: varcomm.all_reduce(F(2, r)),
-    "shape of a row": lambda r: varcomm.gather_v(F(1, 2 + r), [1] * 3),
+    "shape of a row": lambda r: varcomm.all_gather_v(F(1, 2 + r), [1] * 3),
     "root": lambda r: varcomm.reduce(F(1), dst=r),
     "root ": lambda r: varcomm.broadcast(F(1), src=r),
     "sizes ": lambda r: varcomm.scatter_v(F(2), sizes_of(r)),
@@ -192,11 +192,11 @@ def test_a_rank_that_has_left(worlds):
         start = rf"all_gather_v on rank {rank} of 3: rank 1 has not come within \d\.\d s to call 2 "
         assert re.match(start, message), message
         lines = message.splitlines()
-        assert re.fullmatch(r"  rank  call  of ranks  operation     at +left with", lines[1])
+        assert re.fullmatch(r"  rank  group +call  of ranks  operation     at +left with", lines[1])
         here = r"\S+/test_debug\.py:\d+, in \w+"
-        assert re.fullmatch(rf"  0, 2  2     0-2       all_gather_v  {here} *", lines[2])
+        assert re.fullmatch(rf"  0, 2  \d+ +2     0-2       all_gather_v  {here} *", lines[2])
         end = "KeyError: 'no such file'"
-        assert re.fullmatch(rf"  1     1     0-2       all_reduce    {here} +{end}", lines[3])
+        assert re.fullmatch(rf"  1     \d+ +1     0-2       all_reduce    {here} +{end}", lines[3])
         assert backward.startswith(f"all_reduce on rank {rank} of 3: rank 1 has not come")
 
 
@@ -297,7 +297,7 @@ def test_a_call_that_fails_is_described(worlds, async_op):
     for rank in (0, 2):
         message = answers[rank]
         assert re.match(rf"all_gather_v on rank {rank} of 3: failed after \d\.\d s: ", message)
-        assert "dtype float32, shape [2, 5], dim 0, sizes [2, 2, 2], " in message
+        assert "dtype float32, shape [2, 5], sizes [2, 2, 2], dim 0, " in message
         assert "The group is of ranks 0-2. It has failed on 2 of 3: 0, 2; rank 1 not " in message
 
 
@@ -340,10 +340,6 @@ def test_environment_variables(monkeypatch):
 
 
 @pytest.mark.slow
-def test_environment_variables_that_are_wrong_or_off(monkeypatch):
+def test_environment_variable_that_is_off(monkeypatch):
     monkeypatch.setenv("VARCOMM_DEBUG", "off")
     assert varcomm.launch(lambda rank: debugging(), 1) == [False]
-    monkeypatch.setenv("VARCOMM_DEBUG", "1")
-    monkeypatch.setenv("VARCOMM_DEBUG_TIMEOUT", "-2 s")
-    with pytest.raises(varcomm.LaunchError, match=r"VARCOMM_DEBUG_TIMEOUT|exited with code 1"):
-        varcomm.launch(by_environment, 1)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import varcomm
 from tests.ops.comparing import Failures, assert_none
 from tests.ops.primitives import PATTERNS, PRIMITIVES, case
-from varcomm.transport.engine import engine_for
+from varcomm.transport.engine import Move, engine_for
 from varcomm.transport.gloo import Gloo
 from varcomm.transport.group import resolve
 from varcomm.transport.pinned import Pinned
@@ -79,7 +79,7 @@ def through_copies(rank, names):
         total = varcomm.all_reduce(torch.full((10_000,), float(rank)))
         whole = torch.cat([torch.arange(10.0 * (r + 1)) for r in range(RANKS)])
         out, data = (torch.full((RANKS,), n, dtype=torch.uint8) for n in (9, rank))
-        (work,) = engine.exchange(resolve(None), out, data, [1] * RANKS, [1] * RANKS, "all")
+        (work,) = engine.start(Move("all", resolve(None), out, data, [1] * RANKS, [1] * RANKS))
         with failures.named("in flight"):
             assert out.tolist() == [9] * RANKS, "bytes arrive in wait()"
             work.wait()

@@ -14,7 +14,6 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
 }
-MVAPICH2 = {name.replace("OMPI_", "MV2_"): value for name, value in OPEN_MPI.items()}
 MPICH = {"PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "3"}
 SBATCH = {  # of a batch script: rank 0 of a job, although no ranks were started
     "SLURM_JOB_ID": "4711",
@@ -35,7 +34,6 @@ HOME = "tcp://127.0.0.1:29500"
 ON_TWO_HOSTS = [
     OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
     MPICH | {"MPI_LOCALNRANKS": "1"},
-    MVAPICH2 | {"MV2_COMM_WORLD_LOCAL_SIZE": "2"},
 ]
 
 
@@ -55,8 +53,6 @@ PLACES = [
     (TORCHRUN | AGENT, Place(5, 8, 1, "env://", "torchrun", lasting_store=True)),
     ({"RANK": "0", "WORLD_SIZE": "1"} | AGENT, Place(0, 1, 0, None, "torchrun")),
     (OPEN_MPI, Place(1, 4, 1, HOME, "Open MPI")),
-    (MVAPICH2, Place(1, 4, 1, HOME, "MVAPICH2")),
-    (MVAPICH2 | {"PMI_RANK": "1", "PMI_SIZE": "2"}, Place(1, 4, 1, HOME, "MVAPICH2")),
     (MPICH, Place(2, 3, 2, HOME, "MPICH")),
     (MPICH | {"RANK": "", "MASTER_ADDR": ""}, Place(2, 3, 2, HOME, "MPICH")),
     # steps of SLURM start the daemons of mpirun
@@ -109,7 +105,6 @@ REFUSALS = [
     (without(TORCHRUN, "RANK"), "Export RANK"),
     (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "4"}, "OMPI_COMM_WORLD_RANK=4 and OMPI_COMM_WORLD_SIZE"),
     (without(OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK"), "OMPI_COMM_WORLD_LOCAL_RANK"),
-    (without(MVAPICH2, "MV2_COMM_WORLD_LOCAL_RANK"), "MV2_COMM_WORLD_LOCAL_RANK"),
     (MPICH | {"PMI_SIZE": "x"}, "PMI_SIZE='x'"),
     (without(MPICH, "MPI_LOCALRANKID"), "MPI_LOCALRANKID"),
     *((environ, "Export MASTER_ADDR") for environ in ON_TWO_HOSTS),

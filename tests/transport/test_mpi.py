@@ -16,7 +16,7 @@ import torch.distributed as dist
 import varcomm
 from tests.transport.processes import all_end, script
 from varcomm.errors import CommunicationError, LaunchError
-from varcomm.transport.engine import engine_for
+from varcomm.transport.engine import Move, begin, broadcast_of, engine_for
 from varcomm.transport.group import resolve
 
 MPIEXEC = [str(Path(sys.executable).parent / "mpiexec"), "-n"]
@@ -31,8 +31,8 @@ def stamp(sender, receiver, n):
 def moved(rank, unit):
     """Check the bytes of each call of the engine; waiting twice changes nothing."""
     group = resolve(None)
-    size, engine = group.size, engine_for(group, CPU)
-    assert type(engine).__name__ == "MPIEngine"
+    size = group.size
+    assert type(engine_for(group, CPU)).__name__ == "MPIEngine"
 
     def wait(works):
         for work in [*works, *works]:
@@ -45,21 +45,22 @@ def moved(rank, unit):
             out = torch.zeros(sum(counts), dtype=torch.uint8)
             own = stamp(rank, 0, counts[rank])
             own = out.split(counts)[rank].copy_(own) if in_place else own
-            wait(engine.all_gather(group, out, own, counts))
+            to_each = [counts[rank]] * size
+            wait(begin(Move("all_gather", group, out, own, counts, to_each)))
             assert torch.equal(out, want)
     table = [[unit * ((r + 2 * s) % 3) for s in range(size)] for r in range(size)]
     send, recv = table[rank], [row[rank] for row in table]
     data = torch.cat([stamp(rank, s, n) for s, n in enumerate(send)])
     want = torch.cat([stamp(r, rank, n) for r, n in enumerate(recv)])
-    for peers in ("all", "neighbours", "one"):
+    for schedule in ("all", "neighbours", "one"):
         out = torch.zeros_like(want)
-        works = engine.exchange(group, out, data, recv, send, peers)
-        while peers == "one" and not all(work.is_completed() for work in works):
+        works = begin(Move(schedule, group, out, data, recv, send))
+        while schedule == "one" and not all(work.is_completed() for work in works):
             pass
         wait(works)
         assert torch.equal(out, want)
     x = stamp(rank, 3, unit)
-    wait(engine.broadcast(group, x, size - 1))
+    wait(begin(broadcast_of(group, x, size - 1)))
     assert torch.equal(x, stamp(size - 1, 3, unit))
 
 
@@ -101,9 +102,8 @@ def test_groups_and_dropped_calls(mpi_worlds):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2, 3, 5, 10])
+@pytest.mark.parametrize("world", [1, 2, 5])
 def test_bytes_arrive(mpi_worlds, world):
-    """Ten ranks gather few bytes by MPI's own call."""
     for unit in (0, 1, 1000, LARGE):
         mpi_worlds.run(world, moved, unit)
 

@@ -6,48 +6,20 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from varcomm.transport.agreement import all_gather_object
 from varcomm.transport.group import resolve
 from varcomm.transport.serialization import from_bytes, to_bytes
 
-LEAVES = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(allow_nan=False),
-    st.text(),
-    st.binary(),
-    st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.device("cpu"), 2 - 3j]),
-)
-VALUES = st.recursive(
-    LEAVES,
-    lambda inner: st.one_of(
-        st.lists(inner),
-        st.lists(inner).map(tuple),
-        st.sets(st.integers()),
-        st.dictionaries(st.one_of(st.text(), st.integers(), st.tuples(st.text())), inner),
-    ),
-    max_leaves=20,
-)
+VALUE = {
+    "list": [None, True, -3, 2**70, 0.5, "é", b"\x00\xff", []],
+    ("a", 1): ({1, 2}, torch.bfloat16, {}, ()),
+    2: {"a": {0: [(1,), [{3}], 2 - 3j, torch.device("cpu")]}},
+}
 
 
-def kinds(value):
-    if isinstance(value, list | tuple):
-        return type(value), [kinds(item) for item in value]
-    if isinstance(value, dict):
-        return dict, [(kinds(key), kinds(item)) for key, item in value.items()]
-    return type(value)
-
-
-@settings(max_examples=100, deadline=None)
-@given(VALUES)
-def test_values(value):
-    found = from_bytes(to_bytes(value))
-    assert found == value
-    assert kinds(found) == kinds(value)
+def test_values():
+    assert repr(from_bytes(to_bytes(VALUE))) == repr(VALUE)
 
 
 def test_values_that_json_lacks():

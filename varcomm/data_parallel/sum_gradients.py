@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import inf
 
 import torch
 
@@ -92,10 +93,10 @@ def sum_gradients(
     with torch.no_grad():
         for members in [*cut(dict(enumerate(trained)), range(len(trained)), size), []]:
             bucket = [trained[index] for index in members]
-            total = AllReduce(ranks, use_fp32)
+            total = AllReduce(ranks, use_fp32, divisor=divisor)
             begun = (bucket, begin(total, _flat(bucket), False)) if bucket else None
             if before is not None:  # while the next one travels
-                _deliver(*before, divisor)
+                _deliver(*before)
             before = begun
 
 
@@ -126,23 +127,26 @@ def _checked(parameters: Iterable[torch.nn.Parameter], where: str) -> list[torch
 
 
 def _flat(bucket: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-    """Return all gradients in a row, and a flag per parameter: 1 if this rank has used it."""
+    """Return all gradients in a row, and a flag per parameter: infinite if this rank has used it.
+
+    No division of the sum makes such a flag zero.
+    """
     dtype = gradient_dtype(bucket[0])
     parts = [
         p.new_zeros(p.numel(), dtype=dtype) if p.grad is None else p.grad.reshape(-1)
         for p in bucket
     ]
-    flags = torch.tensor([p.grad is not None for p in bucket], dtype=parts[0].dtype)
+    flags = torch.tensor([0.0 if p.grad is None else inf for p in bucket], dtype=dtype)
     return torch.cat([*parts, flags.to(parts[0].device)])
 
 
-def _deliver(bucket: Sequence[torch.nn.Parameter], total: Pending, divisor: int) -> None:
+def _deliver(bucket: Sequence[torch.nn.Parameter], total: Pending) -> None:
     """Wait for a sum, and make its parts the gradients."""
     *parts, flags = total.wait().split([*(p.numel() for p in bucket), len(bucket)])
     everywhere = all(p.grad is not None for p in bucket)  # then a GPU need not be waited for
     used = [True] * len(bucket) if everywhere else flags.ne(0).tolist()
     for parameter, part, is_used in zip(bucket, parts, used, strict=True):
         if is_used:
-            part = (part if divisor == 1 else part / divisor).view(parameter.shape)
             # new tensors: autograd may have made views of one the gradients of two parameters
-            parameter.grad = torch.empty_like(parameter, dtype=part.dtype).copy_(part)
+            parameter.grad = torch.empty_like(parameter, dtype=part.dtype)
+            parameter.grad.copy_(part.view(parameter.shape))

@@ -34,9 +34,7 @@ class _Sharded(Operator):
         return [rows * row for rows in self.sizes]
 
     def describe(self, x: torch.Tensor) -> dict[str, Any]:
-        split = {"dim": self.dim, "sizes": list(self.sizes)}
-        row = packing.rest(x.shape, self.dim)
-        return {**split, "shape of a row": row, "use_fp32": self.use_fp32}
+        return super().describe(x) | {"shape of a row": packing.rest(x.shape, self.dim)}
 
 
 @torch_operator
@@ -47,14 +45,14 @@ class AllGatherV(_Sharded):
 
     def start(self, x: torch.Tensor) -> Pending:
         """Send the shard as it lies in memory; for dim != 0, copy once on arrival."""
-        shape, into = packing.like(x.shape, self.dim, sum(self.sizes)), packing.memory_format(x)
+        shape = packing.like(x.shape, self.dim, sum(self.sizes))
         room = x.new_empty(shape) if self.dim == 0 else None
         packed = packing.flat(x) if room is None else packing.plain(x)
         works, values = packing.all_gather(self.name, self.group, packed, self._counts(x), room)
-        return Pending(works, lambda: packing.unpack(values, shape, self.sizes, self.dim, into))
+        return Pending(works, lambda: packing.unpack(values, shape, self.sizes, self.dim))
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
-        return packing.new(x, packing.like(x.shape, self.dim, sum(self.sizes)))
+        return x.new_empty(packing.like(x.shape, self.dim, sum(self.sizes)))
 
     @property
     def adjoint(self) -> Operator:
@@ -70,16 +68,14 @@ class ReduceScatterV(_Sharded):
     def start(self, x: torch.Tensor) -> Pending:
         """Send each rank its rows in the narrow dtype; the receiver sums them."""
         send, rank, ranks = self._counts(x), self.group.rank, self.group.size
-        shape, into = packing.like(x.shape, self.dim, self.sizes[rank]), packing.memory_format(x)
+        shape = packing.like(x.shape, self.dim, self.sizes[rank])
         packed, recv = packing.pack(x, self.sizes, self.dim), [send[rank]] * ranks
         works, values = packing.exchange(self.name, self.group, packed, send, recv)
         parts = values.view(ranks, *shape)
-        return Pending(
-            works, lambda: sum_in_rank_order(parts, self.use_fp32).contiguous(memory_format=into)
-        )
+        return Pending(works, lambda: sum_in_rank_order(parts, self.use_fp32))
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
-        return packing.new(x, packing.like(x.shape, self.dim, self.sizes[self.group.rank]))
+        return x.new_empty(packing.like(x.shape, self.dim, self.sizes[self.group.rank]))
 
     @property
     def adjoint(self) -> Operator:
@@ -115,8 +111,7 @@ def all_gather_v(
     Returns
     -------
     torch.Tensor or Handle
-        ``sum(sizes)`` rows along `dim`, shard after shard in rank order; dtype and memory format of
-        `tensor`.
+        ``sum(sizes)`` rows along `dim`, shard after shard in rank order; dtype of `tensor`.
 
     Notes
     -----

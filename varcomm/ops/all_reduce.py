@@ -25,9 +25,10 @@ def start_sum(
     one_round: bool,
     root: int | None = None,
     elsewhere: Sequence[int] = (),
+    divisor: int = 1,
 ) -> Pending:
     """Start to sum over ranks, on every rank or at `root`; others then get zeros of `elsewhere`."""
-    values, ranks, into, shape = packing.flat(x), group.size, packing.memory_format(x), x.shape
+    values, ranks, shape = packing.flat(x), group.size, x.shape
     counts = pieces(x, group, one_round)
     if counts is None:
         works, got = packing.all_gather(name, group, values, [x.numel()] * ranks, root=root)
@@ -38,14 +39,16 @@ def start_sum(
 
     def finish() -> torch.Tensor:
         parts = received.pop()
-        total = sum_in_rank_order(parts.view(ranks, -1), use_fp32) if len(parts) else parts
+        total = parts
+        if len(parts):
+            total = sum_in_rank_order(parts.view(ranks, -1), use_fp32, divisor)
         del parts
         if counts is not None:
             works, whole = packing.all_gather(name, group, total, counts, root=root)
             total = Pending(works, lambda: whole).wait()
         if root not in (None, group.rank):
             return total.new_zeros(elsewhere)
-        return total.view(shape).contiguous(memory_format=into)
+        return total.view(shape)
 
     return Pending(works, finish)
 
@@ -53,30 +56,31 @@ def start_sum(
 @torch_operator
 @dataclass(frozen=True)
 class AllReduce(Operator):
-    """From a tensor on each rank to the sum of all on every rank."""
+    """From a tensor on each rank to the sum of all, divided, on every rank."""
 
     name = "all_reduce"
     group: Group
     use_fp32: bool
     one_round: bool = False
+    divisor: int = 1
 
     def start(self, x: torch.Tensor) -> Pending:
-        return start_sum(self.name, self.group, x, self.use_fp32, self.one_round)
+        how = self.use_fp32, self.one_round
+        return start_sum(self.name, self.group, x, *how, divisor=self.divisor)
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
-        return packing.new(x, x.shape)
+        return x.new_empty(x.shape)
 
     @property
     def adjoint(self) -> Operator:
-        return AllReduce(self.group, self.use_fp32)
+        return replace(self, one_round=False)
 
     @property
     def in_one_round(self) -> Self:
         return replace(self, one_round=True)
 
     def describe(self, x: torch.Tensor) -> dict[str, Any]:
-        how = {"use_fp32": self.use_fp32, "async_op": self.one_round}
-        return {"shape": list(x.shape), **how}
+        return super().describe(x) | {"shape": list(x.shape)}
 
 
 def all_reduce(
@@ -100,7 +104,7 @@ def all_reduce(
     Returns
     -------
     torch.Tensor or Handle
-        A new tensor of the shape, dtype and memory format of `tensor`; the same bits on all ranks.
+        A new tensor of the shape and dtype of `tensor`; the same bits on all ranks.
 
     Notes
     -----

@@ -43,14 +43,14 @@ class AllToAllV(Operator):
         kept = packing.like(front.shape, split, self.split_sizes[self.group.rank])[1:]
         recv = [rows * prod(kept) for rows in self.concat_sizes]
         works, values = packing.exchange(self.name, self.group, packed, send, recv)
-        shape, into = (sum(self.concat_sizes), *kept), packing.memory_format(x)
-        return Pending(works, lambda: packing.back(values.view(shape), self.concat_dim, into))
+        received = values.view(sum(self.concat_sizes), *kept)
+        return Pending(works, lambda: packing.back(received, self.concat_dim))
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         kept = packing.like(x.shape, self.split_dim, self.split_sizes[self.group.rank])
         rows = packing.like(kept, self.concat_dim, sum(self.concat_sizes))
         front = x.new_empty(rows[self.concat_dim], *packing.rest(rows, self.concat_dim))
-        return packing.back(front, self.concat_dim, packing.memory_format(x))
+        return packing.back(front, self.concat_dim)
 
     @property
     def adjoint(self) -> Self:
@@ -92,7 +92,7 @@ def all_to_all_v(
     -------
     torch.Tensor or Handle
         ``sum(recv_sizes)`` rows along `dim`, sender by sender; dtype of `tensor`. For ``dim != 0``
-        a transposed view of contiguous memory; ``channels_last`` is kept.
+        a transposed view of contiguous memory.
 
     Notes
     -----
@@ -131,15 +131,8 @@ class TransposeV(AllToAllV):
     name: ClassVar[str] = "transpose_v"
 
     def describe(self, x: torch.Tensor) -> dict[str, Any]:
-        return {
-            "split_dim": self.split_dim,
-            "split_sizes": list(self.split_sizes),
-            "concat_dim": self.concat_dim,
-            "concat_sizes": list(self.concat_sizes),
-            "other dimensions": [
-                rows for dim, rows in enumerate(x.shape) if dim != self.concat_dim
-            ],
-        }
+        others = {"other dimensions": packing.rest(x.shape, self.concat_dim)}
+        return super(AllToAllV, self).describe(x) | others
 
 
 def transpose_v(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -30,9 +30,6 @@ class _Rooted(Operator):
     elsewhere: tuple[int, ...]
     use_fp32: bool
 
-    def describe(self, x: torch.Tensor) -> dict[str, Any]:
-        return {"root": self.root, "shape": list(self.shape), "use_fp32": self.use_fp32}
-
 
 @torch_operator
 @dataclass(frozen=True)
@@ -40,19 +37,16 @@ class Broadcast(_Rooted):
     """From the tensor at the root to the same on every rank."""
 
     name = "broadcast"
-    into: torch.memory_format = torch.contiguous_format
 
     def start(self, x: torch.Tensor) -> Pending:
+        values = x.new_empty(prod(self.shape))
         if self.group.rank == self.root:
-            plain = x.resolve_conj().resolve_neg()
-            values = plain.clone(memory_format=torch.contiguous_format).view(-1)
-        else:
-            values = x.new_empty(prod(self.shape))
+            values.view(self.shape).copy_(x)
         works = packing.broadcast(self.name, self.group, values, self.root)
-        return Pending(works, lambda: values.view(self.shape).contiguous(memory_format=self.into))
+        return Pending(works, lambda: values.view(self.shape))
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
-        return x.new_empty(self.shape).contiguous(memory_format=self.into)
+        return x.new_empty(self.shape)
 
     @property
     def adjoint(self) -> Reduce:
@@ -72,16 +66,11 @@ class Reduce(_Rooted):
         return start_sum(self.name, self.group, x, *how)
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
-        if self.group.rank != self.root:
-            return x.new_empty(self.elsewhere)
-        return packing.new(x, self.shape)
+        return x.new_empty(self.shape if self.group.rank == self.root else self.elsewhere)
 
     @property
     def in_one_round(self) -> Self:
         return replace(self, one_round=True)
-
-    def describe(self, x: torch.Tensor) -> dict[str, Any]:
-        return super().describe(x) | {"async_op": self.one_round}
 
     @property
     def adjoint(self) -> Broadcast:
@@ -111,7 +100,7 @@ def broadcast(
     Returns
     -------
     torch.Tensor or Handle
-        A new tensor; shape, dtype and memory format of the one on `src`.
+        A new tensor; shape and dtype of the one on `src`.
 
     Raises
     ------
@@ -139,8 +128,8 @@ def broadcast(
     ranks = resolve(group)
     with checking("broadcast", ranks, use_fp32=use_fp32, async_op=async_op) as where:
         src = checked_rank(src, ranks.size, "src", where)
-    x, shape, into = root_input("broadcast", tensor, src, ranks)
-    return run(Broadcast(ranks, src, shape, (0,), use_fp32, into), x, async_op)
+    x, shape = root_input("broadcast", tensor, src, ranks)
+    return run(Broadcast(ranks, src, shape, (0,), use_fp32), x, async_op)
 
 
 def reduce(
@@ -167,8 +156,8 @@ def reduce(
     Returns
     -------
     torch.Tensor or Handle
-        On `dst` the sum, the same at every run, bit for bit; shape, dtype and memory format of
-        `tensor`. Elsewhere zeros that belong to the graph: every rank enters backward.
+        On `dst` the sum, the same bit for bit at every run; shape and dtype of `tensor`. Elsewhere
+        zeros that belong to the graph: every rank enters backward.
 
     Notes
     -----

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 
 from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.ops import packing
+from varcomm.ops.broadcast import Broadcast
 from varcomm.ops.digest import differing
+from varcomm.ops.operator import apply
 from varcomm.sizes import checked_rank
 from varcomm.transport.agreement import share
-from varcomm.transport.engine import wait_for
-from varcomm.transport.failure import explained
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["broadcast_module", "overwrite"]
-
-_BYTES = 2**24  # of one message
 
 
 def broadcast_module(model: torch.nn.Module, src: int = 0, group: GroupLike = None) -> None:
@@ -45,7 +42,7 @@ def broadcast_module(model: torch.nn.Module, src: int = 0, group: GroupLike = No
     -----
     Adjoint: none; values are overwritten in place.
 
-    Communication: the bytes of the model, in messages of up to 16 MiB, or of one tensor.
+    Communication: the bytes of the model, in a message per tensor.
 
     In one process: nothing.
 
@@ -93,23 +90,12 @@ def broadcast_module(model: torch.nn.Module, src: int = 0, group: GroupLike = No
             f"{what}: ranks {others} differ from rank 0 in {', '.join(names[:3])}"
             f"{', ...' if len(names) > 3 else ''}. Pass the same model and src on all ranks."
         )
-    overwrite(list(tensors.values()), src, ranks)
+    overwrite(tensors.values(), src, ranks)
 
 
 @torch.no_grad()
-def overwrite(tensors: Sequence[torch.Tensor], src: int, group: Group) -> None:
+def overwrite(tensors: Iterable[torch.Tensor], src: int, group: Group) -> None:
     """Overwrite tensors on every rank with those of one rank; collective."""
-    bucket: list[torch.Tensor] = []
-    for tensor, following in zip(tensors, [*tensors[1:], None], strict=True):
-        bucket.append(tensor)
-        if following is None or sum(each.nbytes for each in (*bucket, following)) > _BYTES:
-            device = bucket[0].device
-            parts = [packing.as_bytes(packing.flat(each.detach())).to(device) for each in bucket]
-            # a large tensor travels without a copy, if it is contiguous
-            values = torch.cat(parts) if len(parts) > 1 else parts[0]
-            with explained("broadcast", group):
-                wait_for(packing.broadcast("broadcast", group, values, src))
-            for each, data in zip(bucket, values.split([p.numel() for p in parts]), strict=True):
-                if data.data_ptr() != each.data_ptr():
-                    each.copy_(data.clone().view(each.dtype).view(each.shape))
-            bucket = []
+    for tensor in tensors:
+        operator = Broadcast(group, src, tuple(tensor.shape), (0,), use_fp32=True)
+        tensor.copy_(apply(operator, tensor.detach()))

@@ -13,14 +13,6 @@ import torch
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# The reason that torch.compile and torch.export print where they may not break a graph.
-UNCOMPILED = "it runs as it is, between graphs; torch.export takes it with strict=False"
-
-
-def kept_from_compilation(fn: Callable[P, R]) -> Callable[P, R]:
-    """Let torch.compile break its graph at `fn`, which it runs as it is."""
-    return uncompiled(UNCOMPILED)(fn)
-
 
 def uncompiled(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Let torch.compile break its graph at a function, and print the reason if it may not.
@@ -58,6 +50,11 @@ class _Disabled(ModuleType):
         fn, reason = self.made
         self.fn = torch.compiler.disable(fn, reason=reason)
         return self.fn
+
+
+kept_from_compilation = uncompiled(
+    "it runs as it is, between graphs; torch.export takes it with strict=False"
+)
 
 
 # torch.compile makes constants of sizes 0 and 1; an extent has none.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 
@@ -31,14 +30,6 @@ class _Rooted(Operator):
     shape: tuple[int, ...]
     elsewhere: tuple[int, ...]
 
-    def describe(self, x: torch.Tensor) -> dict[str, Any]:
-        return {
-            "dim": self.dim,
-            "sizes": list(self.sizes),
-            "root": self.root,
-            "shape of a row": packing.rest(self.shape, self.dim),
-        }
-
 
 @torch_operator
 @dataclass(frozen=True)
@@ -49,7 +40,7 @@ class GatherV(_Rooted):
 
     def start(self, x: torch.Tensor) -> Pending:
         row = prod(packing.rest(self.shape, self.dim))
-        counts, into = [rows * row for rows in self.sizes], packing.memory_format(x)
+        counts = [rows * row for rows in self.sizes]
         works, values = packing.all_gather(
             self.name, self.group, packing.flat(x), counts, root=self.root
         )
@@ -57,14 +48,12 @@ class GatherV(_Rooted):
         def finish() -> torch.Tensor:
             if self.group.rank != self.root:
                 return x.new_zeros(self.elsewhere)
-            return packing.unpack(values, self.shape, self.sizes, self.dim, into)
+            return packing.unpack(values, self.shape, self.sizes, self.dim)
 
         return Pending(works, finish)
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
-        if self.group.rank != self.root:
-            return x.new_empty(self.elsewhere)
-        return packing.new(x, self.shape)
+        return x.new_empty(self.shape if self.group.rank == self.root else self.elsewhere)
 
     @property
     def adjoint(self) -> ScatterV:
@@ -77,7 +66,6 @@ class ScatterV(_Rooted):
     """From the whole at the root to its own rows on each rank."""
 
     name = "scatter_v"
-    into: torch.memory_format = torch.contiguous_format
 
     def start(self, x: torch.Tensor) -> Pending:
         rank, shape = self.group.rank, self._own_shape()
@@ -86,10 +74,10 @@ class ScatterV(_Rooted):
         send = [rows * row * at_root for rows in self.sizes]
         recv = [prod(shape) * (other == self.root) for other in range(self.group.size)]
         works, values = packing.exchange(self.name, self.group, packed, send, recv, "one")
-        return Pending(works, lambda: values.view(shape).contiguous(memory_format=self.into))
+        return Pending(works, lambda: values.view(shape))
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
-        return x.new_empty(self._own_shape()).contiguous(memory_format=self.into)
+        return x.new_empty(self._own_shape())
 
     def _own_shape(self) -> tuple[int, ...]:
         return packing.like(self.shape, self.dim, self.sizes[self.group.rank])
@@ -122,9 +110,8 @@ def gather_v(
     Returns
     -------
     torch.Tensor or Handle
-        On `dst`, ``sum(sizes)`` rows along `dim`, shard after shard in rank order; dtype and memory
-        format of `tensor`. Elsewhere zero rows that belong to the graph: every rank enters
-        backward.
+        On `dst`, ``sum(sizes)`` rows along `dim`, shard after shard in rank order; dtype of
+        `tensor`. Elsewhere zero rows that belong to the graph: every rank enters backward.
 
     Notes
     -----
@@ -174,7 +161,7 @@ def scatter_v(
     Returns
     -------
     torch.Tensor or Handle
-        ``sizes[rank]`` rows along `dim`; dtype and memory format of the tensor on `src`.
+        ``sizes[rank]`` rows along `dim`; dtype of the tensor on `src`.
 
     Raises
     ------
@@ -210,7 +197,7 @@ def scatter_v(
     def check(whole: torch.Tensor) -> None:
         checked_whole(whole, sizes, dim, ranks, where)
 
-    x, shape, into = root_input("scatter_v", tensor, src, ranks, check, sizes)
+    x, shape = root_input("scatter_v", tensor, src, ranks, check, sizes)
     with checking("scatter_v", ranks):
         dim = checked_dim(dim, shape, where)
-    return run(ScatterV(ranks, sizes, dim, src, shape, (0,), into), x, async_op)
+    return run(ScatterV(ranks, sizes, dim, src, shape, (0,)), x, async_op)

@@ -61,9 +61,10 @@ class Operator(ABC):
         """The same map with all its messages in flight once it has started, for Handles."""
         return self
 
-    @abstractmethod
     def describe(self, x: Tensor) -> dict[str, Any]:
         """Return the mapping that :func:`~varcomm.transport.agreement.compare` compares."""
+        found = {name: getattr(self, name) for name in self.names}
+        return {n: list(v) if isinstance(v, tuple) else v for n, v in found.items()}
 
     def arguments(self) -> tuple[Any, ...]:
         """Return the operator's arguments in a graph, in the order of `schema`."""
@@ -363,13 +364,6 @@ class Handle:
             self._finish = None  # it holds the input
         return self._result
 
-    def meanwhile(self, x: Tensor) -> Tensor:
-        """Return `x`, an input of a computation that overlaps with the messages."""
-        return x
-
-    def after(self, x: Tensor) -> None:
-        """Name a result of the computation that overlaps with the messages; does nothing."""
-
 
 if TYPE_CHECKING:
 
@@ -509,12 +503,11 @@ _TYPES = {
     "bool": "bool",
     "int": "int",
     "torch.Tensor": "Tensor",
-    "torch.memory_format": "MemoryFormat",
     "tuple[int, ...]": "SymInt[]",
 }
 
-# results keep the format of their input; a replayed CUDA graph runs no Python
-_TAGS = torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe
+# a replayed CUDA graph runs no Python
+_TAGS = torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe
 
 
 def records_graph() -> bool:

@@ -6,15 +6,13 @@ dimension that is outermost in memory, packing and unpacking are views.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 
 import torch
 
-from varcomm.transport.engine import Counts, Engine, EngineFailure, Peers, Works, engine_for, note
+from varcomm.transport.engine import Move, Schedule, Works, begin, broadcast_of, keep, recorders
 from varcomm.transport.group import Group
-
-_IMAGES = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def exchange(
@@ -23,19 +21,19 @@ def exchange(
     values: torch.Tensor,
     send: Sequence[int],
     recv: Sequence[int],
-    peers: Peers = "all",
+    schedule: Schedule = "all",
     out: torch.Tensor | None = None,
 ) -> tuple[Works, torch.Tensor]:
     """Start to send ``send[r]`` of the flat `values` to each rank r; return the received values.
 
-    They arrive in the flat `out`, if it is given. `peers` names the pairs of ranks with a message.
+    They arrive in the flat `out`, if it is given.
     """
     out = values.new_empty(sum(recv)) if out is None else out
-
-    def begin(engine: Engine, to: torch.Tensor, data: torch.Tensor, *nbytes: Counts) -> Works:
-        return engine.exchange(group, to, data, nbytes[0], nbytes[1], peers)
-
-    return _begun(name, group, values, out, send, recv, begin), out
+    if group.size == 1 and not recorders:
+        return keep(group, out, values), out
+    width = values.element_size()
+    counts = [n * width for n in recv], [n * width for n in send]
+    return _begun(name, Move(schedule, group, as_bytes(out), as_bytes(values), *counts)), out
 
 
 def all_gather(
@@ -54,50 +52,19 @@ def all_gather(
         send = [values.numel() if rank == root else 0 for rank in range(group.size)]
         recv = counts if group.rank == root else [0] * group.size
         return exchange(name, group, values, send, recv, "one")
-    out = values.new_empty(sum(counts)) if out is None else out
-
-    def begin(engine: Engine, to: torch.Tensor, data: torch.Tensor, *nbytes: Counts) -> Works:
-        return engine.all_gather(group, to, data, nbytes[0])
-
     send = [counts[group.rank]] * group.size
-    return _begun(name, group, values, out, send, counts, begin), out
+    return exchange(name, group, values, send, counts, "all_gather", out)
 
 
 def broadcast(name: str, group: Group, values: torch.Tensor, src: int) -> Works:
     """Start to overwrite the flat `values` on every rank by those of `src`."""
-    count, ranks = values.numel(), range(group.size)
-    send = [count if group.rank == src else 0 for _ in ranks]
-    recv = [count if group.rank != src == rank else 0 for rank in ranks]
-
-    def begin(engine: Engine, to: torch.Tensor, data: torch.Tensor, *nbytes: Counts) -> Works:
-        return engine.broadcast(group, data, src) if count else ()
-
-    return _begun(name, group, values, values, send, recv, begin)
+    return _begun(name, broadcast_of(group, as_bytes(values), src))
 
 
-def _begun(
-    name: str,
-    group: Group,
-    values: torch.Tensor,
-    out: torch.Tensor,
-    send: Sequence[int],
-    recv: Sequence[int],
-    begin: Callable[..., Works],
-) -> Works:
-    """Return ``begin(engine, out, values, recv, send)`` in bytes, as engines count."""
-    engine = engine_for(group, values.device)
-    if group.size == 1:
-        note(name, group, (), ())
-        if values.data_ptr() != out.data_ptr():
-            out.copy_(values)
-        return ()
-    width = values.element_size()
-    sends, receives = [n * width for n in send], [n * width for n in recv]
-    note(name, group, sends, receives)
-    try:
-        return begin(engine, as_bytes(out), as_bytes(values), receives, sends)
-    except RuntimeError as error:
-        raise EngineFailure(str(error)) from error
+def _begun(name: str, move: Move) -> Works:
+    for record in recorders:
+        record(name, move)
+    return begin(move)
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
@@ -130,17 +97,12 @@ def pack(x: torch.Tensor, sizes: Sequence[int], dim: int) -> torch.Tensor:
 
 
 def unpack(
-    values: torch.Tensor,
-    shape: Sequence[int],
-    sizes: Sequence[int],
-    dim: int,
-    into: torch.memory_format,
+    values: torch.Tensor, shape: Sequence[int], sizes: Sequence[int], dim: int
 ) -> torch.Tensor:
     """Return the tensor of `shape` whose blocks along `dim` are in `values`."""
     if dim == 0 or prod(shape[:dim]) == 1:
-        rows = values if values.shape == shape else values.view(shape)
-        return rows if into == torch.contiguous_format else rows.contiguous(memory_format=into)
-    out = torch.empty(shape, dtype=values.dtype, device=values.device, memory_format=into)
+        return values if values.shape == shape else values.view(shape)
+    out = values.new_empty(shape)
     for block, place in _blocks(values, out, sizes, dim):
         place.copy_(block)
     return out
@@ -155,23 +117,9 @@ def _blocks(
     return [(part.view(block.shape), block) for part, block in zip(parts, blocks, strict=True)]
 
 
-def back(x: torch.Tensor, dim: int, into: torch.memory_format) -> torch.Tensor:
-    """Return `x` with its first dimension moved to `dim`; a view, except into formats of images."""
-    moved = x.movedim(0, dim) if dim else x
-    return moved if into == torch.contiguous_format else moved.contiguous(memory_format=into)
-
-
-def memory_format(x: torch.Tensor) -> torch.memory_format:
-    """Return the memory format of `x`, which a result keeps."""
-    if x.is_contiguous() or x.dim() not in _IMAGES:
-        return torch.contiguous_format
-    images = _IMAGES[x.dim()]
-    return images if x.is_contiguous(memory_format=images) else torch.contiguous_format
-
-
-def new(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Return an uninitialised tensor of `shape`, in the memory format of `x`."""
-    return x.new_empty(tuple(shape)).contiguous(memory_format=memory_format(x))
+def back(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return a view of `x` with its first dimension moved to `dim`."""
+    return x.movedim(0, dim) if dim else x
 
 
 def rest(shape: Sequence[int], dim: int) -> list[int]:
@@ -181,8 +129,9 @@ def rest(shape: Sequence[int], dim: int) -> list[int]:
 
 def taken(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Return some rows, of any dtype."""
-    # index_select is faster, but refuses unsigned integers of one dimension
-    return rows[index] if rows.dim() == 1 else rows.index_select(0, index)
+    if rows.dim() == 1:  # torch refuses to select unsigned integers of one dimension
+        return rows.unsqueeze(1).index_select(0, index).squeeze(1)
+    return rows.index_select(0, index)
 
 
 def like(shape: Sequence[int], dim: int, rows: int) -> tuple[int, ...]:

@@ -38,8 +38,7 @@ def reduce_scatter_v(
     Returns
     -------
     torch.Tensor or Handle
-        ``sizes[rank]`` rows along `dim`, the same bit for bit at every run; dtype and memory format
-        of `tensor`.
+        ``sizes[rank]`` rows along `dim`, the same bit for bit at every run; dtype of `tensor`.
 
     Notes
     -----

@@ -20,24 +20,26 @@ _BLOCK = 256 * 1024
 _WITHOUT_SUM = {torch.uint16, torch.uint32, torch.uint64}
 
 
-def sum_in_rank_order(parts: Iterable[torch.Tensor], use_fp32: bool) -> torch.Tensor:
-    """Return ``((p0 + p1) + p2) + ...`` as a new tensor of the parts' dtype.
+def sum_in_rank_order(
+    parts: Iterable[torch.Tensor], use_fp32: bool, divisor: int = 1
+) -> torch.Tensor:
+    """Return ``(((p0 + p1) + p2) + ...) / divisor`` as a new tensor of the parts' dtype.
 
-    Floats narrower than 4 bytes are summed in fp32 and rounded once, if `use_fp32`.
+    Floats narrower than 4 bytes are summed in fp32, divided and rounded once, if `use_fp32`.
     """
     first, *others = parts
     narrow = accumulation_dtype(first.dtype, use_fp32) != first.dtype
     if not narrow or not first.is_cpu or first.numel() <= _BLOCK:
-        return accumulated((first, *others), use_fp32).to(first.dtype)
+        return accumulated((first, *others), use_fp32, divisor).to(first.dtype)
     total = torch.empty_like(first, memory_format=torch.contiguous_format)
     split = (part.reshape(-1).split(_BLOCK) for part in (total, first, *others))
     for place, *blocks in zip(*split, strict=True):
-        place.copy_(accumulated(blocks, use_fp32))
+        place.copy_(accumulated(blocks, use_fp32, divisor))
     return total
 
 
-def accumulated(parts: Iterable[torch.Tensor], use_fp32: bool) -> torch.Tensor:
-    """Return that sum before it is rounded to the parts' dtype, as a new tensor."""
+def accumulated(parts: Iterable[torch.Tensor], use_fp32: bool, divisor: int = 1) -> torch.Tensor:
+    """Return that quotient before it is rounded to the parts' dtype, as a new tensor."""
     first, *others = parts
     dtype = accumulation_dtype(first.dtype, use_fp32)
     if dtype == first.dtype and others:
@@ -47,7 +49,7 @@ def accumulated(parts: Iterable[torch.Tensor], use_fp32: bool) -> torch.Tensor:
     for part in others:
         # torch promotes all but floats of one byte
         total.add_(part.to(total.dtype) if part.dtype.itemsize == 1 else part)
-    return total
+    return total if divisor == 1 else total.div_(divisor)
 
 
 def accumulation_dtype(dtype: torch.dtype, use_fp32: bool) -> torch.dtype:

@@ -41,7 +41,7 @@ class ReplicatedUse(Operator):
         return ReplicatedSum(self.group, self.use_fp32)
 
     def describe(self, x: torch.Tensor) -> dict[str, Any]:
-        return {"shape": list(x.shape), "use_fp32": self.use_fp32}
+        return super().describe(x) | {"shape": list(x.shape)}
 
 
 @torch_operator
@@ -67,19 +67,19 @@ class ReplicatedShard(Operator):
 
     def start(self, x: torch.Tensor) -> Pending:
         """Copy, as :class:`ReplicatedUse` does."""
-        rank, into = self.group.rank, packing.memory_format(x)
+        rank = self.group.rank
         rows = x.narrow(self.dim, sum(self.sizes[:rank]), self.sizes[rank])
-        return Pending([], lambda: rows.clone(memory_format=into))
+        return Pending([], lambda: rows.clone(memory_format=torch.contiguous_format))
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
-        return packing.new(x, packing.like(x.shape, self.dim, self.sizes[self.group.rank]))
+        return x.new_empty(packing.like(x.shape, self.dim, self.sizes[self.group.rank]))
 
     @property
     def adjoint(self) -> ReplicatedGather:
         return ReplicatedGather(self.group, self.sizes, self.dim, use_fp32=True)
 
     def describe(self, x: torch.Tensor) -> dict[str, Any]:
-        return {"dim": self.dim, "sizes": list(self.sizes), "shape": list(x.shape)}
+        return super().describe(x) | {"shape": list(x.shape)}
 
 
 @torch_operator

@@ -11,18 +11,10 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 
 from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.ops import packing
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.operator import in_graph
 from varcomm.transport.agreement import announce, compare, debugging
 from varcomm.transport.group import Group
-
-RootInput = tuple[torch.Tensor, tuple[int, ...], torch.memory_format]
-
-_FORMATS = {
-    str(memory_format): memory_format
-    for memory_format in (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
-}
 
 
 def root_input(
@@ -32,8 +24,8 @@ def root_input(
     group: Group,
     check: Callable[[torch.Tensor], object] = lambda tensor: None,
     sizes: Sequence[int] = (),
-) -> RootInput:
-    """Return the root's tensor, its shape and its memory format; collective.
+) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Return the root's tensor and its shape; collective.
 
     Other ranks get an empty tensor in its place, with the dtype, device type and ``requires_grad``
     of the root's. A tensor that they pass is not read; its gradient is zeros. `check` raises
@@ -55,7 +47,7 @@ def root_input(
             )
         x = checked()
         own = x if group.rank == src else _nothing_of(x)
-        return own, tuple(x.shape), packing.memory_format(x)
+        return own, tuple(x.shape)
 
     digest, transforms = zlib.crc32(repr(list(sizes)).encode()), _transforms_of(tensor)
     if debugging():
@@ -68,7 +60,6 @@ def root_input(
             "dtype": str(x.dtype).removeprefix("torch."),
             "device": x.device.type,
             "shape": list(x.shape),
-            "memory_format": str(packing.memory_format(x)),
             "requires_grad": torch.is_grad_enabled() and x.requires_grad,
             "has_tangent": _has_tangent(x),
             "transforms": transforms,
@@ -87,10 +78,10 @@ def root_input(
             "way than this rank's. Pass a tensor that depends on the arguments of the transformed "
             "function as the root's does; it is not read."
         )
-    shape, memory_format = tuple(root["shape"]), _FORMATS[root["memory_format"]]
+    shape = tuple(root["shape"])
     if group.rank == src:
         assert tensor is not None
-        return tensor, shape, memory_format
+        return tensor, shape
     device, dtype = torch.device(root["device"]), getattr(torch, root["dtype"])
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
@@ -101,7 +92,7 @@ def root_input(
         empty.requires_grad_()
     if root["has_tangent"] and not _has_tangent(empty):
         empty = forward_ad.make_dual(empty, torch.zeros_like(empty))
-    return empty, shape, memory_format
+    return empty, shape
 
 
 def _nothing_of(tensor: torch.Tensor) -> torch.Tensor:

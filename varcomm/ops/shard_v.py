@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from varcomm.ops.checks import checked_whole
-from varcomm.ops.operator import Handle, TensorOrHandle, checking, in_graph
+from varcomm.ops.operator import checking, in_graph
 from varcomm.transport.agreement import compare, debugging
 from varcomm.transport.group import GroupLike, resolve
 
@@ -19,23 +19,19 @@ def shard_v(
     sizes: Sequence[int],
     dim: int = 0,
     group: GroupLike = None,
-    *,
-    async_op: bool = False,
-) -> TensorOrHandle:
+) -> torch.Tensor:
     """Keep this rank's rows of a tensor that every rank has.
 
     Parameters
     ----------
     tensor : torch.Tensor
         ``sum(sizes)`` rows along `dim`; any dtype.
-    async_op : bool
-        Return a :class:`~varcomm.Handle`, as the other operations do; there is nothing to wait for.
     sizes, dim, group
         As in :func:`all_gather_v`.
 
     Returns
     -------
-    torch.Tensor or Handle
+    torch.Tensor
         ``sizes[rank]`` rows along `dim`: a view of `tensor`, as :meth:`torch.Tensor.narrow` gives.
 
     Notes
@@ -55,9 +51,8 @@ def shard_v(
     [tensor([1., 0., 0.]), tensor([0., 1., 1.])]
     """
     ranks = resolve(group)
-    with checking("shard_v", ranks, async_op=async_op) as where:
+    with checking("shard_v", ranks) as where:
         sizes, dim = checked_whole(tensor, sizes, dim, ranks, where)
     if debugging() and not in_graph(tensor):
         compare(ranks, {"operation": "shard_v", "dim": dim, "sizes": list(sizes)})
-    rows = tensor.narrow(dim, sum(sizes[: ranks.rank]), sizes[ranks.rank])
-    return Handle(lambda: rows) if async_op else rows  # type: ignore[return-value]
+    return tensor.narrow(dim, sum(sizes[: ranks.rank]), sizes[ranks.rank])

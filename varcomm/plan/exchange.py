@@ -15,8 +15,7 @@ import torch
 from varcomm.errors import ArgumentError
 from varcomm.ops import packing
 from varcomm.ops.compilation import counts_in, extent_of
-from varcomm.ops.operator import Operator, checking, torch_operator
-from varcomm.plan.checks import checked_range
+from varcomm.ops.operator import Operator, torch_operator
 from varcomm.plan.row_sum import RowSum
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, named
@@ -73,17 +72,6 @@ class Routes:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # copies of graphs communicate by it too
-
-
-class Unchecked(Routes):
-    """The indices and counts of a plan for one call, recorded before the index has values."""
-
-    @property
-    def routes(self) -> Routes:
-        """Itself; ArgumentError if the index is out of range."""
-        with checking("indexed_all_to_all_v", self.group) as where:
-            checked_range(self.send_index, self.num_rows, "indices", "own rows", where)
-        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +160,7 @@ class _Planned(Operator):
 
     def _like(self, x: torch.Tensor, rows: int) -> torch.Tensor:
         front = x.new_empty(rows, *packing.rest(x.shape, self.dim))
-        return packing.back(front, self.dim, packing.memory_format(x))
+        return packing.back(front, self.dim)
 
 
 @torch_operator
@@ -184,13 +172,13 @@ class Exchange(_Planned):
 
     def start(self, x: torch.Tensor) -> Pending:
         """Pick the rows to send, which is the one copy; the received rows are the result."""
-        plan, front, into = self.plan.routes, self._front(x), packing.memory_format(x)
+        plan, front = self.plan.routes, self._front(x)
         row = front.shape[1:]
         picked = packing.flat(packing.taken(front, plan.send_index))
         send, recv = plan.elements(prod(row))
         works, values = packing.exchange(self.name, plan.group, picked, send, recv, "neighbours")
         received = values.view(plan.num_received, *row)
-        return Pending(works, lambda: packing.back(received, self.dim, into))
+        return Pending(works, lambda: packing.back(received, self.dim))
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         return self._like(x, self.plan.num_received)
@@ -204,15 +192,13 @@ class ExchangeAdjoint(_Planned):
     name = "exchange_adjoint"
 
     def start(self, x: torch.Tensor) -> Pending:
-        plan, front, into = self.plan.routes, self._front(x), packing.memory_format(x)
+        plan, front = self.plan.routes, self._front(x)
         row = front.shape[1:]
         recv, send = plan.elements(prod(row))
         rows = packing.flat(front)
         works, values = packing.exchange(self.name, plan.group, rows, send, recv, "neighbours")
         copies = values.view(len(plan.send_index), *row)
-        return Pending(
-            works, lambda: packing.back(plan.row_sum(copies, self.use_fp32), self.dim, into)
-        )
+        return Pending(works, lambda: packing.back(plan.row_sum(copies, self.use_fp32), self.dim))
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         return self._like(x, self.plan.num_rows)
@@ -235,7 +221,7 @@ class _Indexed(_Planned):
     @classmethod
     def from_arguments(cls, group: str, rank: int, *fields: Any) -> Self:
         index, send, recv, num_rows, dim, use_fp32 = fields
-        plan = Unchecked(named(group, rank), index, tuple(send), tuple(recv), num_rows)
+        plan = Routes(named(group, rank), index, tuple(send), tuple(recv), num_rows)
         return cls(plan, dim, use_fp32)
 
 

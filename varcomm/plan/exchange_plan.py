@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from math import prod
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 from zlib import crc32
 
 import torch
@@ -19,12 +20,10 @@ from varcomm.ops.reduction import checked_summable
 from varcomm.plan.checks import checked_count_matrix, checked_index, checked_indices
 from varcomm.plan.exchange import Exchange, ExchangeAdjoint, Routes, numbered
 from varcomm.sizes import ShardSizes, checked_dim, checked_sizes
-from varcomm.transport.agreement import agree, agree_and_share
-from varcomm.transport.engine import Peers, Pending, is_simulated
+from varcomm.transport.agreement import agree_and_share
+from varcomm.transport.engine import Pending, Schedule, is_simulated
 from varcomm.transport.failure import explained
 from varcomm.transport.group import Group, GroupLike, resolve
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,17 +111,14 @@ class ExchangePlan(Routes):
         """
         ranks, what = resolve(group), "ExchangePlan.from_indices"
 
-        def check() -> tuple[int, torch.Tensor, tuple[int, ...], list[tuple[int, ...]] | None]:
+        def check() -> tuple[Any, ...]:
             (rows,) = checked_sizes([num_rows], "num_rows")
             index, counts = checked_indices(indices, rows, ranks)
             matrix = None if sizes is None else checked_count_matrix(sizes, counts, ranks)
-            return rows, index, counts, matrix
+            digests = _digest_of(matrix), _digest_of(digest(index), rows, counts)
+            return digests, rows, index, counts, matrix
 
-        def public(own: tuple[Any, ...]) -> tuple[int, int]:
-            rows, index, counts, matrix = own
-            return _digest_of(matrix), _digest_of(digest(index), rows, counts)
-
-        (rows, index, send_counts, matrix), identity = _agreed(what, check, public, ranks)
+        (_, rows, index, send_counts, matrix), identity = _agreed(what, check, ranks)
         if matrix is None:
             recv_counts = _exchanged_counts(send_counts, index.device, ranks)
         else:
@@ -152,7 +148,7 @@ class ExchangePlan(Routes):
         """
         ranks, what = resolve(group), "ExchangePlan.from_needed"
 
-        def check() -> tuple[ShardSizes, torch.Tensor]:
+        def check() -> tuple[Any, ...]:
             owned = ShardSizes(checked_sizes(sizes, "sizes", ranks.size))
             ids = checked_index(needed, owned.total, "needed", "global rows")
             owner = owned.owner(ids)
@@ -162,12 +158,10 @@ class ExchangePlan(Routes):
                     f"needed must come owner by owner; row {int(ids[k])} of rank {int(owner[k])} "
                     f"is before row {int(ids[k + 1])} of rank {int(owner[k + 1])}. Sort it."
                 )
-            return owned, owner
+            digests = _digest_of(owned), _digest_of(digest(needed), owned)
+            return digests, owned, owner
 
-        def public(own: tuple[ShardSizes, torch.Tensor]) -> tuple[int, int]:
-            return _digest_of(tuple(own[0])), _digest_of(digest(needed), tuple(own[0]))
-
-        (owned, owner), identity = _agreed(what, check, public, ranks)
+        (_, owned, owner), identity = _agreed(what, check, ranks)
         recv_counts = tuple(torch.bincount(owner, minlength=ranks.size).tolist())
         send_counts = _exchanged_counts(recv_counts, needed.device, ranks)
         offsets = torch.tensor(owned.offsets, device=needed.device)
@@ -243,9 +237,9 @@ class ExchangePlan(Routes):
         """Return this rank's part for :func:`torch.save`, loadable without pickle."""
         return {
             "rank": self.group.rank,
+            "identity": self.identity,
             "send_index": self.send_index,
             "send_counts": list(self.send_counts),
-            "recv_counts": list(self.recv_counts),
             "num_rows": self.num_rows,
         }
 
@@ -256,62 +250,54 @@ class ExchangePlan(Routes):
         All ranks raise if the states are not those of these ranks, or not of one plan.
         """
         ranks, what = resolve(group), "ExchangePlan.from_state_dict"
-        expected = {"rank", "send_index", "send_counts", "recv_counts", "num_rows"}
+        expected = {"rank", "identity", "send_index", "send_counts", "num_rows"}
 
         def check() -> tuple[torch.Tensor, ...]:
             if not isinstance(state, dict) or not expected <= state.keys():
                 raise ArgumentError("this is not what ExchangePlan.state_dict returns.")
             counts: list[int] = state["send_counts"]
-            if state["rank"] != ranks.rank or len(counts) != ranks.size:
+            if (state["rank"], len(counts)) != (ranks.rank, ranks.size):
                 raise ArgumentError(f"this state is of rank {state['rank']} of {len(counts)}.")
             return state["send_index"].split(counts)  # type: ignore[no-any-return]
 
-        plan = cls.from_indices(agree(what, check, ranks), state["num_rows"], group=group)
-
-        def compare() -> None:
-            if list(plan.recv_counts) != list(state["recv_counts"]):
-                raise DisagreementError(
-                    f"it expects {state['recv_counts']} rows from the ranks, which send "
-                    f"{list(plan.recv_counts)}: these are states of different plans."
-                )
-
-        agree(what, compare, ranks)
-        return plan
+        indices, plans = agree_and_share(what, check, lambda _: state["identity"], ranks)
+        if len(set(plans)) > 1:
+            raise DisagreementError(f"{what}: ranks have states of different plans.")
+        return cls.from_indices(indices, state["num_rows"], group=group)
 
 
-def _forward(
-    plan: ExchangePlan, x: torch.Tensor, _: object, dim: int, use_fp32: bool, __: object
-) -> Exchange:
-    with checking("exchange", plan.group, use_fp32=use_fp32) as where:
-        checked_tensor(x, where)
-        dim = _checked_dim(plan, x, dim, plan.rows()[1], "own", where)
-    return Exchange(plan if in_graph(x) else plan.inner, dim, use_fp32)
+def _operator(
+    kind: type[Exchange | ExchangeAdjoint],
+    plan: ExchangePlan,
+    x: torch.Tensor,
+    _: object,
+    dim: int,
+    use_fp32: bool,
+    __: object,
+) -> Exchange | ExchangeAdjoint:
+    received, owned = plan.rows()
+    with checking(kind.name, plan.group, use_fp32=use_fp32) as where:
+        if kind is Exchange:
+            rows, which = owned, "own"
+            checked_tensor(x, where)
+        else:
+            rows, which = received, "received"
+            checked_summable(x, where, use_fp32)
+        dim = checked_dim(dim, x.shape, where)
+        if x.shape[dim] != rows:
+            raise ArgumentError(
+                f"{where}the tensor of shape {tuple(x.shape)} has {x.shape[dim]} rows along dim "
+                f"{dim}, but the plan is for {rows} {which} rows."
+            )
+        if x.device != plan.extent.device:
+            raise ArgumentError(
+                f"{where}the tensor is on {x.device}, the plan on {plan.extent.device}. "
+                f"Move one of them: plan.to({str(x.device)!r})."
+            )
+    return kind(plan if in_graph(x) else plan.inner, dim, use_fp32)
 
 
-def _adjoint(
-    plan: ExchangePlan, x: torch.Tensor, _: object, dim: int, use_fp32: bool, __: object
-) -> ExchangeAdjoint:
-    with checking("exchange_adjoint", plan.group, use_fp32=use_fp32) as where:
-        checked_summable(x, where, use_fp32)
-        dim = _checked_dim(plan, x, dim, plan.rows()[0], "received", where)
-    return ExchangeAdjoint(plan if in_graph(x) else plan.inner, dim, use_fp32)
-
-
-def _checked_dim(
-    plan: ExchangePlan, x: torch.Tensor, dim: int, rows: int, which: str, where: str
-) -> int:
-    dim = checked_dim(dim, x.shape, where)
-    if x.shape[dim] != rows:
-        raise ArgumentError(
-            f"{where}the tensor of shape {tuple(x.shape)} has {x.shape[dim]} rows along dim {dim}, "
-            f"but the plan is for {rows} {which} rows."
-        )
-    if x.device != plan.extent.device:
-        raise ArgumentError(
-            f"{where}the tensor is on {x.device}, the plan on {plan.extent.device}. "
-            f"Move one of them: plan.to({str(x.device)!r})."
-        )
-    return dim
+_forward, _adjoint = (partial(_operator, kind) for kind in (Exchange, ExchangeAdjoint))
 
 
 def _digest_of(*values: object) -> int:
@@ -319,13 +305,13 @@ def _digest_of(*values: object) -> int:
 
 
 def _agreed(
-    what: str, check: Callable[[], T], public: Callable[[T], tuple[int, int]], group: Group
-) -> tuple[T, int]:
+    what: str, check: Callable[[], tuple[Any, ...]], group: Group
+) -> tuple[tuple[Any, ...], int]:
     """Return this rank's checked arguments, and the identity of the plan; collective.
 
-    `public` returns digests: of the sizes, which are equal on all ranks, and of all arguments.
+    First come digests: of the sizes, which are equal on all ranks, and of all arguments.
     """
-    own, digests = agree_and_share(what, check, public, group)
+    own, digests = agree_and_share(what, check, lambda checked: checked[0], group)
     if others := [rank for rank, given in enumerate(digests) if given[0] != digests[0][0]]:
         raise DisagreementError(f"{what}: ranks {others} have other sizes than rank 0.")
     return own, _digest_of(digests)
@@ -348,8 +334,8 @@ def _exchanged(
     send: Sequence[int],
     recv: Sequence[int],
     group: Group,
-    peers: Peers = "neighbours",
+    schedule: Schedule = "neighbours",
 ) -> torch.Tensor:
     with explained(what, group):
-        works, received = packing.exchange(what, group, values, send, recv, peers)
+        works, received = packing.exchange(what, group, values, send, recv, schedule)
         return Pending(works, lambda: received).wait()

@@ -49,7 +49,7 @@ def indexed_all_to_all_v(
     -------
     torch.Tensor or Handle
         The received rows, sender by sender, each in the sender's order; dtype of `tensor`. For
-        ``dim != 0`` a transposed view of contiguous memory; ``channels_last`` is kept.
+        ``dim != 0`` a transposed view of contiguous memory.
 
     Notes
     -----

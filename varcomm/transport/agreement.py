@@ -23,8 +23,9 @@ from varcomm.transport.debug import debug, debug_timeout, debugging
 from varcomm.transport.engine import (
     NO_LIMIT,
     EngineFailure,
-    Works,
-    engine_for,
+    Move,
+    begin,
+    broadcast_of,
     is_simulated,
     wait_for,
 )
@@ -146,9 +147,9 @@ def announce(
 
     If `local` raises ArgumentError on `src`, every rank raises it.
     """
-    engine, device = engine_for(group, group.device()), group.device()
-    if engine.simulated:
+    if is_simulated(group):
         return local()
+    device = group.device()
     cause: ArgumentError | None = None
     message: dict[str, Any] = {}
     if group.rank == src:
@@ -163,7 +164,7 @@ def announce(
     data = torch.frombuffer(memory, dtype=torch.uint8)
     data = data if device.type == "cpu" else data.to(device)
     with explained(what, group):
-        _done(engine.broadcast, group, data, src)
+        wait_for(begin(broadcast_of(group, data, src)))
     if cause is not None:
         raise cause
     sent = memory if device.type == "cpu" else data.cpu().numpy().tobytes()
@@ -195,22 +196,13 @@ def all_gather_object(value: Any, group: Group, timeout: timedelta = NO_LIMIT) -
 def _all_gather(own: bytes, counts: list[int], group: Group, timeout: timedelta) -> list[bytes]:
     """Gather on the first rank and broadcast: a message per pair takes 7 times as long (P=16)."""
     device, none = group.device(), [0] * group.size
-    engine, recv = engine_for(group, device), none if group.rank else counts
+    recv = none if group.rank else counts
     data = torch.from_numpy(np.frombuffer(bytearray(own), np.uint8)).to(device)
     out = torch.empty(sum(counts), dtype=torch.uint8, device=device)
-    arriving, send = out[: sum(recv)], [len(own), *none[1:]]
-    _done(engine.exchange, group, arriving, data, recv, send, "one", timeout=timeout)
-    _done(engine.broadcast, group, out, 0, timeout=timeout)
+    to_first = Move("one", group, out[: sum(recv)], data, recv, [len(own), *none[1:]])
+    for move in (to_first, broadcast_of(group, out, 0)):
+        wait_for(begin(move), timeout)
     return [part.numpy().tobytes() for part in out.cpu().split(counts)]
-
-
-def _done(start: Callable[..., Works], *arguments: Any, timeout: timedelta = NO_LIMIT) -> None:
-    """Start a call of an engine and wait for it, or raise EngineFailure."""
-    try:
-        works = start(*arguments)
-    except RuntimeError as error:
-        raise EngineFailure(str(error)) from error
-    wait_for(works, timeout)
 
 
 def _not_called(group: Group, calls: Calls) -> DisagreementError:
@@ -250,11 +242,7 @@ def _absent(here: Mapping[str, Any], group: Group, began: float, error: RuntimeE
     have = "rank {} has" if len(missing) == 1 else "ranks {} have"
     have = have.format(failure.spans(missing))
     reason = f"{have} not come within {after:.1f} s to" if missing else "other ranks have given up"
-    # the name of a group matters only if another group has the same ranks
-    groups, lists = ({note.get(word) for note in found} for word in ("group", "of ranks"))
-    hidden = set() if len(groups) > len(lists) else {"group"}
-    nothing = {"at": "no note: is it inside varcomm.debug?"}
-    rows = ({w: note[w] for w in note if w not in hidden} or nothing for note in found)
+    rows = (note or {"at": "no note: is it inside varcomm.debug?"} for note in found)
     return (
         f"{reason} call {here['call']} of the group inside varcomm.debug "
         f"({failure.brief(error)}).{_numbering(group)} Where ranks were last:\n"

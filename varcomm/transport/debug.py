@@ -25,16 +25,10 @@ def checked_seconds(timeout: object) -> float:
 
 # Timeout of each open debug() block; threads may close them in another order. Backward runs in
 # threads of its own and must see them.
-_timeouts: dict[object, float] = {}
+_timeouts: list[float] = []
 
 if os.environ.get("VARCOMM_DEBUG", "").lower() not in {"", "0", "false", "no", "off"}:
-    _given = os.environ.get("VARCOMM_DEBUG_TIMEOUT") or str(DEFAULT_TIMEOUT)
-    try:
-        _timeouts["VARCOMM_DEBUG"] = checked_seconds(float(_given))
-    except ValueError:
-        raise ArgumentError(
-            f"VARCOMM_DEBUG_TIMEOUT must be a positive number of seconds; got {_given!r}."
-        ) from None
+    _timeouts.append(DEFAULT_TIMEOUT)
 
 
 @contextmanager
@@ -44,7 +38,7 @@ def debug(timeout: float | timedelta = DEFAULT_TIMEOUT) -> Iterator[None]:
     All ranks of a group enter it together. If their calls do not match, or one rank's arguments are
     wrong, all ranks raise one :class:`~varcomm.errors.DisagreementError` with a table of the ranks.
     If a rank does not come, the others raise after `timeout` and print where that rank was last.
-    ``VARCOMM_DEBUG=1`` does this throughout, with ``VARCOMM_DEBUG_TIMEOUT`` in seconds.
+    ``VARCOMM_DEBUG=1`` does this throughout, with 30 seconds.
 
     Parameters
     ----------
@@ -74,8 +68,8 @@ def debug(timeout: float | timedelta = DEFAULT_TIMEOUT) -> Iterator[None]:
     >>> print(varcomm.launch(fn, 2)[0].splitlines()[0])
     all_gather_v: ranks disagree on shape of a row: rank 0 has [3]; rank 1 has [4].
     """
-    block = object()
-    _timeouts[block] = checked_seconds(timeout)
+    seconds = checked_seconds(timeout)
+    _timeouts.append(seconds)
     try:
         yield
     except BaseException as error:
@@ -85,7 +79,7 @@ def debug(timeout: float | timedelta = DEFAULT_TIMEOUT) -> Iterator[None]:
             leave_note({"left with": f"{type(error).__name__}: {brief(error)}"})
         raise
     finally:
-        del _timeouts[block]
+        _timeouts.remove(seconds)
 
 
 def debugging() -> bool:
@@ -95,4 +89,4 @@ def debugging() -> bool:
 
 def debug_timeout() -> timedelta:
     """Return how long ranks wait for each other inside :func:`debug`: as the last block says."""
-    return timedelta(seconds=[*_timeouts.values()][-1])
+    return timedelta(seconds=_timeouts[-1])

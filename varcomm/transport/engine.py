@@ -7,12 +7,12 @@ uint8; all counts are bytes per rank.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
-from typing import ClassVar, Literal, Protocol, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -27,25 +27,35 @@ _SERVED = {"gloo": ("cpu", "cuda"), "fake": ("cpu", "cuda"), "nccl": ("cuda",)}
 NO_LIMIT = timedelta(0)  # the timeout of the group holds
 
 
-class Work(Protocol):
-    """Communication in flight, as torch.distributed's ``Work``."""
-
-    def wait(self, timeout: timedelta = NO_LIMIT) -> object:
-        """Return when it is done on this rank; on a GPU, let the current stream wait for it.
-
-        Raises RuntimeError after `timeout`, or after the timeout of the group.
-        """
-
-    def is_completed(self) -> bool:
-        """Return whether it is done, without waiting; False if that is unknown."""
-
-
-Works: TypeAlias = Sequence[Work]
+# Communication in flight. ``wait(timeout)`` of each returns when it is done on this rank (on a GPU,
+# lets the current stream wait for it), and raises RuntimeError after its timeout or the group's;
+# ``is_completed()`` does not wait, and may return False if that is unknown.
+Works: TypeAlias = Sequence[Any]
 Counts: TypeAlias = Sequence[int]
 
-# Pairs of ranks with a message, as all ranks know them: most pairs; few, as the neighbours of a
-# plan; or one rank with all others.
-Peers: TypeAlias = Literal["all", "neighbours", "one"]
+# The messages of a call, as all ranks describe them: an all-gather; a broadcast; or an exchange
+# between most pairs of ranks, between few (as the neighbours of a plan), or of one with all others.
+Schedule: TypeAlias = Literal["all_gather", "broadcast", "all", "neighbours", "one"]
+
+
+class Move(NamedTuple):
+    """The bytes that one call moves: ``send[r]`` of `data` to rank r, and `out` sender by sender.
+
+    Empty messages are not sent. An all-gather sends all of `data`, which may be this rank's place
+    in `out`, to every rank. A broadcast overwrites `data`, which is `out`; its root receives none.
+    """
+
+    schedule: Schedule
+    group: Group
+    out: Tensor
+    data: Tensor
+    recv: Counts
+    send: Counts
+
+    @property
+    def root(self) -> int:
+        """The root of a broadcast."""
+        return next((rank for rank, count in enumerate(self.recv) if count), self.group.rank)
 
 
 class EngineFailure(RuntimeError):
@@ -71,7 +81,7 @@ class Pending:
             raise self.failed(error) if self.failed else error from error.__cause__
 
 
-def wait_for(works: Iterable[Work], timeout: timedelta = NO_LIMIT) -> None:
+def wait_for(works: Works, timeout: timedelta = NO_LIMIT) -> None:
     """Wait for all works, or raise EngineFailure."""
     try:
         for work in works:
@@ -83,32 +93,46 @@ def wait_for(works: Iterable[Work], timeout: timedelta = NO_LIMIT) -> None:
 class Engine(ABC):
     """Uneven collectives on bytes.
 
-    Each call starts at once, and is done on this rank after its works; inputs must not change until
-    then. Empty messages are not sent. A `simulated` engine answers in place of the other ranks:
-    each repeats the metadata of this rank, and its data are zeros.
+    A `simulated` engine answers in place of the other ranks: each repeats the metadata of this
+    rank, and its data are zeros.
     """
 
     simulated: ClassVar[bool] = False
 
     @abstractmethod
-    def all_gather(self, group: Group, out: Tensor, data: Tensor, counts: Counts) -> Works:
-        """Fill `out` on every rank with the ``counts[r]`` bytes of each rank r, in order.
-
-        `data` may be this rank's place in `out`.
-        """
-
-    @abstractmethod
-    def exchange(
-        self, group: Group, out: Tensor, data: Tensor, recv: Counts, send: Counts, peers: Peers
-    ) -> Works:
-        """Send ``send[r]`` bytes of `data` to rank r, and fill `out` sender by sender."""
-
-    @abstractmethod
-    def broadcast(self, group: Group, data: Tensor, src: int) -> Works:
-        """Overwrite `data` on every rank by that of `src`."""
+    def start(self, move: Move) -> Works:
+        """Start to move bytes: done on this rank after the works; `data` must not change before."""
 
     def leave(self, group: Group) -> None:  # noqa: B027, an engine may have no way to do it
         """End the waiting of other ranks for this one, after a failure."""
+
+
+def begin(move: Move) -> Works:
+    """Start to move bytes by the engine of the group, or raise EngineFailure."""
+    if move.group.size == 1:
+        return keep(move.group, move.out, move.data)
+    engine = engine_for(move.group, move.data.device)
+    if move.schedule == "broadcast" and len(move.data) == 0:
+        return ()
+    try:
+        return engine.start(move)
+    except RuntimeError as error:
+        raise EngineFailure(str(error)) from error
+
+
+def keep(group: Group, out: Tensor, data: Tensor) -> Works:
+    """Move the data of a single rank to `out`; GroupError if no engine serves their device."""
+    engine_for(group, data.device)
+    if data.data_ptr() != out.data_ptr():
+        out.copy_(data)
+    return ()
+
+
+def broadcast_of(group: Group, data: Tensor, src: int) -> Move:
+    """Return the move that overwrites `data` on every rank by that of `src`."""
+    count, at_root = len(data), group.rank == src
+    recv = [0 if at_root or rank != src else count for rank in range(group.size)]
+    return Move("broadcast", group, data, data, recv, [count * at_root] * group.size)
 
 
 def pieces(data: Tensor, counts: Counts, start: int) -> Iterator[tuple[int, Tensor]]:
@@ -168,15 +192,19 @@ def _found(group: Group, device: torch.device) -> Engine:
     return Pinned(engine)
 
 
-# Functions that record the calls of open traces, by the bytes per rank of the group. Backward runs
-# in threads of its own, so this is not thread-local.
-recorders: list[Callable[[str, Group, Counts, Counts], object]] = []
+# Functions that record the name and the move of each call. Backward runs in threads of its own, so
+# this is not thread-local.
+recorders: list[Callable[[str, Move], object]] = []
 
 
-def note(name: str, group: Group, send: Counts, recv: Counts) -> None:
-    """Record a call in all open traces."""
-    for record in recorders:
-        record(name, group, send, recv)
+@contextmanager
+def recording(record: Callable[[str, Move], object]) -> Iterator[None]:
+    """Pass the name and the move of each call to `record`."""
+    recorders.append(record)
+    try:
+        yield
+    finally:
+        recorders.remove(record)
 
 
 _NOTHING: AbstractContextManager[object] = nullcontext()

@@ -38,19 +38,20 @@ class _Launcher(NamedTuple):
     job: str = ""  # together they identify the job
 
 
-def _of_mpi(name: str, prefix: str, job: str) -> _Launcher:
-    words = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-    rank, size, local_rank, local_size = (f"{prefix}_{word}" for word in words)
-    return _Launcher(name, rank, size, local_rank, local_size, job)
-
-
 # SLURM is last because `mpirun` inside an allocation starts its daemons by `srun`, whose variables
 # the ranks inherit. A step of SLURM may have fewer tasks and hosts than its job.
 _TASKS, _STEP = "SLURM_STEP_NUM_TASKS SLURM_NTASKS", "SLURM_JOB_ID SLURM_STEP_ID"
+_OMPI = "OMPI_COMM_WORLD"
 _LAUNCHERS = (
     _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    _of_mpi("Open MPI", "OMPI_COMM_WORLD", "PMIX_NAMESPACE"),
-    _of_mpi("MVAPICH2", "MV2_COMM_WORLD", "PMI_PORT"),
+    _Launcher(
+        "Open MPI",
+        f"{_OMPI}_RANK",
+        f"{_OMPI}_SIZE",
+        f"{_OMPI}_LOCAL_RANK",
+        f"{_OMPI}_LOCAL_SIZE",
+        "PMIX_NAMESPACE",
+    ),
     _Launcher("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_PORT"),
     _Launcher("SLURM", "SLURM_PROCID", _TASKS, "SLURM_LOCALID", job=_STEP),
 )

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from varcomm.transport.engine import NO_LIMIT, Counts, Engine, Peers, Works, pieces
+from varcomm.transport.engine import NO_LIMIT, Engine, Move, Works, pieces
 from varcomm.transport.group import Group
 
 # Ranks up to which an all-to-all serves neighbours too: most pairs are neighbours.
@@ -31,19 +31,17 @@ _TAG = 0x7663
 class Gloo(Engine):
     """Gloo, through torch.distributed."""
 
-    def all_gather(self, group: Group, out: Tensor, data: Tensor, counts: Counts) -> Works:
-        places = dict(pieces(out, counts, 0))
-        if (own := places.get(group.rank)) is not None and own.data_ptr() != data.data_ptr():
-            own.copy_(data)
-        if group.size == 1:
-            return []
-        return [work for src, place in places.items() for work in self.broadcast(group, place, src)]
-
-    def exchange(
-        self, group: Group, out: Tensor, data: Tensor, recv: Counts, send: Counts, peers: Peers
-    ) -> Works:
+    def start(self, move: Move) -> Works:
+        schedule, group, out, data, recv, send = move
         pg, rank = group.process_group, group.rank
-        if peers == "all" or (peers == "neighbours" and group.size <= _FEW_RANKS):
+        if schedule == "broadcast":
+            return [_broadcast(pg, data, move.root)]
+        if schedule == "all_gather":
+            places = dict(pieces(out, recv, 0))
+            if (own := places.get(rank)) is not None and own.data_ptr() != data.data_ptr():
+                own.copy_(data)
+            return [_broadcast(pg, place, src) for src, place in places.items()]
+        if schedule == "all" or (schedule == "neighbours" and group.size <= _FEW_RANKS):
             return [pg.alltoall_base(out, data, list(recv), list(send), dist.AllToAllOptions())]
         arriving, leaving = dict(pieces(out, recv, rank)), dict(pieces(data, send, rank))
         kept, own = arriving.pop(rank, None), leaving.pop(rank, None)
@@ -53,17 +51,18 @@ class Gloo(Engine):
             kept.copy_(own)
         return [_Messages(group, works)] if works else []
 
-    def broadcast(self, group: Group, data: Tensor, src: int) -> Works:
-        options = dist.BroadcastOptions()
-        options.rootRank = src
-        return [group.process_group.broadcast([data], options)]
-
     def leave(self, group: Group) -> None:
         nothing, pg = torch.empty(1, dtype=torch.uint8), group.process_group
         for other in range(group.size):
             if other != group.rank:
                 with suppress(RuntimeError):  # where this connection is closed, another is not
                     pg.recv([nothing], other, _TAG + 1).wait(timedelta(milliseconds=1))
+
+
+def _broadcast(pg: dist.ProcessGroup, data: Tensor, src: int) -> dist.Work:
+    options = dist.BroadcastOptions()
+    options.rootRank = src
+    return pg.broadcast([data], options)
 
 
 class _Messages:

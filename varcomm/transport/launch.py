@@ -28,7 +28,7 @@ from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self, TextIO, TypeVar
 
 import torch
 
@@ -86,12 +86,12 @@ def launch(
     Raises
     ------
     ArgumentError
-        If an argument is wrong or cannot be pickled; nothing is started.
+        If an argument is wrong or cannot be pickled (functions of a script need cloudpickle).
     LaunchError
         If a rank fails, dies or does not finish in time. The message holds the traceback of the
         rank that failed first, or the stacks of unfinished ranks.
     MissingPackageError
-        If `fn` or `args` need cloudpickle, or `backend` an MPI, that is not installed.
+        If `backend` needs an MPI that is not installed.
 
     Examples
     --------
@@ -101,11 +101,6 @@ def launch(
     """
     with Ranks(world_size, timeout, backend=backend) as ranks:
         return ranks.run(fn, *args)
-
-
-class _Worker(NamedTuple):
-    connection: Connection[Any, Any]
-    pid: int
 
 
 class _Report(NamedTuple):
@@ -157,16 +152,16 @@ class Ranks:
     ) -> list[T]:
         """Run ``fn(rank, *args)`` on every rank and return the results, as :func:`launch`."""
         limit = self.timeout if timeout is None else checked_seconds(timeout)
-        task = pickle.dumps((sys.path, _pickled_call(fn, args)))
+        task = pickle.dumps((sys.path, limit, _pickled_call(fn, args)))
         with self._held():
-            if any(worker.connection.poll() for worker in self._workers):
+            if any(connection.poll() for connection in self._connections):
                 self._kill()  # an idle rank sends nothing: one has died
             try:
-                if not self._workers:
+                if not self._connections:
                     self._start()
-                for worker in self._workers:
+                for connection in self._connections:
                     with suppress(BrokenPipeError):  # it died just now, and gets an obituary
-                        worker.connection.send_bytes(task)
+                        connection.send_bytes(task)
                 return self._results(limit, "finished")
             except BaseException:
                 self._kill()
@@ -175,11 +170,11 @@ class Ranks:
     def close(self) -> None:
         """End all ranks after their exit handlers; a later run starts new ones."""
         with self._held():
-            for worker in self._workers:
+            for connection in self._connections:
                 with suppress(OSError):
-                    worker.connection.send_bytes(_STOP)
+                    connection.send_bytes(_STOP)
             # a process that was waited for no longer owns its id, so wait for its socket
-            leaving = {worker.connection for worker in self._workers}
+            leaving: set[Any] = {*self._connections}
             deadline = time.monotonic() + _FAREWELL
             while leaving and (gone := wait(leaving, max(0.0, deadline - time.monotonic()))):
                 leaving.difference_update(gone)
@@ -189,7 +184,7 @@ class Ranks:
         """Reset to a pool without ranks, owned by this process."""
         self._owner, self._lock = os.getpid(), threading.RLock()
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._workers: list[_Worker] = []
+        self._connections: list[Connection[Any, Any]] = []
         self._end: Callable[[], object] = lambda: None
 
     def _held(self) -> threading.RLock:
@@ -200,7 +195,7 @@ class Ranks:
 
     def _kill(self) -> None:
         self._end()
-        self._processes, self._workers = [], []
+        self._processes, self._connections = [], []
 
     def _start(self) -> None:
         if module := _importing_module():
@@ -213,7 +208,7 @@ class Ranks:
         self._folder = tempfile.mkdtemp(prefix="varcomm-", dir=elsewhere)
         # also called when this object is forgotten, or at exit
         self._end = weakref.finalize(
-            self, _end, self._processes, self._workers, self._folder, self._owner
+            self, _end, self._processes, self._connections, self._folder, self._owner
         )
         python = [sys.executable, "-c", _START, json.dumps(sys.path), self._folder]
         if self._mpi:
@@ -250,7 +245,7 @@ class Ranks:
 
     def _connect(self, server: socket.socket) -> None:
         server.settimeout(0.1)
-        found: dict[int, _Worker] = {}
+        found: dict[int, Connection[Any, Any]] = {}
         deadline = time.monotonic() + _START_LIMIT
         while len(found) < self.world_size:
             late = [rank for rank in range(self.world_size) if rank not in found]
@@ -264,13 +259,12 @@ class Ranks:
                 raise self._overdue(late, _START_LIMIT, "started")
             with suppress(TimeoutError, EOFError):  # a rank that died just now is found above
                 connection: Connection[Any, Any] = Connection(server.accept()[0].detach())
-                rank, pid = pickle.loads(connection.recv_bytes())
-                found[rank] = _Worker(connection, pid)
-        self._workers.extend(found[rank] for rank in range(self.world_size))
+                found[pickle.loads(connection.recv_bytes())] = connection
+        self._connections.extend(found[rank] for rank in range(self.world_size))
 
     def _results(self, limit: float, done: str) -> list[Any]:
         """Return the result of each rank; raise soon after one fails, or after the limit."""
-        waiting = {worker.connection: rank for rank, worker in enumerate(self._workers)}
+        waiting = {connection: rank for rank, connection in enumerate(self._connections)}
         reports: dict[int, _Report] = {}
         deadline = time.monotonic() + limit
         failed: dict[int, _Report] = {}
@@ -289,14 +283,10 @@ class Ranks:
             raise self._failure(failed)
         if waiting:
             raise self._overdue(sorted(waiting.values()), limit, done)
-        results = []
-        for rank in range(self.world_size):
-            try:
-                results.append(pickle.loads(reports[rank].payload or b""))
-            except Exception as error:
-                text = f"what rank {rank} returned cannot be unpickled here: {error!r}"
-                raise LaunchError(text) from error
-        return results
+        try:
+            return [pickle.loads(reports[rank].payload or b"") for rank in range(self.world_size)]
+        except Exception as error:
+            raise LaunchError(f"a result cannot be unpickled here: {error!r}") from error
 
     def _failure(self, failed: dict[int, _Report]) -> LaunchError:
         """Return an error that names the rank that failed first: others lost connection to it."""
@@ -324,8 +314,6 @@ class Ranks:
         """Return an error that names the late ranks, with their stacks."""
         message = f"{_ranks(late)} of {self.world_size} not {done} within {limit:g} s."
         stacks = {r: Path(self._folder, f"stack-{r}") for r in late if done != "started"}
-        for rank in stacks:
-            os.kill(self._workers[rank].pid, signal.SIGUSR1)
         deadline = time.monotonic() + 2.0
         while time.monotonic() < deadline and not all(s.stat().st_size for s in stacks.values()):
             time.sleep(0.05)
@@ -360,14 +348,17 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def _end(
-    processes: list[subprocess.Popen[bytes]], workers: list[_Worker], folder: str, owner: int
+    processes: list[subprocess.Popen[bytes]],
+    connections: list[Connection[Any, Any]],
+    folder: str,
+    owner: int,
 ) -> None:
     if os.getpid() != owner:
         return  # the ranks of a forked child are its parent's
     for process in processes:
         _kill_group(process)
-    for worker in workers:
-        worker.connection.close()  # ends ranks below mpiexec, which have sessions of their own
+    for connection in connections:
+        connection.close()  # ends ranks below mpiexec, which have sessions of their own
     for process in processes:
         process.wait()
     shutil.rmtree(folder, ignore_errors=True)
@@ -392,22 +383,20 @@ def serve(folder: str, parent: str, rank: str, size: str, backend: str) -> None:
     except FileNotFoundError:  # the parent has given up
         return
     connection: Connection[Any, Any] = Connection(client.detach())
-    connection.send_bytes(pickle.dumps((place.rank, os.getpid())))
+    connection.send_bytes(pickle.dumps(place.rank))
     watch = threading.Thread(
         target=_end_with_parent, args=(connection, int(parent), folder), daemon=True
     )
     watch.start()
-    # a crash or SIGUSR1 writes the stack of the main thread, which runs the task
+    # a crash writes the stack of the main thread, which runs the task; a late task those of all
     with Path(folder, f"stack-{place.rank}").open("w") as stack:
         faulthandler.enable(stack, all_threads=False)
-        faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.size))
         # the parent keeps the time, so joining has no limit
         connection.send_bytes(_attempt(join, place, backend or None, math.inf))
         while (task := connection.recv_bytes()) != _STOP:
-            connection.send_bytes(_attempt(_run, task, place.rank))
+            connection.send_bytes(_attempt(_run, task, place.rank, stack))
         faulthandler.disable()
-        faulthandler.unregister(signal.SIGUSR1)
 
 
 def _end_with_parent(connection: Connection[Any, Any], parent: int, folder: str) -> None:
@@ -420,11 +409,15 @@ def _end_with_parent(connection: Connection[Any, Any], parent: int, folder: str)
     os.killpg(0, signal.SIGKILL)
 
 
-def _run(task: bytes, rank: int) -> Any:
+def _run(task: bytes, rank: int, stack: TextIO) -> Any:
     # the path first: the function's module may be new to this process
-    sys.path[:], call = pickle.loads(task)
-    fn, args = pickle.loads(call)
-    return fn(rank, *args)
+    sys.path[:], limit, call = pickle.loads(task)
+    faulthandler.dump_traceback_later(limit, file=stack)
+    try:
+        fn, args = pickle.loads(call)
+        return fn(rank, *args)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _importing_module() -> str | None:
@@ -471,22 +464,13 @@ def _dumps(value: object) -> bytes:
 
 
 def _pickled_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Pickle ``(fn, args)``, or raise if the ranks could not read it."""
+    """Pickle ``(fn, args)``, or raise ArgumentError."""
     if not callable(fn):
         raise ArgumentError(f"fn must be callable as fn(rank, *args); got {fn!r}.")
-    data, trouble = b"", None
     try:
-        data = _dumps((fn, args))
+        return _dumps((fn, args))
     except Exception as error:
-        trouble = error
-    # without cloudpickle functions go by name, and in the ranks `__main__` is another module
-    if sys.modules.get("cloudpickle") is None and (trouble or b"__main__" in data):
-        raise MissingPackageError(
-            f"{fn!r} and its arguments cannot be sent to the ranks by name ({trouble}). "
-            'To send them by value: pip install "varcomm[launch]"'
-        ) from trouble
-    if trouble is not None:
         raise ArgumentError(
-            f"{fn!r} or its arguments cannot be pickled to be sent to the ranks: {trouble!r}"
-        ) from trouble
-    return data
+            f"{fn!r} or its arguments cannot be pickled to be sent to the ranks: {error!r}. "
+            'For lambdas and functions of a script: pip install "varcomm[launch]"'
+        ) from error

@@ -26,12 +26,11 @@ from time import monotonic
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from varcomm.errors import LaunchError, MissingModuleError
 from varcomm.transport.debug import debug_timeout, debugging
-from varcomm.transport.engine import NO_LIMIT, Counts, Engine, Peers, Works
+from varcomm.transport.engine import NO_LIMIT, Counts, Engine, Move, Works
 from varcomm.transport.environment import Place
 from varcomm.transport.group import Group
 
@@ -51,10 +50,6 @@ logger = logging.getLogger("varcomm")
 _at = MPI.buffer.fromaddress  # 0.1 us; to describe a tensor by DLPack takes 5 us
 _test_all = MPI.Request.Testall
 
-# From this many ranks and up to this many bytes MPI's all-gather, a tree, is faster than messages.
-_MANY_RANKS = 9
-_FEW_BYTES = 8 * 1024
-
 # Bytes up to which Python copies: torch's copy takes 3 us more.
 _COPIED_BY_PYTHON = 1 << 18
 
@@ -62,26 +57,14 @@ _COPIED_BY_PYTHON = 1 << 18
 class MPIEngine(Engine):
     """Non-blocking messages of MPI, over a communicator of the group's ranks."""
 
-    def all_gather(self, group: Group, out: Tensor, data: Tensor, counts: Counts) -> Works:
-        own, total = counts[group.rank], sum(counts)
-        if group.size < _MANY_RANKS or total > _FEW_BYTES:
-            to_all, start = [own] * group.size, [0] * group.size
-            return _exchange("all_gather", group, out, data, counts, to_all, start)
-        comm, places = _communicator(group), _places(counts)
-        in_place = data.data_ptr() == out.data_ptr() + places[group.rank]
-        sent = MPI.IN_PLACE if in_place else [_at(data.data_ptr(), own), own, MPI.BYTE]
-        arriving = [_at(out.data_ptr(), total), counts, places, MPI.BYTE]
-        return [_Messages(group, "all_gather", [comm.Iallgatherv(sent, arriving)], (out, data))]
-
-    def exchange(
-        self, group: Group, out: Tensor, data: Tensor, recv: Counts, send: Counts, peers: Peers
-    ) -> Works:
-        return _exchange("exchange", group, out, data, recv, send, _places(send))
-
-    def broadcast(self, group: Group, data: Tensor, src: int) -> Works:
+    def start(self, move: Move) -> Works:
+        schedule, group, out, data, *_ = move
         comm = _communicator(group)
-        request = comm.Ibcast([_at(data.data_ptr(), data.numel()), MPI.BYTE], src)
-        return [_Messages(group, "broadcast", [request], (data,))]
+        if schedule == "broadcast":
+            requests = [comm.Ibcast([_at(data.data_ptr(), data.numel()), MPI.BYTE], move.root)]
+        else:
+            requests = _exchange(comm, move)
+        return [_Messages(group, schedule, requests, (out, data))] if requests else []
 
     def leave(self, group: Group) -> None:
         """Refuse further calls: their messages could meet those of the failed call."""
@@ -92,11 +75,11 @@ def _places(counts: Counts) -> list[int]:
     return [0, *accumulate(counts)][:-1]
 
 
-def _exchange(
-    name: str, group: Group, out: Tensor, data: Tensor, recv: Counts, send: Counts, starts: Counts
-) -> Works:
+def _exchange(comm: MPI.Intracomm, move: Move) -> list[Any]:
     """Start to receive and to send the pieces that have bytes, and copy this rank's own piece."""
-    comm, rank, places = _communicator(group), group.rank, _places(recv)
+    schedule, group, out, data, recv, send = move
+    rank, places = group.rank, _places(recv)
+    starts = [0] * group.size if schedule == "all_gather" else _places(send)
     arriving, leaving = out.data_ptr(), data.data_ptr()
     others = (*range(rank + 1, group.size), *range(rank))
     receiving: tuple[Any, int, Counts, Counts] = comm.Irecv, arriving, places, recv
@@ -111,7 +94,7 @@ def _exchange(
             _at(arriving + to, own)[:] = _at(leaving + start, own)
         else:
             out.narrow(0, to, own).copy_(data.narrow(0, start, own))
-    return [_Messages(group, name, requests, (out, data))] if requests else []
+    return requests
 
 
 class _Messages:

@@ -13,8 +13,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from varcomm.transport.engine import NO_LIMIT, Counts, Engine, Peers, Works
-from varcomm.transport.group import Group
+from varcomm.transport.engine import NO_LIMIT, Engine, Move, Works
 
 
 @dataclass(frozen=True)
@@ -23,22 +22,15 @@ class Pinned(Engine):
 
     engine: Engine
 
-    def all_gather(self, group: Group, out: Tensor, data: Tensor, counts: Counts) -> Works:
+    def start(self, move: Move) -> Works:
+        schedule, group, out, data, recv, send = move
+        if schedule == "broadcast" and move.root == group.rank:
+            sent = _fetched(data)
+            return self.engine.start(Move(schedule, group, sent, sent, recv, send))
         arriving = _empty(out)
-        works = self.engine.all_gather(group, arriving, _fetched(data), counts)
+        sent = arriving if schedule == "broadcast" else _fetched(data)
+        works = self.engine.start(Move(schedule, group, arriving, sent, recv, send))
         return [_Arrival(works, arriving, out)]
-
-    def exchange(
-        self, group: Group, out: Tensor, data: Tensor, recv: Counts, send: Counts, peers: Peers
-    ) -> Works:
-        arriving = _empty(out)
-        works = self.engine.exchange(group, arriving, _fetched(data), recv, send, peers)
-        return [_Arrival(works, arriving, out)]
-
-    def broadcast(self, group: Group, data: Tensor, src: int) -> Works:
-        moving = _fetched(data) if group.rank == src else _empty(data)
-        works = self.engine.broadcast(group, moving, src)
-        return works if group.rank == src else [_Arrival(works, moving, data)]
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-from varcomm.transport import engine
-from varcomm.transport.group import Group
+from varcomm.transport.engine import Move, recording
 
 
 @dataclass(frozen=True)
@@ -72,14 +70,15 @@ class Traffic:
     received: int = 0
 
 
-@dataclass(eq=False)
-class Trace(Sequence[Call]):
-    """The calls of a :func:`trace`, in order; prints as a table by operation and by peer.
+class Trace(list[Call]):
+    """The calls of a :func:`trace`, in the order in which they started.
 
-    Attributes
+    Prints as a table by operation and by peer.
+
+    Parameters
     ----------
-    calls : list of Call
-        The calls in the order in which they started; a Trace equals a list of the same calls.
+    iterable : iterable of Call
+        The calls of the list.
 
     Examples
     --------
@@ -88,47 +87,25 @@ class Trace(Sequence[Call]):
     {1: Traffic(calls=1, messages_sent=1, messages_received=0, sent=8, received=0)}
     """
 
-    calls: list[Call] = field(default_factory=list)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Trace | list) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.calls[index]
-
-    def __len__(self) -> int:
-        return len(self.calls)
-
     @property
     def total(self) -> Traffic:
         """All calls together."""
-        return self._sums(lambda call, peer: "total").get("total", Traffic())
+        return _total(self)
 
     def by_operation(self) -> dict[str, Traffic]:
         """Return sums per operation, in the order of their first calls."""
-        return self._sums(lambda call, peer: call.name)
+        names = dict.fromkeys(call.name for call in self)
+        return {name: _total([c for c in self if c.name == name]) for name in names}
 
     def by_peer(self) -> dict[int, Traffic]:
         """Return sums per peer, by its world rank."""
-        sums = self._sums(lambda call, peer: peer)
-        return {peer: sums[peer] for peer in sorted(sums.keys() - {None})}
-
-    def _sums(self, key: Callable[[Call, int | None], Any]) -> dict[Any, Traffic]:
-        """Return the sums over calls and messages of equal keys; a call itself has no peer."""
-        sums: dict[Any, Traffic] = {}
-        for call in self.calls:
-            peers = {*call.sent_to, *call.received_from}
-            for of_call in {key(call, peer) for peer in (None, *peers)}:
-                sums.setdefault(of_call, Traffic()).calls += 1
-            for peer, count in call.sent_to.items():
-                sums[key(call, peer)].messages_sent += 1
-                sums[key(call, peer)].sent += count
-            for peer, count in call.received_from.items():
-                sums[key(call, peer)].messages_received += 1
-                sums[key(call, peer)].received += count
-        return sums
+        of_peers: dict[int, list[Call]] = {}
+        for call in self:
+            for peer in {*call.sent_to, *call.received_from}:
+                both = call.sent_to, call.received_from
+                own = ({peer: counts[peer]} if peer in counts else {} for counts in both)
+                of_peers.setdefault(peer, []).append(Call(call.name, *own))
+        return {peer: _total(of_peers[peer]) for peer in sorted(of_peers)}
 
     def __str__(self) -> str:
         """Return the table."""
@@ -150,6 +127,16 @@ class Trace(Sequence[Call]):
         ]
         lines.insert(-len(peers) - 1, "")
         return "\n".join(lines)
+
+
+def _total(calls: Sequence[Call]) -> Traffic:
+    return Traffic(
+        len(calls),
+        sum(len(call.sent_to) for call in calls),
+        sum(len(call.received_from) for call in calls),
+        sum(call.sent for call in calls),
+        sum(call.received for call in calls),
+    )
 
 
 @contextmanager
@@ -182,15 +169,13 @@ def trace() -> Iterator[Trace]:
     """
     calls = Trace()
 
-    def record(name: str, group: Group, send: Sequence[int], recv: Sequence[int]) -> None:
+    def record(name: str, move: Move) -> None:
+        group = move.group
         sent, received = (
             {group.ranks[r]: count for r, count in enumerate(counts) if count and r != group.rank}
-            for counts in (send, recv)
+            for counts in (move.send, move.recv)
         )
-        calls.calls.append(Call(name, sent, received))
+        calls.append(Call(name, sent, received))
 
-    engine.recorders.append(record)
-    try:
+    with recording(record):
         yield calls
-    finally:
-        engine.recorders.remove(record)

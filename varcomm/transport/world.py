@@ -63,16 +63,11 @@ class World:
     local_rank: int
     device: torch.device
 
-    @property
-    def world_size(self) -> int:
-        """``size``, by torch's name."""
-        return self.size
-
 
 def init(backend: str | None = None, timeout: float | timedelta = 600.0) -> World:
     """Join the ranks of the job.
 
-    Reads the variables of torchrun, ``mpirun`` (Open MPI, MPICH, MVAPICH2) or ``srun``; without a
+    Reads the variables of torchrun, ``mpirun`` (Open MPI, MPICH) or ``srun``; without a
     launcher this process is the only rank. If ``torch.distributed`` is initialised already, only
     describes the world.
 
