@@ -8,7 +8,7 @@ import torch_geometric.nn as pyg
 from torch import nn
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
-from torch_geometric.utils import get_laplacian
+from torch_geometric.utils import get_laplacian, one_hot
 
 import varcomm
 from tests.graph.layers import example
@@ -36,15 +36,6 @@ class OwnLSTM(pyg.aggr.LSTMAggregation):
 
 class OwnPooling(pyg.TopKPooling):
     """Still PyG's."""
-
-
-class ReadOutWithTheLayers(nn.Module):
-    """Its readout is known to the layer first."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = pyg.SAGEConv(4, 4)
-        self.readout = self.layer.aggr_module
 
 
 class MyColours(pyg.WLConv):
@@ -90,14 +81,13 @@ REFUSED = [
     (lambda: Pooled(pyg.TopKPooling, 4), "readout (TopKPooling)"),
     (lambda: Pooled(OwnPooling, 4), "readout (OwnPooling)"),
     (lambda: Pooled(pyg.MedianAggregation), "(MedianAggregation)"),
-    (lambda: Pooled(pyg.aggr.MultiAggregation, ["mean", "median"]), "readout (MultiAggregation)"),
+    (lambda: Pooled(pyg.aggr.MultiAggregation, ["mean", "median"]), "(MedianAggregation)"),
     (
         lambda: pyg.GPSConv(4, None, norm=None, attn_type="performer"),
         "attn (PerformerAttention)",
     ),
     (lambda: Pooled(pyg.attention.PerformerAttention, 4, 1), "readout (Performer"),
     (lambda: sage(decomposed_layers=2), "decomposed_layers"),
-    (ReadOutWithTheLayers, "readout (MeanAggregation)"),
     (lambda: Pooled(nn.MultiheadAttention, 4, 2), "(MultiheadAttention)"),
     (lambda: pyg.DenseSAGEConv(4, 4), "(DenseSAGEConv)"),
     (lambda: nn.parallel.DistributedDataParallel(sage()), "(DistributedDataParallel)"),
@@ -238,6 +228,25 @@ def test_ranks_with_different_models(worlds):
     for message, (_, _, names) in zip(told, DIFFERENT, strict=True):
         assert message.startswith("graph.distribute: ranks [1] have other parameters")
         assert f"{names}. Make the same model" in message
+
+
+class OwnLabels(pyg.LabelPropagation):
+    """As many columns as this rank has classes, as in a copy of PyG's class."""
+
+    def forward(self, y, edge_index):
+        return self.propagate(edge_index, x=one_hot(y), edge_weight=None)
+
+
+def columns(rank):
+    graph = partition(DATA, method="block")
+    layer = distribute(OwnLabels(1, 0.5), graph)
+    for _ in range(2):
+        with pytest.raises(DisagreementError, match="other numbers of columns"):
+            layer(graph.number, graph.edge_index)
+
+
+def test_ranks_with_other_columns(worlds):
+    assert worlds.run(3, columns) == [None] * 3
 
 
 class Calls(nn.Module):

@@ -1,6 +1,7 @@
 """PyG's and torch's functions are exact on a partitioned graph's vectors, however reached."""
 
 import functools
+import pickle
 from types import SimpleNamespace
 
 import numpy
@@ -164,6 +165,16 @@ def test_code_by_hand_reads_other_ranks_nodes(worlds, ranks):
 # each has no meaning on a part of a graph
 REFUSED = {
     "an array": lambda g: numpy.asarray(g.edge_index),
+    "numpy": lambda g: g.edge_index.numpy(),
+    "a list": lambda g: g.batch.tolist(),
+    "a pickle": lambda g: pickle.dumps(g.edge_index),
+    "offsets in place": lambda g: g.edge_index[0].__iadd__(1),
+    # these read the memory of a vector
+    "another tensor": lambda g: g.x[torch.LongTensor(g.edge_index[1])],
+    "a sparse matrix": lambda g: (
+        torch.sparse_coo_tensor(g.edge_index, g.weight, (99, len(g.x)), check_invariants=False)
+        @ g.x
+    ),
     "half of the edges": lambda g: g.edge_index[:, g.edge_index[0] < g.edge_index[1]],
     "computed ids": lambda g: g.x[g.edge_index[0] * 1],
     "floats": lambda g: g.edge_index.float(),
@@ -185,8 +196,9 @@ REFUSED = {
 def check_refused(rank):
     failures, graph = Failures(), partition(data_of(), method="random")
     for name, call in REFUSED.items():
-        with failures.named(name), pytest.raises(ArgumentError):
+        with failures.named(name), pytest.raises((ArgumentError, IndexError, RuntimeError)):
             call(graph)
+    assert repr(graph.edge_index) == repr(graph.edges.local_ids)
     return failures
 
 

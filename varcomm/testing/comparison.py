@@ -313,7 +313,7 @@ def _cause(
         if "norm" in operation or "softmax" in operation:
             return (
                 "it normalises over this rank's rows. Use a norm of torch or PyG as a module of "
-                "the model, which distribute adapts, or vc.graph.global_softmax."
+                "the model, which distribute adapts, or PyG's softmax by graph.batch."
             )
         if all(_is_wrong_at_halo(*each, same) for each in wrong):
             return (

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.graph.edge_shard import EdgeShard
-from varcomm.graph.index import plain
+from varcomm.graph.index import PartitionedIndex, plain
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.shard import described
 from varcomm.ops.compilation import kept_from_compilation
@@ -188,12 +188,18 @@ class _Exchange:
         with checking(_WHAT, self.edges.group) as where:
             for name in self.names:
                 value, owned = given.get(name), self.edges.num_sources
-                if value is not None and (
-                    not isinstance(value, torch.Tensor) or value.shape[:1] != (owned,)
+                if (
+                    value is not None
+                    and (
+                        isinstance(value, PartitionedIndex)  # whose halo would count in readouts
+                        or not isinstance(value, torch.Tensor)
+                        or value.shape[:1] != (owned,)
+                    )
                 ):
                     raise ArgumentError(
-                        f"{where}{name} of {type(module).__name__} must have one row for each of "
-                        f"the {owned} owned nodes; got {described(value)}."
+                        f"{where}{name} of {type(module).__name__} must have one row of values for "
+                        f"each of the {owned} owned nodes, and be no vector of the graph such as "
+                        f"graph.batch; got {described(value)}."
                     )
         self.exchanged[:] = [name for name in self.names if given.get(name) is not None]
         for name in given:
