@@ -109,16 +109,18 @@ are exact no matter where a call stands, inside a distributed model or outside:
 | `values[graph.batch]` | local: every rank has the values of all graphs |
 
 Operations that would use the numbers of one rank raise `ArgumentError`, such as ids computed from
-ids, comparing sources with targets by size, `tolist`, `numpy` and pickles. `torch.tensor`,
-`torch.sparse_coo_tensor` and TorchScript read the memory of a vector, which holds no valid ids.
-`graph.edges.local_ids` has the local ids as an ordinary tensor.
+ids, comparing sources with targets by size, `tolist`, `numpy` and pickles. torch itself drops the
+meaning of a vector in `torch.tensor`, `torch.sparse_coo_tensor` and TorchScript, without a call of
+the vector: these have local ids. `graph.edges.local_ids` is the place to take such ids from.
 
 Code without such a vector cannot be seen: a mean over dimension 0, `F.batch_norm`, or
 `global_mean_pool(x, None)`, is that of this rank. Give `graph.batch`, which is zeros if the data
 have none, or use `graph.mean`. `varcomm.testing.same_as_one_process` finds such code.
 
 A rank may have no edges: a model that returns early if `edge_index.size(1) == 0` skips an
-exchange, for which the other ranks wait until the timeout. Offsets such as
+exchange, for which the other ranks wait until the timeout. A copy of `LabelPropagation` in your own
+file makes as many columns as this rank has classes, and rows of other widths cannot be exchanged:
+pass `one_hot(y, num_classes=...)`. Offsets such as
 `batch.bincount().cumsum(0)` are those of all ranks, and are out of range for `segment` on one; a
 readout of a distributed model refuses them.
 

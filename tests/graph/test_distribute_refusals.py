@@ -8,7 +8,7 @@ import torch_geometric.nn as pyg
 from torch import nn
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
-from torch_geometric.utils import get_laplacian, one_hot
+from torch_geometric.utils import get_laplacian
 
 import varcomm
 from tests.graph.layers import example
@@ -228,25 +228,6 @@ def test_ranks_with_different_models(worlds):
     for message, (_, _, names) in zip(told, DIFFERENT, strict=True):
         assert message.startswith("graph.distribute: ranks [1] have other parameters")
         assert f"{names}. Make the same model" in message
-
-
-class OwnLabels(pyg.LabelPropagation):
-    """As many columns as this rank has classes, as in a copy of PyG's class."""
-
-    def forward(self, y, edge_index):
-        return self.propagate(edge_index, x=one_hot(y), edge_weight=None)
-
-
-def columns(rank):
-    graph = partition(DATA, method="block")
-    layer = distribute(OwnLabels(1, 0.5), graph)
-    for _ in range(2):
-        with pytest.raises(DisagreementError, match="other numbers of columns"):
-            layer(graph.number, graph.edge_index)
-
-
-def test_ranks_with_other_columns(worlds):
-    assert worlds.run(3, columns) == [None] * 3
 
 
 class Calls(nn.Module):

@@ -343,6 +343,33 @@ REFUSED = [
 ]
 
 
+class OwnNorm(nn.BatchNorm1d):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+class OwnName(pyg.GraphNorm):
+    pass
+
+
+UNKNOWN = [
+    lambda: OwnNorm(C),
+    lambda: nn.SyncBatchNorm(C),
+    lambda: nn.BatchNorm2d(C),
+    lambda: nn.InstanceNorm1d(C),
+    lambda: pyg.LayerNorm(C, mode="node"),
+    lambda: nn.SyncBatchNorm.convert_sync_batchnorm(pyg.BatchNorm(C)),
+    lambda: pyg.MessageNorm(),
+]
+
+
+def test_which_norms_are_known():
+    global_norm(OwnName(C), None)
+    for make in UNKNOWN:
+        with pytest.raises(ArgumentError, match="is not known to be exact over all nodes"):
+            global_norm(make(), None)
+
+
 def refused(rank):
     graph = partition(no_edges(9), method="block")
     for make, given, message in REFUSED:

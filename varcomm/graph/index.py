@@ -88,8 +88,7 @@ class PartitionedIndex(torch.Tensor):
     Attributes
     ----------
     plain : torch.Tensor
-        The numbers as an ordinary tensor: local ids, or numbers of graphs. The memory of the vector
-        itself holds a number that is out of range everywhere.
+        The numbers as an ordinary tensor in the same memory: local ids, or numbers of graphs.
     of : EdgeShard or Graphs
         What the numbers are of.
     kind : str
@@ -116,18 +115,12 @@ class PartitionedIndex(torch.Tensor):
         line: torch.Tensor | None = None,
     ) -> PartitionedIndex:
         """Let a tensor of numbers carry what these stand for."""
-        memory = plain
-        if not torch.compiler.is_compiling():
-            if type(plain) is not torch.Tensor:
-                raise ArgumentError(
-                    f"edges of a partitioned graph cannot be of type {type(plain).__name__}. "
-                    "Record the model with torch.compile or make_fx."
-                )
-            if not plain.is_floating_point() and plain.dtype != torch.bool:
-                # torch.tensor and torch.sparse_coo_tensor read it past __torch_function__
-                none = plain.new_full((), torch.iinfo(plain.dtype).min)
-                memory = none.expand(plain.shape)
-        out = memory.as_subclass(PartitionedIndex)
+        if not torch.compiler.is_compiling() and type(plain) is not torch.Tensor:
+            raise ArgumentError(
+                f"edges of a partitioned graph cannot be of type {type(plain).__name__}. "
+                "Record the model with torch.compile or make_fx."
+            )
+        out = plain.as_subclass(PartitionedIndex)
         out.plain, out.of, out.kind, out.whole = plain, of, kind, whole
         out.line = plain if plain.dim() == 1 else line
         return out

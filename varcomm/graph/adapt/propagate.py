@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch_geometric.nn import MessagePassing
 
-from varcomm.errors import ArgumentError, DisagreementError
+from varcomm.errors import ArgumentError
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.index import PartitionedIndex
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.ops.operator import checking
-from varcomm.transport.agreement import share
 
 __all__ = ["Running", "attach", "is_attached"]
 
@@ -31,8 +30,6 @@ class Running:
     root: torch.nn.Module
     # None outside of a call that exchanges once for several layers
     steps: int | None = None
-    # then ranks may leave compiled code at other calls
-    compiled: bool = False
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -98,17 +95,12 @@ class _Checked:
     layer: MessagePassing
     method: str
     running: Running
-    agreed: list[bool] = field(default_factory=list)
 
     def __call__(self, edge_index: PartitionedIndex, size: Any = None, **values: Any) -> Any:
         with checking(self.method, self.running.graph.group) as where:
             self.running.check(edge_index, where)
             if self.method == "propagate":
                 self.running.step(where)
-        if torch.compiler.is_compiling():
-            self.running.compiled = True
-        elif not self.agreed and not self.running.compiled:
-            self._agree_on_columns(values)
         own: Callable[..., Any] = getattr(type(self.layer), self.method)
         if torch.compiler.is_compiling() or not isinstance(edge_index.of, EdgeShard):
             return own(self.layer, edge_index, size=size, **values)
@@ -118,25 +110,6 @@ class _Checked:
             # backward is collective: what the values of no edges depend on must be in it
             out = sum([*unused, *_nothing_of(values.values())], out)
         return out
-
-    def _agree_on_columns(self, values: dict[str, Any]) -> None:
-        """Raise DisagreementError at the first call if ranks have other numbers of columns.
-
-        Such rows cannot be exchanged. Classes of labels, for instance, may be missing on a rank.
-        """
-        columns = {
-            name: x.shape[-1]
-            for name, x in values.items()
-            if isinstance(x, torch.Tensor) and x.dim() > 1 and self.layer.node_dim != -1
-        }
-        group = self.running.graph.group
-        of_ranks = share(self.method, lambda: columns, group)
-        if any(one != of_ranks[0] for one in of_ranks):
-            raise DisagreementError(
-                f"{self.method}: ranks have other numbers of columns, {of_ranks}. Give the number "
-                "of classes of all ranks, as in one_hot(y, num_classes)."
-            )
-        self.agreed.append(True)
 
 
 def _nothing_of(values: Iterable[Any]) -> Iterator[torch.Tensor]:
