@@ -109,24 +109,33 @@ are exact no matter where a call stands, inside a distributed model or outside:
 | `values[graph.batch]` | local: every rank has the values of all graphs |
 
 Operations that would use the numbers of one rank raise `ArgumentError`, such as ids computed from
-ids, and comparing sources with targets by size. torch itself drops the meaning of a vector in
-`torch.tensor`, `torch.sparse_coo_tensor`, `tolist`, pickles and TorchScript: these have local ids.
-Code without such a vector cannot be seen: a mean over dimension 0, or `global_mean_pool(x, None)`,
-is that of this rank. Give `graph.batch`, which is zeros if the data have none, or use
-`graph.mean`. A rank may have no edges: a model that returns early if `edge_index.size(1) == 0`
-skips an exchange, for which the other ranks wait. Offsets such as `batch.bincount().cumsum(0)` are
-those of all ranks, and are out of range for `segment` on one.
+ids, comparing sources with targets by size, `tolist`, `numpy` and pickles. torch itself drops the
+meaning of a vector in `torch.tensor`, `torch.sparse_coo_tensor` and TorchScript, without a call of
+the vector: these have local ids. `graph.edges.local_ids` is the place to take such ids from.
+
+Code without such a vector cannot be seen: a mean over dimension 0, `F.batch_norm`, or
+`global_mean_pool(x, None)`, is that of this rank. Give `graph.batch`, which is zeros if the data
+have none, or use `graph.mean`. `varcomm.testing.same_as_one_process` finds such code.
+
+A rank may have no edges: a model that returns early if `edge_index.size(1) == 0` skips an
+exchange, for which the other ranks wait until the timeout. A copy of `LabelPropagation` in your own
+file makes as many columns as this rank has classes, and rows of other widths cannot be exchanged:
+pass `one_hot(y, num_classes=...)`. Offsets such as
+`batch.bincount().cumsum(0)` are those of all ranks, and are out of range for `segment` on one; a
+readout of a distributed model refuses them.
 
 {functions}
 In a distributed model, `BatchNorm` and `DiffGroupNorm` normalise over the nodes of all ranks, over
 edges (inside a layer also with loops added or edges dropped), or plainly over pooled rows, which
 every rank has. The other norms need `graph.batch` outside such a model. A BatchNorm that is
 called outside normalises this rank's rows; one that is put into a model after `distribute` is
-refused.
+refused. An aggregation that reads out nodes needs `graph.batch`, or it is refused.
+`to_hetero_with_bases` is refused: it adds offsets to local ids.
 
 ## Aggregations
 
-These are exact as `aggr=` of a layer, and so are own subclasses of `Aggregation`:
+These are exact as `aggr=` of a layer and, with `graph.batch`, as readouts, and so are own
+subclasses of `Aggregation`; `Set2Set` is exact as a readout:
 
 {aggregations}
 

@@ -109,6 +109,8 @@ def refusals(rank):
     exchange_before(model, graph.edges, PART)
     with pytest.raises(ArgumentError, match=r"scale of Block must have .* owned nodes"):
         model(graph.x, graph.edges.local_ids, graph.edge_attr, graph.x[:0])
+    with pytest.raises(ArgumentError, match="no vector of the graph"):
+        model(graph.x, graph.edges.local_ids, graph.edge_attr, graph.batch)
     # without exchanges, ordinary ids are out of range of owned rows
     assert graph.num_halo
     with pytest.raises(IndexError):

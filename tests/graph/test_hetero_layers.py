@@ -215,6 +215,20 @@ def types_of_edges(rank):
     assert fewer["b"].shape == (graph["b"].num_owned, 5)
 
 
+def bases(rank):
+    """PyG adds offsets to the ids of all types."""
+    graph, edges = graph_of("a rank owns nothing"), ["to", "back"]
+    kinds = [key for key in EDGES if key[1] in edges]
+    model = pyg.to_hetero_with_bases(OneKind(), (["a", "b"], kinds), 2, {"x": 4})
+    for name, parameter in model.named_parameters():
+        if "edge_type_weight" in name:  # which PyG leaves as memory was
+            nn.init.ones_(parameter)
+    x_dict = {kind: graph[kind].x.float() for kind in ("a", "b")}
+    model = distribute(model, graph)
+    with pytest.raises(ArgumentError, match="Operations in place"):
+        model(x_dict, {key: graph[key].edge_index for key in kinds})
+
+
 def moved(rank):
     """From a graph with several types to one with a single type, and back."""
     torch.manual_seed(0)
@@ -230,6 +244,6 @@ def moved(rank):
     assert "forward" not in vars(layer)
 
 
-@pytest.mark.parametrize("use", [types_of_edges, moved])
+@pytest.mark.parametrize("use", [types_of_edges, moved, bases])
 def test_single_layers(worlds, use):
     assert worlds.run(3, use) == [None] * 3

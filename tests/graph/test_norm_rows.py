@@ -6,21 +6,14 @@ import pytest
 import torch
 import torch_geometric.nn as pyg
 from torch import nn
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data import Data
 
 from tests.graph.against_one import compare, graph_of, two_types
-from tests.graph.batches import FIRST
 from tests.graph.graphs import wild
 from tests.ops.comparing import assert_none
 from tests.worlds import WORLDS
 from varcomm import ArgumentError
-from varcomm.graph import (
-    global_add_pool,
-    global_max_pool,
-    global_norm,
-    global_readout,
-    partition,
-)
+from varcomm.graph import global_norm, partition
 
 slow = pytest.mark.slow
 
@@ -53,16 +46,6 @@ def test_norms_over_edges(worlds, ranks, hops):
 
 
 KEY = ("a", "to", "b")
-
-
-def papers():
-    """As many papers as authors."""
-    generator, data = torch.Generator().manual_seed(2), HeteroData()
-    for kind in ("author", "paper"):
-        data[kind].x = torch.randn(9, 4, generator=generator).double()
-        data[kind].batch = torch.arange(9) * 5 % 3
-    data["paper", "cites", "paper"].edge_index = torch.randint(9, (2, 33), generator=generator)
-    return data
 
 
 class Hetero(nn.Module):
@@ -161,32 +144,5 @@ def test_rows_that_may_be_of_nodes_or_of_edges(worlds):
     assert worlds.run(2, ambiguous) == [None] * 2
 
 
-def which_type(rank):
-    data = papers()
-    graph = partition(data, method="block")
-    x, batch = graph["paper"].x, graph["paper"].batch
-    read = pyg.SumAggregation()
-    read.forward = global_readout(read, graph)
-    many = ": x has as many rows as there are nodes of 'author' and .*graph\\['author'\\]"
-    none = "x must have one row for each of the 3 owned nodes of 'author', or for each"
-    for message, call, *given in (
-        (f"^global_add_pool{many}", global_add_pool, x, batch, graph),
-        (f"^SumAggregation{many}", read, x, batch),
-        (none, global_max_pool, torch.ones(100, 1), None, graph),
-        # on rank 0 it would do
-        ("refused on rank 1 of 3", global_add_pool, x if rank == 0 else x[:0], None, graph),
-    ):
-        with pytest.raises(ArgumentError, match=message):
-            call(*given)
-    read.forward = global_readout(read, graph["paper"])
-    expected = pyg.global_add_pool(data["paper"].x, data["paper"].batch)
-    torch.testing.assert_close(global_add_pool(x, batch, graph["paper"]), expected, **FIRST)
-    torch.testing.assert_close(read(x, batch), expected, **FIRST)
-    edges = graph["paper", "cites", "paper"]
-    count = global_add_pool(torch.ones(edges.num_owned), None, edges)
-    assert count.item() == 33
-
-
-@pytest.mark.parametrize("use", [no_row_fits, which_type])
-def test_rows_that_do_not_fit_are_refused_on_all_ranks(worlds, use):
-    assert worlds.run(3, use) == [None] * 3
+def test_rows_that_do_not_fit_are_refused_on_all_ranks(worlds):
+    assert worlds.run(3, no_row_fits) == [None] * 3

@@ -330,21 +330,44 @@ REFUSED = [
     (lambda: nn.BatchNorm1d(C), (X[:2],), "x must have one row"),
     (lambda: nn.BatchNorm1d(C), (torch.tensor(1.0),), "x must have one row"),
     (lambda: nn.BatchNorm1d(C), ([1.0],), "x must be a torch.Tensor"),
-    (lambda: nn.BatchNorm1d(3), (X,), "x has 4 channels, but weight"),
-    (lambda: nn.BatchNorm1d(3, affine=False), (X,), "but running_mean"),
-    (lambda: nn.BatchNorm1d(C), (X.double(),), "but weight of"),
+    (lambda: nn.BatchNorm1d(3), (X,), "x must be of shape"),
     (lambda: nn.BatchNorm1d(C), (X.long(),), "x must be of floats"),
-    (lambda: nn.BatchNorm1d(C), (X[:, 0],), "x must be of floats"),
-    (lambda: pyg.InstanceNorm(C), (X.unsqueeze(-1),), "x must be of floats"),
+    (lambda: nn.BatchNorm1d(C), (X[:, 0],), "x must be of shape"),
     (lambda: pyg.GraphNorm(C), (X, ZEROS[:2]), "batch must be"),
     (lambda: pyg.GraphNorm(C), (X, ZEROS.int()), "batch must be"),
     (lambda: pyg.GraphNorm(C), (X, [0]), "batch must be a torch.Tensor"),
     (lambda: pyg.GraphNorm(C), (X, ZEROS - 1), "numbers in batch"),
     (lambda: pyg.GraphNorm(C), (X, ZEROS + 2, 2), "numbers in batch"),
     (lambda: pyg.GraphNorm(C), (X.long(),), "x must be of floats"),
-    (lambda: pyg.LayerNorm(C), (X[:, 0],), "x must be of floats"),
     (lambda: pyg.HeteroBatchNorm(C, 2), (X, ZEROS + 2), "type_vec"),
 ]
+
+
+class OwnNorm(nn.BatchNorm1d):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+class OwnName(pyg.GraphNorm):
+    pass
+
+
+UNKNOWN = [
+    lambda: OwnNorm(C),
+    lambda: nn.SyncBatchNorm(C),
+    lambda: nn.BatchNorm2d(C),
+    lambda: nn.InstanceNorm1d(C),
+    lambda: pyg.LayerNorm(C, mode="node"),
+    lambda: nn.SyncBatchNorm.convert_sync_batchnorm(pyg.BatchNorm(C)),
+    lambda: pyg.MessageNorm(),
+]
+
+
+def test_which_norms_are_known():
+    global_norm(OwnName(C), None)
+    for make in UNKNOWN:
+        with pytest.raises(ArgumentError, match="is not known to be exact over all nodes"):
+            global_norm(make(), None)
 
 
 def refused(rank):

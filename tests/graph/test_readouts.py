@@ -1,50 +1,42 @@
-"""Aggregations over all nodes of graphs: as in one process; which of them and norms are known."""
+"""PyG's pools and aggregations by ``graph.batch``: as in one process, through two derivatives."""
 
 from functools import partial
 from itertools import product
 
 import pytest
 import torch
-import torch_geometric.nn as pyg
 from torch import nn
 from torch_geometric.nn import aggr
 from torch_geometric.nn.models import MLP
+from torch_geometric.utils import scatter, softmax
 
+import varcomm
 from tests.graph.against_one import compare
-from tests.graph.batches import FIRST, GRAPHS, SECOND, as_data, partitions, plain, whole
+from tests.graph.batches import GRAPHS, SECOND, as_data, no_edges, partitions, whole
 from tests.ops.comparing import Failures, assert_none
 from tests.worlds import WORLDS
 from varcomm import ArgumentError
-from varcomm.graph import global_norm, global_readout
+from varcomm.graph import distribute, partition, replicated
 
 C = 4
 
 
-def attention(**more):
-    both = {"in_channels": C, "out_channels": C, "num_heads": 2, **more}
+def attention():
+    both = {"in_channels": C, "out_channels": C, "num_heads": 2}
     return aggr.MultiAggregation(["sum", "mul"], mode="attn", mode_kwargs=both)
 
 
 READOUTS = {
     "sum": aggr.SumAggregation,
-    "mean": aggr.MeanAggregation,
-    "max": aggr.MaxAggregation,
-    "min": aggr.MinAggregation,
     "mul": aggr.MulAggregation,
-    "var": aggr.VarAggregation,
     "var, half of its gradient": lambda: aggr.VarAggregation(semi_grad=True),
     "std": aggr.StdAggregation,
-    "std, half of its gradient": lambda: aggr.StdAggregation(semi_grad=True),
-    "softmax": aggr.SoftmaxAggregation,
     "softmax, half of its gradient": lambda: aggr.SoftmaxAggregation(t=0.5, semi_grad=True),
-    "softmax, learned": lambda: aggr.SoftmaxAggregation(t=0.7, learn=True),
     "softmax, learned for each": lambda: aggr.SoftmaxAggregation(learn=True, channels=C),
-    "power mean": lambda: aggr.PowerMeanAggregation(p=2.0),
     "power mean, plain": aggr.PowerMeanAggregation,
-    "power mean, learned": lambda: aggr.PowerMeanAggregation(p=1.5, learn=True),
     "power mean, learned for each": lambda: aggr.PowerMeanAggregation(2.0, True, channels=C),
     "variance preserving": aggr.VariancePreservingAggregation,
-    "attention": lambda: aggr.AttentionalAggregation(nn.Linear(C, 1)),
+    "deep sets": lambda: aggr.DeepSetsAggregation(nn.Linear(C, C), nn.Linear(C, C)),
     "attention by feature": lambda: aggr.AttentionalAggregation(nn.Linear(C, 3), nn.Linear(C, 3)),
     "attention by normalised MLPs": lambda: aggr.AttentionalAggregation(
         MLP([C, 5, 1], norm="batch_norm"), MLP([C, 5, 3], norm="graph_norm")
@@ -55,174 +47,180 @@ READOUTS = {
     ),
     "several, by attention": attention,
     "several, the largest": lambda: aggr.MultiAggregation(["sum", "min", "mean"], mode="max"),
-    "one of several": lambda: aggr.MultiAggregation(["median", "sum"][1:]),
-}
-
-# these look at the sign of values, or take two dimensions alone
-POSITIVE = {name for name in READOUTS if name.startswith("power mean")}
-TWO_DIMENSIONS = {name for name in READOUTS if "for each" in name or "MLP" in name}
-
-
-def made(name):
-    torch.manual_seed(0)
-    return READOUTS[name]().double()
-
-
-def on(module, graph):
-    """Replace what normalises as well, as a distributed model has it."""
-    for part in module.modules():
-        if type(part).__name__ in ("BatchNorm", "GraphNorm"):
-            part.forward = global_norm(part, graph)
-    module.forward = global_readout(module, graph)
-    return module
-
-
-# `ptr` is for rows that are sorted by their graph
-WAYS = {
-    "index": lambda batch: {"index": batch},
-    "number of graphs": lambda batch: {"index": batch, "dim_size": GRAPHS},
-    "one graph": lambda batch: {},
-    "pointers": lambda batch: {
-        "ptr": nn.functional.pad(batch.bincount(minlength=GRAPHS).cumsum(0), (1, 0))
-    },
+    "Set2Set": lambda: aggr.Set2Set(C, 2),
 }
 
 
 def check(rank):
-    given, wrong = whole(C), []
-    data = as_data(given.rows(given.batch.argsort(stable=True)))
+    data, wrong = as_data(whole(C)), []
     graph = partitions(data)[1]
-    for name, way in product(READOUTS, WAYS):
-        if way == "pointers" and name not in ("sum", "max", "softmax", "variance preserving"):
-            continue
+    for name, size in product(READOUTS, (None, GRAPHS)):
 
-        def call(module, g, name=name, way=way):
-            # in one process, pointers have no second derivative
-            way = "number of graphs" if way == "pointers" and g.graph is None else way
-            x = g.x.abs() + 0.1 if name in POSITIVE else g.x
-            return module(x, **WAYS[way](plain(g.batch)))
+        def call(module, g, name=name, size=size):
+            x = g.x.abs() + 0.1 if name.startswith("power mean") else g.x
+            return module(x, g.batch, dim_size=size)
 
-        make = partial(made, name)
-        found = compare(make, call, data, graph, put=on, second=True, close=SECOND)
-        wrong += [f"{name}, {way}: {one}" for one in found]
+        close = {"rtol": 1e-8, "atol": 1e-8} if "mul" in name else SECOND
+        found = compare(READOUTS[name], call, data, graph, second=True, close=close)
+        wrong += [f"{name}, {size}: {one}" for one in found]
     return wrong
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
-def test_as_in_one_process(worlds, ranks):
+def test_aggregations(worlds, ranks):
     assert_none(worlds.run(ranks, check))
 
 
-def check_rows(rank):
-    """Other dimensions of nodes, rows of the halo, and narrow floats."""
-    failures, given, (graph, idle) = Failures(), whole(C), partitions()
-    cube = torch.stack([given.x.abs(), given.x.cos() + 2])
-    x, ids = given.x.abs() + 0.1, torch.cat([graph.owned_ids, graph.halo_ids])
-    for name in READOUTS:
-        with failures.named(name, "halo"):
-            got = on(made(name), graph)(x[ids], given.batch[ids])
-            torch.testing.assert_close(got, made(name)(x, given.batch), **FIRST)
-        for dtype, close in {torch.float32: 1e-5, torch.bfloat16: 0.06}.items():
-            narrow, own = x.to(dtype), graph.owned_ids
-            theirs = made(name).to(dtype)(narrow, given.batch)
-            got = on(made(name).to(dtype), graph)(narrow[own], given.batch[own])
-            precise = made(name).to(dtype).double()(narrow.double(), given.batch)
-            with failures.named(name, dtype):
-                assert got.dtype == theirs.dtype
-                torch.testing.assert_close(got.double(), precise, rtol=close, atol=close)
-        if name in TWO_DIMENSIONS | {"several, by attention"}:
+POOLS = {
+    reduce: lambda x, batch, size=None, reduce=reduce: scatter(x, batch, 0, size, reduce)
+    for reduce in ("sum", "mean", "max", "min")
+} | {"softmax": lambda x, batch, size=None: softmax(x, batch, num_nodes=size)}
+
+# the number of graphs by that of nodes' graphs; the largest more than goes in a single round
+BATCHES = {1: None, 150: 700}
+
+
+def check_pools(rank):
+    wrong = []
+    for features, is_tied, times in product(((), (2, 3)), (False, True), BATCHES):
+        given = whole(*features)
+        given.x = (given.x * 1.5).round() / 7 if is_tied else given.x
+        given.batch = given.batch * times
+        data = as_data(given)
+        for graph, name in product(partitions(data), POOLS):
+
+            def call(_, g, name=name, times=times):
+                return POOLS[name](g.x, g.batch, BATCHES[times])
+
+            found = compare(None, call, data, graph, second=True, close=SECOND)
+            wrong += [f"{name}, {features}, {times}, {graph.method}: {one}" for one in found]
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_pools(worlds, ranks):
+    assert_none(worlds.run(ranks, check_pools))
+
+
+def check_dtypes(rank):
+    """Narrow floats and integers."""
+    failures, given, graph = Failures(), whole(C), partitions(as_data(whole(C)))[0]
+    ids, narrow = graph.owned_ids, (torch.float32, torch.bfloat16, torch.float16)
+    for name, dtype in product(POOLS, (*narrow, torch.int32, torch.uint8)):
+        if name in ("mean", "softmax") and dtype not in narrow:
             continue
-        module, own = on(made(name), idle), idle.owned_ids
-        expected = made(name)(cube, given.batch)
-        with failures.named(name, "cube"):
-            torch.testing.assert_close(module(cube[:, own], given.batch[own]), expected)
-            first = module(cube[:, own].movedim(1, 0), given.batch[own], dim=0)
-            torch.testing.assert_close(first.movedim(0, 1), expected)
+        x = (given.x * 30).abs().to(dtype)
+        expected = POOLS[name](x.double() if dtype in narrow else x, given.batch).to(dtype)
+        rows = ids if name == "softmax" else slice(None)
+        with failures.named(name, dtype):
+            torch.testing.assert_close(POOLS[name](x[ids], graph.batch), expected[rows])
     return failures
 
 
-def test_other_rows(worlds):
-    assert_none(worlds.run(3, check_rows))
+def check_not_finite(rank):
+    """Graph 0 has nothing but the lowest value, graph 1 the largest, and graph 3 has a NaN."""
+    failures, given = Failures(), whole(C)
+    graph = partitions(as_data(given))[0]
+    ids = graph.owned_ids
+    given.x[given.batch == 0, 0] = -torch.inf
+    given.x[given.batch == 1, 1] = torch.inf
+    for name, spoiled in product(("max", "min"), (False, True)):
+        given.x[given.batch == 3, 2] = torch.nan if spoiled else 1.0
+        x = given.x.clone().requires_grad_()
+        expected = POOLS[name](x, given.batch)
+        expected.sum().backward()
+        own = given.x[ids].requires_grad_()
+        got = POOLS[name](own, graph.batch)
+        replicated(got.sum(), graph).backward()
+        with failures.named(name, spoiled):
+            torch.testing.assert_close(got, expected, equal_nan=True)
+            if not spoiled:
+                torch.testing.assert_close(own.grad, x.grad[ids])
+    return failures
 
 
-class OwnReduce(aggr.SumAggregation):
-    def reduce(self, *args, **kwargs):
-        return super().reduce(*args, **kwargs) + 1
+@pytest.mark.parametrize("use", [check_dtypes, check_not_finite])
+def test_dtypes_and_values_that_are_not_finite(worlds, use):
+    assert_none(worlds.run(3, use))
 
 
-class OwnForward(aggr.SumAggregation):
-    def forward(self, x, *args, **kwargs):
-        return super().forward(x + 1, *args, **kwargs)
+def check_operators(rank):
+    """Any number of derivatives, and forward mode, against finite differences."""
+    given = whole(2)
+    graph = partitions(as_data(given))[1]
+    for name in ("mean", "max", "softmax"):
+        pool = partial(POOLS[name], batch=graph.batch)
+        varcomm.testing.gradcheck(pool, graph.x, fast_mode=True)
+        varcomm.testing.gradgradcheck(
+            lambda x, pool=pool: pool(x.sin()) ** 2, graph.x, fast_mode=True
+        )
 
 
-class OwnName(aggr.SumAggregation):
-    pass
+@pytest.mark.slow
+def test_against_finite_differences(worlds):
+    assert worlds.run(3, check_operators) == [None] * 3
 
 
-class OwnNorm(nn.BatchNorm1d):
-    def forward(self, x):
-        return super().forward(x) + 1
-
-
-class OwnNameOfNorm(pyg.GraphNorm):
-    pass
-
-
-KNOWN = [OwnName, attention]
-UNKNOWN = [
-    OwnReduce,
-    OwnForward,
-    aggr.MedianAggregation,
-    lambda: aggr.LSTMAggregation(C, C),
-    lambda: aggr.DeepSetsAggregation(nn.Linear(C, C)),
-    lambda: aggr.MultiAggregation(["sum", "median"]),
-    lambda: attention(dropout=0.1),
-    lambda: nn.Linear(1, 1),
-]
-UNKNOWN_NORMS = [
-    lambda: OwnNorm(C),
-    lambda: nn.SyncBatchNorm(C),
-    lambda: nn.BatchNorm2d(C),
-    lambda: nn.LayerNorm(C),
-    lambda: nn.InstanceNorm1d(C),
-    lambda: pyg.LayerNorm(C, mode="node"),
-    lambda: nn.SyncBatchNorm.convert_sync_batchnorm(pyg.BatchNorm(C)),
-    lambda: pyg.MessageNorm(),
-]
-
-
-def test_which_modules_are_known():
-    for make in KNOWN:
-        global_readout(make(), None)
-    global_norm(OwnNameOfNorm(C), None)
-    for replace, first, makes in (
-        (global_readout, "SumAggrega", UNKNOWN),
-        (global_norm, "BatchNorm1d,", UNKNOWN_NORMS),
-    ):
-        for make in makes:
-            module = make()
-            message = f"^{type(module).__name__} is not known .* Known are {first}"
-            with pytest.raises(ArgumentError, match=message):
-                replace(module, None)
-
-
-REFUSED = [
-    (lambda x, index: (x[1:], index[1:]), "x must have one row"),
-    (lambda x, index: (x.long(), index), "x must be of floats"),
-    (lambda x, index: (x, index[1:]), "index must be of torch.int64"),
-    (lambda x, index: (x, index - 1), "numbers in index"),
-    (lambda x, index: (x, index + 2, None, 2), "numbers in index"),
+# a pool, the number of graphs, bytes in a single round, and bytes by pieces of a third
+SENT = [
+    ("sum", 6, 8 * 24, 0),
+    ("sum", 1500, 0, 2 * 8 * 6000),
+    ("mean", 6, 8 * (24 + 6), 0),
+    ("max", 6, (8 + 4) * 24, 0),
+    ("max", 1500, 0, (8 + 4 + 8) * 6000),
+    ("softmax", 6, (8 + 4 + 8) * 24, 0),
 ]
 
 
-def refused(rank):
-    graph = partitions()[0]
-    x, index = torch.ones(graph.num_owned, C), torch.zeros(graph.num_owned, dtype=torch.int64)
-    module = on(aggr.SumAggregation(), graph)
-    for given, message in REFUSED:
-        with pytest.raises(ArgumentError, match=f"^SumAggregation on rank {rank} of 3.*{message}"):
-            module(*given(x, index))
+def received(rank):
+    graph, found = partitions(as_data(whole(C)))[0], []
+    for name, size, *_ in SENT:
+        with varcomm.trace() as calls:
+            POOLS[name](graph.x, graph.batch, size)
+        found.append(sum(call.received for call in calls))
+    return found
 
 
-def test_refusals(worlds):
-    assert worlds.run(3, refused) == [None] * 3
+def test_no_more_is_sent_than_is_said(worlds):
+    expected = [2 * single + 2 * pieces // 3 for _, _, single, pieces in SENT]
+    assert worlds.run(3, received) == [expected] * 3
+
+
+def no_nodes(rank):
+    graph = partition(no_edges(0, batch=torch.zeros(0, dtype=torch.int64)), method="block")
+    return [pool(torch.zeros(0, 2), graph.batch, 2).tolist() for pool in POOLS.values()]
+
+
+def test_a_graph_without_nodes(worlds):
+    assert worlds.run(3, no_nodes) == [[[[0.0, 0.0]] * 2] * 4 + [[]]] * 3
+
+
+def maxima_of_zeros(rank, data):
+    graph = partition(data, method="block")
+    x = torch.zeros(graph.num_owned, 1, requires_grad=True)
+    scatter(x, graph.batch, 0, 1, "max").sum().backward()
+    return x.grad
+
+
+def test_maxima_of_zeros_have_the_gradients_of_pyg(worlds):
+    """PyG starts from a 0, which takes a share of the gradient in torch 2.13."""
+    data = no_edges(9)
+    x = torch.zeros(9, 1, requires_grad=True)
+    scatter(x, torch.zeros(9, dtype=torch.int64), 0, 1, "max").sum().backward()
+    found = torch.cat(worlds.run(3, maxima_of_zeros, data))
+    torch.testing.assert_close(found, 3 * x.grad)  # the loss counts once per rank
+
+
+def without_vectors(rank):
+    """Inside a distributed model, a readout of rows that no vector shows is refused."""
+    graph = partitions(as_data(whole(C)))[0]
+    local = torch.zeros(graph.num_owned, dtype=torch.int64)
+    model = distribute(nn.Sequential(aggr.SumAggregation()), graph)
+    for given in ({}, {"index": local}, {"ptr": torch.tensor([0, graph.num_owned])}):
+        with pytest.raises(ArgumentError, match=r"Give it graph\.batch"):
+            model[0](graph.x, **given)
+    return model[0](graph.x, graph.batch).shape
+
+
+def test_readouts_without_a_vector(worlds):
+    assert worlds.run(3, without_vectors) == [(GRAPHS - 1, C)] * 3

@@ -17,14 +17,6 @@ from varcomm.graph.building.partition import partition
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.files.mesh import Mesh, read_mesh
 from varcomm.graph.nn.norms import global_norm
-from varcomm.graph.nn.pooling import (
-    global_add_pool,
-    global_max_pool,
-    global_mean_pool,
-    global_min_pool,
-    global_softmax,
-)
-from varcomm.graph.nn.readouts import global_readout
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.partitioners.assign import assign, assign_sharded
 from varcomm.graph.reductions import replicated
@@ -43,13 +35,7 @@ __all__ = [
     "edge_update",
     "exchange_before",
     "from_edges",
-    "global_add_pool",
-    "global_max_pool",
-    "global_mean_pool",
-    "global_min_pool",
     "global_norm",
-    "global_readout",
-    "global_softmax",
     "message_passing",
     "partition",
     "read_mesh",

@@ -12,7 +12,6 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.index import How, Kind, Numbering, PartitionedIndex, ordinary, plain
-from varcomm.graph.joined_edges import joined
 from varcomm.graph.nn.graphs import STARTS_FROM_ZERO
 from varcomm.graph.shard import Shard
 from varcomm.ops.all_gather_v import all_gather_v
@@ -375,10 +374,6 @@ class EdgeShard(Numbering, Shard):
     def is_up_to_last(self, count: int) -> bool:
         """Return whether so many owned nodes are up to the last node that has an edge."""
         return not torch.compiler.is_compiling() and self._last[-1:] == [count]
-
-    def joined(self, parts: Sequence[PartitionedIndex]) -> PartitionedIndex:
-        """Return edges of several types, with the offsets of their nodes, as edges of one type."""
-        return joined(parts)
 
     def positions_of_loops(self, loops: bool, mask: torch.Tensor) -> torch.Tensor:
         """Return the positions in a mask of all edges, of self loops or of the others."""

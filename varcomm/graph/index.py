@@ -43,11 +43,6 @@ class Numbering:
     #: whether a source and a target with the same number are the same node
     has_loops = False
 
-    @property
-    def shards(self) -> Sequence[Any]:
-        """The edges of each type of the graph that these are."""
-        return (self,)
-
     def selected_from(self, kind: Kind, x: torch.Tensor, dim: int, empty: bool) -> torch.Tensor:
         """Return the rows that numbers of this kind select from, given those of this rank."""
         raise _unknown("selecting rows")
@@ -82,10 +77,6 @@ class Numbering:
         """Return edges that are appended, if they are self loops of owned nodes."""
         raise _unknown("appending numbers")
 
-    def joined(self, parts: Sequence[PartitionedIndex]) -> PartitionedIndex:
-        """Return edges of several types as one, whose nodes are numbered together by offsets."""
-        raise _unknown("joining vectors")
-
 
 def _unknown(what: str) -> ArgumentError:
     return ArgumentError(f"{what} is not known for these numbers of a partitioned graph.")
@@ -107,8 +98,6 @@ class PartitionedIndex(torch.Tensor):
     whole : bool
         Whether this is the complete vector of this rank: for masks and parts of it, counts are not
         kept and compiled code does not know the number of self loops.
-    offsets : tuple of int
-        What was added to sources and targets, as nodes of several types are numbered together.
     """
 
     plain: torch.Tensor
@@ -116,7 +105,6 @@ class PartitionedIndex(torch.Tensor):
     kind: Kind
     line: torch.Tensor | None
     whole: bool
-    offsets: tuple[int, int]
 
     @staticmethod
     def make(
@@ -125,7 +113,6 @@ class PartitionedIndex(torch.Tensor):
         kind: Kind,
         whole: bool = False,
         line: torch.Tensor | None = None,
-        offsets: tuple[int, int] = (0, 0),
     ) -> PartitionedIndex:
         """Let a tensor of numbers carry what these stand for."""
         if not torch.compiler.is_compiling() and type(plain) is not torch.Tensor:
@@ -134,7 +121,7 @@ class PartitionedIndex(torch.Tensor):
                 "Record the model with torch.compile or make_fx."
             )
         out = plain.as_subclass(PartitionedIndex)
-        out.plain, out.of, out.kind, out.whole, out.offsets = plain, of, kind, whole, offsets
+        out.plain, out.of, out.kind, out.whole = plain, of, kind, whole
         out.line = plain if plain.dim() == 1 else line
         return out
 
@@ -158,13 +145,14 @@ class PartitionedIndex(torch.Tensor):
         return _other(func, args, kwargs)
 
     def __copy__(self) -> PartitionedIndex:
-        return PartitionedIndex.make(
-            self.plain, self.of, self.kind, self.whole, self.line, self.offsets
-        )
+        return PartitionedIndex.make(self.plain, self.of, self.kind, self.whole, self.line)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PartitionedIndex:
-        copied = self.plain.clone()
-        return PartitionedIndex.make(copied, self.of, self.kind, self.whole, None, self.offsets)
+        return PartitionedIndex.make(self.plain.clone(), self.of, self.kind, self.whole)
+
+    def tolist(self) -> Any:
+        """Refuse: torch would return the local numbers without a call of the rules below."""
+        raise _refuse(torch.Tensor.tolist, self.kind)
 
 
 def plain(value: Any) -> Any:
@@ -180,8 +168,8 @@ def _refuse(func: Callable[..., Any], kind: str, more: str = "") -> ArgumentErro
     }.get(kind, "edges of a partitioned graph")
     more = more or (
         "It would mean the ids of this rank only. Take values at nodes by x[edge_index[0]] or "
-        "graph.with_halo, values of graphs by the pools of varcomm.graph, and global ids by "
-        "graph.owned_ids and graph.halo_ids."
+        "graph.with_halo, values of graphs by PyG's pools, global ids by graph.owned_ids and "
+        "graph.halo_ids, and local ids as an ordinary tensor by graph.edges.local_ids."
     )
     return ArgumentError(f"{name} is not known on a part of a graph for {what}. {more}")
 
@@ -197,7 +185,7 @@ def _other(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     """Compute with local numbers: integers that result select nothing, and floats are refused."""
     given = _first(*args, *kwargs.values())
     name = _name_of(func)
-    if name.endswith("_") and not name.endswith("__"):
+    if name.startswith("__i") or (name.endswith("_") and not name.endswith("__")):
         raise _refuse(func, given.kind, "Operations in place do not change what numbers stand for.")
     out = func(*[_unwrapped(one) for one in args], **{k: _unwrapped(v) for k, v in kwargs.items()})
     return out if name in _FRESH else _computed(func, out, given)
@@ -250,7 +238,7 @@ def _same(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
         return _computed(func, out, x)
     if not torch.compiler.is_compiling():
         out = out.as_subclass(torch.Tensor)  # of expand_as(rows with a halo)
-    return PartitionedIndex.make(out, x.of, x.kind, x.whole, x.line, x.offsets)
+    return PartitionedIndex.make(out, x.of, x.kind, x.whole, x.line)
 
 
 class _NoEdges(torch.Tensor):
@@ -345,7 +333,7 @@ def _part(func: Callable[..., Any], x: PartitionedIndex, key: Any) -> Any:
     if isinstance(chosen, PartitionedIndex) and chosen.kind == "loops" and kind == "source":
         kind = "target"  # both ends of a self loop
     whole = x.whole and isinstance(key, int)
-    return PartitionedIndex.make(out, x.of, kind, whole, offsets=x.offsets)
+    return PartitionedIndex.make(out, x.of, kind, whole)
 
 
 def _selecting(key: Any) -> Any:
@@ -361,7 +349,7 @@ def _selecting(key: Any) -> Any:
 
 def _rows(func: Callable[..., Any], index: PartitionedIndex, x: torch.Tensor, dim: int) -> Any:
     """Return the rows that an index selects from."""
-    if index.kind == "computed" or index.offsets != (0, 0):
+    if index.kind == "computed":
         raise _refuse(func, "computed")
     empty = index.plain.numel() == 0 if not torch.compiler.is_compiling() else False
     return index.of.selected_from(index.kind, x, dim % max(1, x.dim()), empty)
@@ -376,14 +364,11 @@ def _index_select(func: Callable[..., Any], x: Any, dim: int, index: Any) -> Any
             return PartitionedIndex.make(out, x.of, x.kind)
         out = x.plain.index_select(dim, index)
         kept = x.plain.dim() == 1 or (x.kind in _ENDS and dim % 2 == 1)
-        return PartitionedIndex.make(out, x.of, x.kind if kept else "computed", offsets=x.offsets)
+        return PartitionedIndex.make(out, x.of, x.kind if kept else "computed")
     return _of_no_edges(_rows(func, index, x, dim).index_select(dim, index.plain))
 
 
 def _setitem(func: Callable[..., Any], x: Any, key: Any, value: Any) -> None:
-    if _is_end(x, key, value):  # edge_index[0] += offset
-        x.plain[key], x.whole, x.offsets = value.plain, False, value.offsets
-        return
     if isinstance(x, PartitionedIndex) or isinstance(value, PartitionedIndex):
         raise _refuse(func, _first(x, value).kind)
     if isinstance(key, PartitionedIndex) and key.kind in ("loops", "no loops"):
@@ -392,18 +377,6 @@ def _setitem(func: Callable[..., Any], x: Any, key: Any, value: Any) -> None:
         key.of.start_at_targets(x, 0, key.plain)[key.plain] = value
     else:
         raise _refuse(func, _first(key).kind)
-
-
-def _is_end(x: Any, key: Any, value: Any) -> bool:
-    """Return whether a value stands for the same end of the same edges."""
-    return (
-        isinstance(x, PartitionedIndex)
-        and isinstance(value, PartitionedIndex)
-        and isinstance(key, int)
-        and x.of is value.of
-        and x.kind in _ENDS
-        and _ENDS[x.kind][key] == value.kind
-    )
 
 
 def _reduction(
@@ -422,8 +395,6 @@ def _reduction(
     known = (*_KNOWN, "mean") if index.kind == "target" else _KNOWN
     if isinstance(src, PartitionedIndex) or how not in known:
         raise _refuse(func, index.kind)
-    if index.offsets != (0, 0):
-        raise _refuse(func, "computed")
     if index.kind == "target":
         out = local(index.of.start_at_targets(x, dim, src), index.plain)
         return index.of.at_targets(out, src)
@@ -505,14 +476,6 @@ def _scatter_reduce(
     return _reduction(func, x, dim, index, src, reduce, include_self, local)
 
 
-def _embedding(func: Callable[..., Any], index: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
-    """Select rows of a table: of graphs, or of nodes."""
-    special = [*args[:2], *map(kwargs.get, ("padding_idx", "max_norm"))]
-    if not isinstance(index, PartitionedIndex) or any(one is not None for one in special):
-        raise _refuse(func, _first(index, weight, *args).kind)
-    return weight[index]
-
-
 def _unique(func: Callable[..., Any], x: Any, sorted: bool = True, **more: Any) -> Any:
     """Return the graphs that have a node on any rank."""
     if x.kind != "graph" or any(value not in (None, False) for value in more.values()):
@@ -537,8 +500,7 @@ def _compare(func: Callable[..., Any], a: Any, b: Any) -> Any:
     both = isinstance(a, PartitionedIndex) and isinstance(b, PartitionedIndex)
     kinds = {a.kind, b.kind} if both else set()
     if kinds == {"source", "target"}:
-        same = a.of is b.of and a.offsets == b.offsets == (0, 0)
-        if not same or not a.of.has_loops or name not in _EQUAL:
+        if a.of is not b.of or not a.of.has_loops or name not in _EQUAL:
             raise _refuse(func, "edges", "Sources and targets have local ids, in no order.")
         kind: Kind = "loops" if _EQUAL[name] else "no loops"
         whole = a.whole and b.whole
@@ -563,14 +525,12 @@ def _equal_all(func: Callable[..., Any], a: Any, b: Any) -> bool:
 def _cat(func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0) -> Any:
     ids = [one for one in tensors if isinstance(one, PartitionedIndex)]
     first = ids[0]
-    no_others = len(ids) == len(tensors)
-    apart = any(one.of is not first.of or one.offsets != (0, 0) for one in ids)
-    if apart and no_others and dim % 2 == 1 and all(one.kind == "edges" for one in ids):
-        return first.of.joined(ids)
-    alike = all(one.kind == first.kind and one.of is first.of for one in ids)
-    across = (first.plain.dim() == 2 and dim % 2 == 1) if first.kind in _ENDS else no_others
-    shifted = any(one.offsets != (0, 0) for one in ids)
-    if not alike or not across or shifted or first.kind == "computed":
+    same = all(one.kind == first.kind and one.of is first.of for one in ids)
+    if first.kind in _ENDS:
+        across = first.plain.dim() == 2 and dim % 2 == 1
+    else:
+        across = len(ids) == len(tensors)
+    if not same or not across or first.kind == "computed":
         raise _refuse(func, first.kind)
     parts = [
         one.plain if isinstance(one, PartitionedIndex) else first.of.check_loops(one)
@@ -579,27 +539,13 @@ def _cat(func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0) -> Any:
     return PartitionedIndex.make(torch.cat(parts, dim=dim), first.of, first.kind)
 
 
-def _add(func: Callable[..., Any], x: Any, other: Any, **kwargs: Any) -> Any:
-    """Add an offset to the ends of edges, of which joined edges consist; see `_cat`."""
-    ends = isinstance(x, PartitionedIndex) and x.kind in ("source", "target")
-    if not ends or not isinstance(other, int) or kwargs:
-        return _other(func, (x, other), kwargs)
-    at = ("source", "target").index(x.kind)
-    offsets = tuple([now + other * (at == end) for end, now in enumerate(x.offsets)])
-    if _name_of(func) == "add_":  # the memory may be the graph's
-        x.plain, x.line, x.whole, x.offsets = x.plain + other, None, False, offsets
-        return x
-    return PartitionedIndex.make(x.plain + other, x.of, x.kind, offsets=offsets)
-
-
 def _stack(func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0) -> Any:
     out = torch.stack([plain(one) for one in tensors], dim=dim)
     kinds = tuple([one.kind if isinstance(one, PartitionedIndex) else "" for one in tensors])
     kind = _PAIRS.get(kinds)
     if dim == 0 and kind is not None and tensors[0].of is tensors[1].of:
-        whole, ends = all(one.whole for one in tensors), sorted(tensors, key=lambda one: one.kind)
-        offsets = (ends[0].offsets[0], ends[1].offsets[1])
-        return PartitionedIndex.make(out, tensors[0].of, kind, whole, offsets=offsets)
+        whole = all(one.whole for one in tensors)
+        return PartitionedIndex.make(out, tensors[0].of, kind, whole)
     first = next(one for one in tensors if isinstance(one, PartitionedIndex))
     return _computed(func, out, first)
 
@@ -619,14 +565,14 @@ def _flip(func: Callable[..., Any], x: PartitionedIndex, *dims: Any) -> Any:
     out = x.plain.flip(dims)
     if x.kind in _ENDS and dims == (0,):
         pair = _PAIRS[_ENDS[x.kind][::-1]]
-        return PartitionedIndex.make(out, x.of, pair, x.whole, offsets=x.offsets)
+        return PartitionedIndex.make(out, x.of, pair, x.whole)
     if x.kind in _ENDS or x.plain.dim() > 1:
         return _computed(func, out, x)
-    return PartitionedIndex.make(out, x.of, x.kind, offsets=x.offsets)
+    return PartitionedIndex.make(out, x.of, x.kind)
 
 
 def _greatest(func: Callable[..., Any], x: PartitionedIndex, *args: Any, **kwargs: Any) -> Any:
-    if args or kwargs or x.kind in ("computed", "loops", "no loops") or x.offsets != (0, 0):
+    if args or kwargs or x.kind in ("computed", "loops", "no loops"):
         return _other(func, (x, *args), kwargs)
     return torch.tensor(x.of.count(x.kind, x.plain, x.whole) - 1)
 
@@ -644,17 +590,12 @@ def _sort(func: Callable[..., Any], x: PartitionedIndex, *args: Any, **kwargs: A
     out = func(x.plain, *args, **kwargs)
     if isinstance(out, torch.Tensor):
         return out
-    return PartitionedIndex.make(out[0], x.of, x.kind, offsets=x.offsets), out[1]
+    return PartitionedIndex.make(out[0], x.of, x.kind), out[1]
 
 
 def _never(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Refuse, before torch looks at ids out of range."""
     raise _refuse(func, _first(*args, *kwargs.values()).kind)
-
-
-def _saved(func: Callable[..., Any], x: PartitionedIndex, *args: Any) -> Any:
-    """Pickle the local numbers alone: another process does not have the graph."""
-    return func(x.plain, *args)
 
 
 _SIGNS = {"neg", "__neg__", "mul", "__mul__", "__rmul__"}
@@ -679,20 +620,18 @@ _BY_NAMES: dict[str, Callable[..., Any]] = {
     "bitwise_not logical_not __invert__": _not,
     "equal": _equal_all,
     "cat concat concatenate": _cat,
-    "add __add__ __radd__ add_ __iadd__": _add,
     "stack": _stack,
     "unbind": _unbind,
     "__iter__": _iterate,
     "flip": _flip,
+    "unique": _unique,
     "max amax": _greatest,
     "numel nelement": _numel,
     "sort argsort": _sort,
-    "embedding": _embedding,
-    "unique": _unique,
     "index_put_ index_put embedding_bag gather take take_along_dim put put_ "
     "index_copy index_copy_ scatter scatter_ index_fill index_fill_ unique_consecutive "
-    "item __int__ __index__ __array__ _segment_reduce": _never,
-    "__reduce_ex__": _saved,
+    "item __int__ __index__ __array__ numpy __dlpack__ __reduce_ex__ embedding "
+    "_segment_reduce": _never,
 }
 _RULES = {name: rule for names, rule in _BY_NAMES.items() for name in names.split()}
 _NAMES = {

@@ -45,12 +45,12 @@ def replicated_sum(partial: torch.Tensor, group: Group) -> torch.Tensor:
 def replicated(value: torch.Tensor, group: PartitionedGraph | GroupLike = None) -> torch.Tensor:
     """Count a value once that every rank computed identically.
 
-    For a loss, or an energy, of values that all ranks have, such as the results of
-    :func:`~varcomm.graph.global_mean_pool`. Those are exact operators, whose backward sums the
+    For a loss, or an energy, of values that all ranks have, such as the results of PyG's
+    ``global_mean_pool`` by ``graph.batch``. Pools are exact operators, whose backward sums the
     gradients of all ranks: a loss that each of P ranks computes from them would count P times.
     After this, it counts once::
 
-        loss = replicated(F.cross_entropy(head(global_mean_pool(x, batch, graph)), y), graph)
+        loss = replicated(F.cross_entropy(head(global_mean_pool(x, graph.batch)), y), graph)
         loss.backward()
         varcomm.data_parallel.sum_gradients(model)  # of layers before the pool and of the head
 

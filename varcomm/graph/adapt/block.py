@@ -22,7 +22,7 @@ from varcomm.ops.compilation import kept_from_compilation
 from varcomm.ops.operator import checking
 from varcomm.transport.agreement import share
 
-__all__ = ["exchange_once"]
+__all__ = ["NodeRows", "exchange_once"]
 
 
 def exchange_once(model: torch.nn.Module, running: Running) -> None:
@@ -32,7 +32,42 @@ def exchange_once(model: torch.nn.Module, running: Running) -> None:
             _unwrap_forward(module)
     own = _unwrap_forward(model)
     if running.graph.hops > 1:
-        vars(model)["forward"] = _Block(model, running, own)
+        rows = NodeRows("a block of layers", running.graph.edges)
+        vars(model)["forward"] = _Block(model, running, own, rows)
+
+
+@dataclass(frozen=True, eq=False)
+class NodeRows:
+    """Which tensors of a call, `what`, have a row for each node; kept by structure and dtypes.
+
+    All ranks agree: on a single rank a tensor may have as many rows by chance.
+    """
+
+    what: str
+    edges: EdgeShard
+    known: dict[tuple[Any, ...], tuple[bool, ...]] = field(default_factory=dict)
+
+    def among(self, leaves: Sequence[Any], key: tuple[Any, ...], rows: int) -> tuple[bool, ...]:
+        """Return which of these have so many rows on all ranks; ranks agree once per `key`."""
+        kinds = [
+            (leaf.dtype, leaf.dim()) if isinstance(leaf, torch.Tensor) else type(leaf)
+            for leaf in leaves
+        ]
+        key = (*key, *kinds)
+        if key not in self.known:
+            fits = [isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (rows,) for leaf in leaves]
+            shared = share(self.what, lambda: fits, self.edges.group)
+            self.known[key] = tuple(map(all, zip(*shared, strict=True)))
+        return self.known[key]
+
+    @kept_from_compilation
+    def owned(self, out: Any, key: tuple[Any, ...] = ()) -> Any:
+        """Return results without their halo rows."""
+        owned = self.edges.num_sources
+        leaves, spec = tree_flatten(out)
+        of_nodes = self.among(leaves, (*key, "out", str(spec)), owned + self.edges.num_halo)
+        pairs = zip(leaves, of_nodes, strict=True)
+        return tree_unflatten([x[:owned] if flag else x for x, flag in pairs], spec)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,8 +77,7 @@ class _Block:
     model: torch.nn.Module
     running: Running
     own: Callable[..., Any] | None
-    # by the types of a call's tensors, which of these have a row for each node
-    _of_nodes: dict[tuple[Any, ...], tuple[bool, ...]] = field(default_factory=dict)
+    rows: NodeRows
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._with_halos((args, kwargs))
@@ -52,15 +86,17 @@ class _Block:
                 out = self.own(*args, **kwargs)
             else:
                 out = type(self.model).forward(self.model, *args, **kwargs)
-        return self._owned(out)
+        return self.rows.owned(out)
 
     @kept_from_compilation
     def _with_halos(self, given: Any) -> Any:
-        edges = self.running.graph.edges
+        edges = self.rows.edges
         leaves, spec = tree_flatten(given)
-        is_edges = [isinstance(leaf, PartitionedIndex) and leaf.kind != "graph" for leaf in leaves]
-        of_nodes = self._agreed(leaves, ("in", str(spec)), edges.num_sources, is_edges)
-        with checking("a block of layers", self.running.graph.group) as where:
+        values = [
+            None if isinstance(x, PartitionedIndex) and x.kind != "graph" else x for x in leaves
+        ]
+        of_nodes = self.rows.among(values, ("in", str(spec)), edges.num_sources)
+        with checking(self.rows.what, edges.group) as where:
             for leaf, flag in zip(leaves, of_nodes, strict=True):
                 if flag and leaf.shape[0] != edges.num_sources:
                     raise ArgumentError(
@@ -69,36 +105,6 @@ class _Block:
                     )
         pairs = zip(leaves, of_nodes, strict=True)
         return tree_unflatten([_with_halo(edges, x) if flag else x for x, flag in pairs], spec)
-
-    @kept_from_compilation
-    def _owned(self, out: Any) -> Any:
-        edges = self.running.graph.edges
-        leaves, spec = tree_flatten(out)
-        rows = edges.num_sources + edges.num_halo
-        of_nodes = self._agreed(leaves, ("out", str(spec)), rows, [False] * len(leaves))
-        pairs = zip(leaves, of_nodes, strict=True)
-        return tree_unflatten([x[: edges.num_sources] if flag else x for x, flag in pairs], spec)
-
-    def _agreed(
-        self, leaves: Sequence[Any], what: tuple[Any, ...], rows: int, excepted: Sequence[bool]
-    ) -> tuple[bool, ...]:
-        """Return which of these have a row for each node on all ranks; asked once per signature.
-
-        On a single rank a tensor may have as many rows by chance.
-        """
-        kinds = tuple(
-            (leaf.dtype, leaf.dim()) if isinstance(leaf, torch.Tensor) else type(leaf)
-            for leaf in leaves
-        )
-        key = (*what, kinds)
-        if key not in self._of_nodes:
-            fits = [
-                isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == rows and not no
-                for leaf, no in zip(leaves, excepted, strict=True)
-            ]
-            shared = share("a block of layers", lambda: fits, self.running.graph.group)
-            self._of_nodes[key] = tuple(map(all, zip(*shared, strict=True)))
-        return self._of_nodes[key]
 
 
 def _with_halo(edges: EdgeShard, x: torch.Tensor) -> torch.Tensor:

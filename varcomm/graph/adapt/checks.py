@@ -8,7 +8,6 @@ from torch_geometric.nn.conv import ChebConv, DirGNNConv, GPSConv
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.nn.norms import GLOBAL_NORMS, is_global_norm
-from varcomm.graph.nn.readouts import is_global_readout
 
 __all__ = [
     "EXACT_AGGREGATIONS",
@@ -16,6 +15,7 @@ __all__ = [
     "REFUSED",
     "check_exact",
     "inexact",
+    "is_readout",
 ]
 
 _COMPILED = "it needs a compiled package beside PyTorch, and is not compared with one process"
@@ -31,7 +31,7 @@ REFUSED = {
     "CuGraphRGCNConv": _COMPILED,
     "CuGraphSAGEConv": _COMPILED,
     "DeepGraphInfomax": "its summary, its corruption and its loss are of this rank's nodes only. "
-    "Distribute its encoder; graph.mean and global_mean_pool summarise all nodes",
+    "Distribute its encoder; graph.mean and pools by graph.batch summarise all nodes",
     "DimeNet": _NEIGHBOURS,
     "DynamicEdgeConv": _NEIGHBOURS,
     "FeaStConv": "PyG's own fails on a rank without edges",
@@ -107,11 +107,9 @@ def _reason(name: str, module: torch.nn.Module, model: torch.nn.Module) -> str |
     """Return why a module is refused, or None."""
     known = _class_of_pyg(module)
     home = known.__module__ if known else ""
-    parts = name.split(".")
-    around = [model.get_submodule(".".join(parts[:count])) for count in range(len(parts))]
 
     def inside(*kinds: type[torch.nn.Module]) -> bool:
-        return any(isinstance(outer, kinds) for outer in around if outer is not module)
+        return is_inside(model, name, kinds)
 
     if known and known.__name__ in REFUSED:
         return REFUSED[known.__name__]
@@ -143,30 +141,28 @@ def _reason(name: str, module: torch.nn.Module, model: torch.nn.Module) -> str |
             "it pools or attends over all nodes, or has a row for each, and sees this rank's only"
         )
     if isinstance(module, aggr.Aggregation) and not inside(norm.HeteroBatchNorm):
-        return _reason_against_aggregation(
-            module, model, is_readout=not inside(MessagePassing, aggr.Aggregation)
-        )
+        if isinstance(module, aggr.Set2Set) and is_readout(model, name):
+            return None
+        return inexact(type(module))
     return None
 
 
-def _reason_against_aggregation(
-    module: aggr.Aggregation, model: torch.nn.Module, is_readout: bool
-) -> str | None:
-    if is_readout:
-        if not is_global_readout(module):
-            return "it reads out all nodes, in a way that is not known across ranks"
-        outer = (m for m in model.modules() if isinstance(m, MessagePassing | aggr.Aggregation))
-        if any(part is module for m in outer for part in m.modules() if m is not module):
-            return (
-                "it reads out all nodes, and is a layer's aggregation as well, which looks at the "
-                "edges into a node; make two of them"
-            )
-        return None
-    return inexact(type(module))
+def is_inside(model: torch.nn.Module, name: str, kinds: tuple[type[torch.nn.Module], ...]) -> bool:
+    """Return whether a submodule is a part of a module of these kinds."""
+    parts = name.split(".")
+    around = [model.get_submodule(".".join(parts[:count])) for count in range(len(parts))]
+    return bool(name) and any(isinstance(outer, kinds) for outer in around)
+
+
+def is_readout(model: torch.nn.Module, name: str) -> bool:
+    """Return whether a submodule is an aggregation that no layer calls."""
+    layers = (MessagePassing, aggr.Aggregation, norm.HeteroBatchNorm)
+    module = model.get_submodule(name)
+    return isinstance(module, aggr.Aggregation) and not is_inside(model, name, layers)
 
 
 def inexact(kind: type[aggr.Aggregation]) -> str | None:
-    """Return why an aggregation of a layer is refused: PyG's class is not known to be exact."""
+    """Return why an aggregation is refused: PyG's class is not known to be exact."""
     known = next(c for c in kind.__mro__ if c.__module__.startswith("torch_geometric."))
     own = known is aggr.Aggregation and kind is not aggr.Aggregation
     if own or known.__name__ in EXACT_AGGREGATIONS:

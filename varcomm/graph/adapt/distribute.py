@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch_geometric.nn import HeteroBatchNorm, MessagePassing
+from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.aggr import Aggregation
 
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.graph.adapt.block import exchange_once
-from varcomm.graph.adapt.checks import OVER_ALL_NODES, check_exact
+from varcomm.graph.adapt.checks import OVER_ALL_NODES, check_exact, is_readout
 from varcomm.graph.adapt.propagate import Running, attach, is_attached
 from varcomm.graph.adapt.special import replace_methods
+from varcomm.graph.index import PartitionedIndex
 from varcomm.graph.nn.norms import global_norm, is_global_norm
-from varcomm.graph.nn.readouts import global_readout
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.ops.digest import differing, digest
 from varcomm.transport.agreement import share
@@ -109,6 +109,9 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
     running = _running_of(model, graph)
     layers = [module for module in model.modules() if isinstance(module, MessagePassing)]
     in_layers = {part for layer in layers for part in layer.modules()}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if is_readout(model, name) and _RUNNING not in vars(module):
+            module.register_forward_pre_hook(_check_readout, with_kwargs=True)
     for module in model.modules():
         vars(module)[_RUNNING] = running
         replace_methods(module, running)
@@ -117,8 +120,6 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
             _drop_cache(module)
         elif is_global_norm(module):
             vars(module)["forward"] = global_norm(module, graph, module in in_layers)
-    for readout in _readouts(model):
-        vars(readout)["forward"] = global_readout(readout, graph)
     exchange_once(model, running)
     if not hasattr(model, _CHECKED):
         model.register_forward_pre_hook(_check_parts)
@@ -146,6 +147,15 @@ def _check_parts(model: torch.nn.Module, args: object) -> None:
             attach(module, running)
 
 
+def _check_readout(module: Aggregation, args: object, given: dict[str, Any]) -> None:
+    """Raise ArgumentError unless an aggregation of nodes or edges has a vector of the graph."""
+    if not isinstance(given["index"], PartitionedIndex):
+        raise ArgumentError(
+            f"{type(module).__name__} would read out this rank's rows alone. Give it graph.batch, "
+            'or graph["paper"].batch, as its index.'
+        )
+
+
 def _running_of(model: torch.nn.Module, graph: PartitionedGraph) -> Running:
     """Return what all modules of this model share, moved to the graph; or a new one.
 
@@ -157,17 +167,6 @@ def _running_of(model: torch.nn.Module, graph: PartitionedGraph) -> Running:
         return Running(graph, model)
     running.graph = graph
     return running
-
-
-def _readouts(model: torch.nn.Module) -> list[Aggregation]:
-    """Return the aggregations that a model calls itself, over all nodes."""
-    inner = {
-        part
-        for module in model.modules()
-        if isinstance(module, MessagePassing | Aggregation | HeteroBatchNorm)
-        for part in list(module.modules())[1:]
-    }
-    return [m for m in model.modules() if isinstance(m, Aggregation) and m not in inner]
 
 
 def _checked(model: torch.nn.Module, graph: PartitionedGraph) -> dict[str, object]:

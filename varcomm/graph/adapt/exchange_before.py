@@ -9,15 +9,15 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from varcomm.errors import ArgumentError, DisagreementError
+from varcomm.graph.adapt.block import NodeRows
 from varcomm.graph.edge_shard import EdgeShard
-from varcomm.graph.index import plain
+from varcomm.graph.index import PartitionedIndex, plain
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.shard import described
-from varcomm.ops.compilation import kept_from_compilation
 from varcomm.ops.operator import checking
 from varcomm.transport.agreement import share
 
@@ -114,7 +114,8 @@ def exchange_before(
         )
     handles = []
     for module, names in found.items():
-        exchange = _Exchange(edges, tuple(names), inspect.signature(module.forward))
+        rows = NodeRows(_WHAT, edges)
+        exchange = _Exchange(edges, tuple(names), inspect.signature(module.forward), rows)
         handles.append(module.register_forward_pre_hook(exchange.before, with_kwargs=True))
         handles.append(module.register_forward_hook(exchange.after))
     return Exchanges(handles)
@@ -178,8 +179,7 @@ class _Exchange:
     edges: EdgeShard
     names: tuple[str, ...]
     signature: inspect.Signature
-    # by the structure of results, which tensors have a row per owned and halo node
-    of_nodes: dict[str, tuple[bool, ...]] = field(default_factory=dict)
+    rows: NodeRows
     exchanged: list[str] = field(default_factory=list)  # in the present call
 
     def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -188,32 +188,26 @@ class _Exchange:
         with checking(_WHAT, self.edges.group) as where:
             for name in self.names:
                 value, owned = given.get(name), self.edges.num_sources
-                if value is not None and (
-                    not isinstance(value, torch.Tensor) or value.shape[:1] != (owned,)
+                if (
+                    value is not None
+                    and (
+                        isinstance(value, PartitionedIndex)  # whose halo would count in readouts
+                        or not isinstance(value, torch.Tensor)
+                        or value.shape[:1] != (owned,)
+                    )
                 ):
                     raise ArgumentError(
-                        f"{where}{name} of {type(module).__name__} must have one row for each of "
-                        f"the {owned} owned nodes; got {described(value)}."
+                        f"{where}{name} of {type(module).__name__} must have one row of values for "
+                        f"each of the {owned} owned nodes, and be no vector of the graph such as "
+                        f"graph.batch; got {described(value)}."
                     )
         self.exchanged[:] = [name for name in self.names if given.get(name) is not None]
         for name in given:
             if name in self.exchanged:
                 given[name] = self.edges.rows_and_halo(given[name])
             else:
-                leaves, spec = tree_flatten(given[name])
-                given[name] = tree_unflatten([plain(leaf) for leaf in leaves], spec)
+                given[name] = tree_map(plain, given[name])
         return call.args, call.kwargs
 
-    @kept_from_compilation
     def after(self, module: torch.nn.Module, args: Any, out: Any) -> Any:
-        leaves, spec = tree_flatten(out)
-        rows = self.edges.num_sources + self.edges.num_halo
-        kinds = [(leaf.dtype, leaf.dim()) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        key = str((spec, kinds, self.exchanged))
-        if key not in self.of_nodes:
-            fits = [isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (rows,) for leaf in leaves]
-            agreed = share(_WHAT, lambda: fits, self.edges.group)
-            self.of_nodes[key] = tuple(map(all, zip(*agreed, strict=True)))
-        pairs = zip(leaves, self.of_nodes[key], strict=True)
-        cut = [leaf[: self.edges.num_sources] if flag else leaf for leaf, flag in pairs]
-        return tree_unflatten(cut, spec)
+        return self.rows.owned(out, tuple(self.exchanged))

@@ -56,8 +56,7 @@ def message_passing(
     Raises
     ------
     ArgumentError
-        On this rank, before any communication, if an argument does not fit; after a call of
-        `message`, if its result does not have one row per edge.
+        On this rank, before any communication, if an argument does not fit.
 
     Notes
     -----
@@ -79,13 +78,9 @@ def message_passing(
     >>> varcomm.launch(fn, 2)
     [[-3.0, 1.0], [1.0, 1.0]]
     """
-    edges = _edges("graph.message_passing", graph)
-    with checking("graph.message_passing", edges.group) as where:
-        ends = _checked(edges, message, x, edge_values, where)
-        aggregate = _aggregation(aggr, where)
-    messages = _messages("graph.message_passing", edges, message, ends, edge_values)
+    edges, messages, aggregate = _run("graph.message_passing", graph, message, x, edge_values, aggr)
     # PyG is not typed
-    return aggregate(messages, edges.local_ids[1], dim_size=edges.layer_counts()[2], dim=0)  # type: ignore[no-any-return]
+    return aggregate(messages, edges.edge_index[1], dim_size=edges.layer_counts()[2], dim=0)  # type: ignore[no-any-return]
 
 
 def edge_update(
@@ -124,75 +119,43 @@ def edge_update(
     >>> varcomm.launch(fn, 2)
     [[1.0], [4.0, 2.0]]
     """
-    edges = _edges("graph.edge_update", graph)
-    with checking("graph.edge_update", edges.group) as where:
-        ends = _checked(edges, update, x, edge_values, where)
-    return _messages("graph.edge_update", edges, update, ends, edge_values)
+    return _run("graph.edge_update", graph, update, x, edge_values)[1]
 
 
-def _messages(
-    name: str, edges: EdgeShard, message: Message, ends: Pair, edge_values: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """Return the message of each edge."""
-    (source, target), (j, i) = ends, edges.local_ids
-    x_j = edges.rows_and_halo(source).index_select(0, j)
-    messages = message(target.index_select(0, i), x_j, *edge_values)
-    with checking(name, edges.group) as where:
-        if not isinstance(messages, torch.Tensor) or messages.shape[:1] != j.shape:
-            got = type(messages).__name__
-            if isinstance(messages, torch.Tensor):
-                got = f"shape {tuple(messages.shape)}"
-            raise ArgumentError(
-                f"{where}the message must return a tensor with one row for each of the {len(j)} "
-                f"edges that it was called with; got {got}."
-            )
-    return messages
-
-
-def _edges(name: str, graph: Any) -> EdgeShard:
-    if isinstance(graph, PartitionedGraph):
-        return graph.edges
-    if not isinstance(graph, EdgeShard):
+def _run(
+    name: str, graph: Any, message: Any, x: Any, edge_values: Sequence[Any], aggr: Any = "sum"
+) -> tuple[EdgeShard, torch.Tensor, Aggregation]:
+    """Return the edges, the message of each, and the aggregation, once all arguments fit."""
+    edges = graph.edges if isinstance(graph, PartitionedGraph) else graph
+    if not isinstance(edges, EdgeShard):
         raise ArgumentError(
             f"{name}: graph must be a PartitionedGraph, as graph.partition gives, or its edges of "
             f"one type; got {type(graph).__name__}."
         )
-    return graph
-
-
-def _checked(
-    edges: EdgeShard, message: Any, x: Any, edge_values: Sequence[Any], where: str
-) -> Pair:
-    """Return the values at sources and at targets, if all arguments fit the edges."""
-    if not callable(message):
-        raise ArgumentError(
-            f"{where}the message must be a function of x_i, x_j and the edge values; got "
-            f"{type(message).__name__}. The order is (graph, message, x, *edge_values)."
-        )
-    if edges.hops > 1:
-        raise ArgumentError(
-            f"{where}the graph has halos of {edges.hops} hops, which are exchanged once for as "
-            "many layers. Partition it with hops=1."
-        )
-    pair = x if isinstance(x, tuple | list) else (x, x)
-    if len(pair) != 2:
-        raise ArgumentError(
-            f"{where}x must be a tensor or a pair of them, for sources and for targets; got "
-            f"{len(pair)}. Put several values of nodes side by side: torch.cat([a, b], dim=1)."
-        )
     sources, _, targets = edges.layer_counts()
-    values = {"x of sources": (pair[0], sources), "x of targets": (pair[1], targets)}
-    count = edges.local_ids.shape[1]
-    values |= {f"edge value {at}": (value, count) for at, value in enumerate(edge_values)}
-    for name, (value, rows) in values.items():
-        checked_tensor(value, where, name)
-        if value.shape[:1] != (rows,) or value.device != edges.local_ids.device:
+    pair = x if isinstance(x, tuple | list) else (x, x)
+    with checking(name, edges.group) as where:
+        if not callable(message) or edges.hops > 1 or len(pair) != 2:
             raise ArgumentError(
-                f"{where}{name} must have {rows} rows, those of this rank, on "
-                f"{edges.local_ids.device}; got shape {tuple(value.shape)} on {value.device}. Pass "
-                "the local part, such as graph.x and graph.edge_attr; the halo is added here."
+                f"{where}the arguments are a graph with halos of one hop, a function of x_i, x_j "
+                "and edge values, and x, a tensor or a pair for sources and targets; got "
+                f"{edges.hops} hops, {type(message).__name__} and x of length {len(pair)}."
             )
-    return pair[0], pair[1]
+        rows = [("x of sources", pair[0], sources), ("x of targets", pair[1], targets)]
+        count = edges.local_ids.shape[1]
+        rows += [(f"edge value {at}", value, count) for at, value in enumerate(edge_values)]
+        for what, value, wanted in rows:
+            checked_tensor(value, where, what)
+            if value.shape[:1] != (wanted,) or value.device != edges.local_ids.device:
+                raise ArgumentError(
+                    f"{where}{what} must have {wanted} rows, those of this rank, on "
+                    f"{edges.local_ids.device}; got shape {tuple(value.shape)} on {value.device}. "
+                    "Pass the local part, such as graph.x and graph.edge_attr."
+                )
+        aggregate = _aggregation(aggr, where)
+    j, i = edges.local_ids
+    x_j = edges.rows_and_halo(pair[0]).index_select(0, j)
+    return edges, message(pair[1].index_select(0, i), x_j, *edge_values), aggregate
 
 
 # Aggregations that PyG made of names: constants to torch.compile.

@@ -64,10 +64,8 @@ class Running:
             raise ArgumentError(
                 f"{where}these are numbers of another kind than edges: {edge_index.kind}."
             )
-        shards = self.graph.edge_shards.values()
-        if not torch.compiler.is_compiling() and not all(
-            any(edges is shard for shard in shards) for edges in edge_index.of.shards
-        ):
+        known = self.graph.edge_shards.values()
+        if not torch.compiler.is_compiling() and not any(edge_index.of is one for one in known):
             raise ArgumentError(
                 f"{where}these are the edges of another graph than the one that the model is "
                 "distributed on. If the model is to run on another graph, call "

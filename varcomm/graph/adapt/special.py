@@ -138,6 +138,38 @@ def _semantic(
     return (weights.view(len(outs), 1, -1) * out).sum(0), weights
 
 
+def _hgt_forward(
+    self: Any, running: Running, x_dict: dict[str, torch.Tensor], edge_index_dict: dict[Any, Any]
+) -> Any:
+    """Attend over edges of all types into a node: Hu et al., 2020.
+
+    PyG joins the types by offsets of local ids. Targets are owned and stay so; rows of sources are
+    fetched type by type.
+    """
+    with checking("HGTConv", running.graph.group) as where:
+        for edges in edge_index_dict.values():
+            running.check(edges, where)
+        running.step(where)
+
+    def propagate(
+        joined: torch.Tensor, k: torch.Tensor, q: torch.Tensor, v: torch.Tensor, **values: Any
+    ) -> torch.Tensor:
+        of_types = torch.stack([k, v], 1).split([len(x_dict[key[0]]) for key in edge_index_dict])
+        pairs = zip(of_types, edge_index_dict.values(), strict=True)
+        at_edges, index = torch.cat([rows[edges[0]] for rows, edges in pairs]), joined[1]
+        messages: torch.Tensor = self.message(
+            at_edges[:, 0], q[index], at_edges[:, 1], index=index, ptr=None, size_i=len(q), **values
+        )
+        return messages.new_zeros(len(q), self.out_channels).index_add(0, index, messages)
+
+    checked, self.propagate = self.propagate, propagate
+    try:
+        local = {key: plain(edges) for key, edges in edge_index_dict.items()}
+        return pyg.HGTConv.forward(self, x_dict, local)
+    finally:
+        self.propagate = checked
+
+
 @kept_from_compilation
 def _cheb_norm(
     self: Any,
@@ -196,6 +228,7 @@ def _these(names: str) -> dict[str, Callable[..., Any]]:
 _METHODS: dict[type[torch.nn.Module], dict[str, Callable[..., Any]]] = {
     pyg.GPSConv: {"forward": _gps_forward},
     pyg.HANConv: {"forward": _han_forward},
+    pyg.HGTConv: {"forward": _hgt_forward},
     pyg.ChebConv: {"__norm__": _cheb_norm},
     pyg.SuperGATConv: {
         "get_attention_loss": _attention_loss,

@@ -110,7 +110,7 @@ def from_edges(
     >>> def fn(rank):
     ...     edges = [[[3, 1], [0, 2]], [[0, 2], [1, 3]]][rank]
     ...     graph = varcomm.graph.from_edges(torch.tensor(edges), [2, 2])
-    ...     return graph.owned_ids.tolist(), graph.halo_ids.tolist(), graph.edge_index.tolist()
+    ...     return graph.owned_ids.tolist(), graph.halo_ids.tolist(), graph.edges.local_ids.tolist()
     >>> varcomm.launch(fn, 2)
     [([0, 1], [3], [[2, 0], [0, 1]]), ([2, 3], [1], [[2, 0], [0, 1]])]
     """

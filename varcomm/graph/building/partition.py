@@ -110,7 +110,7 @@ def partition(
     ...     edge_index = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
     ...     ring = Data(x=torch.arange(4.0).view(4, 1), edge_index=edge_index)
     ...     graph = varcomm.graph.partition(ring, method="block")
-    ...     return graph.owned_ids.tolist(), graph.halo_ids.tolist(), graph.edge_index.tolist()
+    ...     return graph.owned_ids.tolist(), graph.halo_ids.tolist(), graph.edges.local_ids.tolist()
     >>> varcomm.launch(fn, 2)
     [([0, 1], [3], [[0, 2], [1, 0]]), ([2, 3], [1], [[2, 0], [0, 1]])]
     """

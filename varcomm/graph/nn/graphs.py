@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -22,7 +22,6 @@ __all__ = [
     "Graphs",
     "accumulated",
     "extreme",
-    "first_maximum",
     "largest",
 ]
 
@@ -126,24 +125,6 @@ def extreme(
         return result.masked_fill((times == 0).all(0), 0)
 
     return _across_ranks([local, times], combine, group)
-
-
-def first_maximum(x: torch.Tensor, nodes: Any) -> torch.Tensor:
-    """Return the maximum of (n, *F) over all nodes, whose gradient the first one gets: (1, *F)."""
-    total, shape = nodes.sizes.total, (1, *x.shape[1:])
-    # torch.cat drops an empty tensor of one dimension from the autograd graph
-    x = x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
-    # a last row, after all nodes, for ranks without nodes
-    x = torch.cat([x, x.new_full((1, x.shape[1]), _beyond("amax", x.dtype))])
-    ids = torch.cat([nodes.owned_ids, nodes.owned_ids.new_tensor([total])])
-    ids = ids.unsqueeze(1).expand_as(x).masked_fill(~_equal(x, x.amax(0)), total)
-    first, row = ids.min(0, keepdim=True)
-
-    def combine(values: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-        first = first.masked_fill(~_equal(values, values.amax(0)), total)
-        return values.gather(0, first.argmin(0, keepdim=True))[0]
-
-    return _across_ranks([x.gather(0, row), first], combine, nodes.group).view(shape)
 
 
 def _across_ranks(

@@ -14,13 +14,12 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.nn.functional import batch_norm
 from torch_geometric.nn import norm
 from torch_geometric.utils import scatter
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.nn.graphs import accumulated
-from varcomm.graph.nn.rows import Rows, Where, check_floats, rows_of_any_kind
+from varcomm.graph.nn.rows import Rows, Where, rows_of_any_kind
 from varcomm.ops.compilation import kept_from_compilation
 from varcomm.ops.operator import checking
 
@@ -124,7 +123,6 @@ class _GlobalNorm:
             return own(module, *args, **kwargs)
         with checking(name, self.rows.group) as where:
             self.rows.check(x, where)
-            check_floats(x, _DIMS.get(kind, (2,)), where)
         return _FORWARDS[kind](module, self.rows, *args, **kwargs)
 
 
@@ -141,11 +139,15 @@ def _is_kept(module: Any) -> bool:
 
 def _batch_norm(module: torch.nn.BatchNorm1d, rows: Rows, input: torch.Tensor) -> torch.Tensor:
     """Normalise each channel of (rows, C) or (rows, C, L): Ioffe and Szegedy, 2015."""
-    name, x = type(module).__name__, input
+    name, x, channels = type(module).__name__, input, module.num_features
     with checking(name, rows.group) as where:
-        _check_channels(module, x, where)
+        if x.dim() not in (2, 3) or x.shape[1] != channels:  # which would be broadcast
+            raise ArgumentError(
+                f"{where}x must be of shape (rows, {channels}) or (rows, {channels}, length); got "
+                f"{tuple(x.shape)}."
+            )
     if _is_kept(module):
-        return _evaluated(module, x)
+        return type(module).forward(module, x)
     count = rows.total(x) * prod(x.shape[2:])
     _check_count(count, name, rows)
 
@@ -172,7 +174,7 @@ def _batch_norm(module: torch.nn.BatchNorm1d, rows: Rows, input: torch.Tensor) -
 def _pyg_batch_norm(module: norm.BatchNorm, rows: Rows, x: torch.Tensor) -> torch.Tensor:
     """Normalise as :func:`_batch_norm`; a single row, if allowed, as in evaluation."""
     if module.allow_single_element and rows.total(x) <= 1:
-        return _evaluated(module.module, x)
+        return type(module).forward(module, x)  # type: ignore[no-any-return]
     return _batch_norm(module.module, rows, x)
 
 
@@ -262,11 +264,6 @@ def _layer_norm(
     return _rounded(out, x, module)
 
 
-def _evaluated(module: torch.nn.BatchNorm1d, x: torch.Tensor) -> torch.Tensor:
-    mean, var = module.running_mean, module.running_var
-    return batch_norm(x, mean, var, module.weight, module.bias, eps=module.eps)
-
-
 @torch.no_grad()
 def _track(module: Any, mean: torch.Tensor, var: torch.Tensor, count: int) -> None:
     """Move the running statistics by those of a call over `count` values."""
@@ -290,20 +287,6 @@ def _check_count(count: int, name: str, rows: Rows) -> None:
             )
 
 
-def _check_channels(module: torch.nn.BatchNorm1d, x: torch.Tensor, where: str) -> None:
-    """Raise ArgumentError unless `x` fits parameters and buffers, which would be broadcast."""
-    for name in ("weight", "bias", "running_mean", "running_var"):
-        value = getattr(module, name)
-        if value is not None and value.shape[-1] != x.shape[1]:
-            raise ArgumentError(
-                f"{where}x has {x.shape[1]} channels, but {name} has {value.shape[-1]}."
-            )
-        if value is not None and value.dtype not in (x.dtype, accumulated(x.dtype)):
-            raise ArgumentError(
-                f"{where}x is of {x.dtype}, but {name} of {value.dtype}. Convert the module or x."
-            )
-
-
 _FORWARDS: dict[type[torch.nn.Module], Callable[..., torch.Tensor]] = {
     torch.nn.BatchNorm1d: _batch_norm,
     torch.nn.LazyBatchNorm1d: _batch_norm,
@@ -316,15 +299,6 @@ _FORWARDS: dict[type[torch.nn.Module], Callable[..., torch.Tensor]] = {
     norm.PairNorm: _over_graphs,
     norm.MeanSubtractionNorm: _over_graphs,
     norm.GraphSizeNorm: _over_graphs,
-}
-
-# Dimensions of x, where there may be others than two; of any number, if empty.
-_DIMS: dict[type[torch.nn.Module], tuple[int, ...]] = {
-    torch.nn.BatchNorm1d: (2, 3),
-    torch.nn.LazyBatchNorm1d: (2, 3),
-    norm.BatchNorm: (2, 3),
-    norm.GraphNorm: (),
-    norm.MeanSubtractionNorm: (),
 }
 
 GLOBAL_NORMS = tuple(_FORWARDS)

@@ -1,10 +1,10 @@
-"""Rows that a normalisation, a pool or a readout runs over, as the numbers of all ranks show."""
+"""Rows that a normalisation runs over, as the numbers of all ranks show."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -21,7 +21,7 @@ from varcomm.ops.operator import checking
 from varcomm.transport.agreement import share
 from varcomm.transport.group import Group
 
-__all__ = ["Rows", "Where", "check_floats", "node_rows", "rows_of_any_kind"]
+__all__ = ["Rows", "Where", "rows_of_any_kind"]
 
 # A graph with rows of several kinds, or the rows themselves.
 Where: TypeAlias = PartitionedGraph | Shard
@@ -55,8 +55,10 @@ class Rows:
         return given == self.num_owned, given == self.num_owned + self.num_halo
 
     def check(self, x: torch.Tensor, where: str) -> None:
-        """Raise ArgumentError unless `x` has a row for each owned one, or with the halo's."""
+        """Raise ArgumentError unless `x` is of floats, for each owned row or with the halo's."""
         checked_tensor(x, where, "x")
+        if not x.is_floating_point():
+            raise ArgumentError(f"{where}x must be of floats; got {x.dtype}.")
         if not any(self.fits(x)):
             raise ArgumentError(where + _refusal(x, [self]))
 
@@ -68,10 +70,8 @@ class Rows:
         return int(all_reduce(count, group=self.group.process_group))
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum (rows, *F) over all ranks: (1, *F), where narrow floats are summed in fp32."""
-        exact = not (x.is_floating_point() or x.is_complex())
-        dtype = None if exact else accumulated(x.dtype)
-        part = x[: self.num_owned].sum(0, keepdim=True, dtype=dtype)
+        """Sum floats (rows, *F) over all ranks: (1, *F), narrow ones in fp32."""
+        part = x[: self.num_owned].sum(0, keepdim=True, dtype=accumulated(x.dtype))
         return all_reduce(part, group=self.group.process_group)
 
     def index(
@@ -81,46 +81,27 @@ class Rows:
         index: torch.Tensor | None,
         size: int | None,
         argument: str = "batch",
-        agreed: bool = True,
     ) -> tuple[PartitionedIndex, int]:
-        """Return the graph of each row of `x`, checked, and the number of graphs.
-
-        The number is the largest of all ranks if it is None or not agreed.
-        """
-        with checking(name, self.group) as where:
-            self.check(x, where)
-            if index is None:
-                ids, size = torch.zeros(len(x), dtype=torch.int64, device=x.device), 1
-            else:
-                ids = plain(index)
+        """Return the graph of each row of `x`, checked, and the number of graphs on all ranks."""
+        if index is None:
+            ids, size = torch.zeros(len(x), dtype=torch.int64, device=x.device), 1
+        else:
+            ids = plain(index)
+            with checking(name, self.group) as where:
                 end = _check_ids(ids, size, x, where, argument)
-        if index is not None and (size is None or not agreed):
-            size = largest(max(end, size or 0), self.group, x.device)
-        assert size is not None
-        owned = self.num_owned if self.fits(x)[1] else None
-        graphs = Graphs(self.group, size, owned)
+            size = largest(end, self.group, x.device) if size is None else size
+        graphs = Graphs(self.group, size, self.num_owned if self.fits(x)[1] else None)
         return PartitionedIndex.make(ids, graphs, "graph", whole=True), size
-
-
-def node_rows(name: str, x: torch.Tensor, where: Where) -> Rows:
-    """Return the nodes that `x` has rows of; where there are several types, all ranks agree."""
-    kinds = _nodes(where)
-    found = kinds if len(kinds) == 1 else _agreed(name, x, kinds)[0]
-    if len(found) > 1:
-        raise ArgumentError(
-            f"{name}: x has as many rows as there are {' and '.join(rows.name for rows in found)}, "
-            f"on every rank. Choose one: pass {found[0].key} in place of the graph."
-        )
-    return found[0]
 
 
 def rows_of_any_kind(name: str, x: torch.Tensor, where: Where, in_layer: bool) -> Rows:
     """Return the rows that a normalisation is given, as all ranks agree.
 
-    These are nodes, or else edges, or else rows that are equal on all ranks, as pools return them.
-    Inside a layer they are the edges that it computes with, whatever their number.
+    These are nodes, or else edges, or else rows that are equal on all ranks, as pools return them;
+    on all ranks without halos, or on all with them. Inside a layer they are the edges that it
+    computes with, whatever their number.
     """
-    kinds = [*_nodes(where), *_edges(where)]
+    kinds = _kinds(where)
     group = kinds[0].group
     if group.size == 1:
         return Rows(group, "rows of one process", replicated=True)
@@ -128,9 +109,28 @@ def rows_of_any_kind(name: str, x: torch.Tensor, where: Where, in_layer: bool) -
         return kinds[0]
     if in_layer and isinstance(where, PartitionedGraph) and where.hops == 1:
         return Rows(group, "rows of a layer")
-    found, equal = _agreed(name, x, kinds, is_norm=True)
+
+    def local() -> tuple[object, list[tuple[bool, bool]], str]:
+        checked_tensor(x, "", "x")
+        fits = [rows.fits(x) for rows in kinds]
+        known = digest(x) if x.dim() and len(x) else group.rank
+        return known, fits, "" if any(map(any, fits)) else _refusal(x, kinds)
+
+    digests, fits, refusals = zip(*share(name, local, group), strict=True)
+    found = [
+        rows
+        for rows, of_ranks in zip(kinds, zip(*fits, strict=True), strict=True)
+        if any(map(all, zip(*of_ranks, strict=True)))
+    ]
+    equal = all(one == digests[0] for one in digests)
+    if equal and found:  # rows that do not vary have one mean in either case
+        equal = bool((x != x[:1]).any())
     if equal and not found:
         return Rows(group, "rows that are equal on all ranks", replicated=True)
+    if not found:
+        wrong = next((rank for rank, text in enumerate(refusals) if text), 0)
+        text = refusals[wrong] or "x has no rows of the same kind on all ranks."
+        raise ArgumentError(f"{name}: refused on rank {wrong} of {group.size}: {text}")
     if equal or len({tuple(rows.shard.sizes) for rows in found if rows.shard is not None}) > 1:
         names = [rows.name for rows in found] + ["what is equal on all ranks"] * equal
         raise ArgumentError(
@@ -141,64 +141,24 @@ def rows_of_any_kind(name: str, x: torch.Tensor, where: Where, in_layer: bool) -
     return found[0]
 
 
-def _nodes(where: Where) -> list[Rows]:
-    if isinstance(where, EdgeShard):
-        return _edges(where)
+def _kinds(where: Where) -> list[Rows]:
+    """Return the rows that there are: nodes of each type, then edges of each type."""
+    found: list[tuple[Any, Shard]]
     if isinstance(where, Shard):
-        return [Rows(where.group, "nodes", "graph.nodes", where)]
-    if None in where.node_shards:
-        return [Rows(where.group, "nodes", "graph.nodes", where.nodes, where.num_halo)]
-    return [
-        Rows(where.group, f"nodes of {kind!r}", f"graph[{kind!r}]", shard)
-        for kind, shard in where.node_shards.items()
-    ]
-
-
-def _edges(where: Where) -> list[Rows]:
-    if isinstance(where, PartitionedGraph):
-        shards = where.edge_shards
+        found = [(None, where)]
     else:
-        shards = {None: where} if isinstance(where, EdgeShard) else {}
-    found = []
-    for kind, shard in shards.items():
-        name, key = "edges", "graph.edges"
-        if kind is not None:
-            name, key = f"edges of {kind!r}", f"graph[{kind!r}]"
-        halo = shard.edge_index.shape[1] - shard.num_owned
-        found.append(Rows(shard.group, name, key, shard, halo))
-    return found
-
-
-def _agreed(
-    name: str, x: torch.Tensor, kinds: Sequence[Rows], is_norm: bool = False
-) -> tuple[list[Rows], bool]:
-    """Return the kinds that fit `x` on all ranks, and whether `x` is equal on all of several ranks.
-
-    They fit on all without halos, or on all with them.
-    """
-    group = kinds[0].group
-
-    def local() -> tuple[object, list[tuple[bool, bool]], str]:
-        checked_tensor(x, "", "x")
-        fits = [rows.fits(x) for rows in kinds]
-        known = digest(x) if x.dim() and len(x) else group.rank
-        return known, fits, "" if any(map(any, fits)) else _refusal(x, kinds)
-
-    shared = share(name, local, group)
-    digests, fits, refusals = zip(*shared, strict=True)
-    found = [
-        rows
-        for rows, of_ranks in zip(kinds, zip(*fits, strict=True), strict=True)
-        if any(map(all, zip(*of_ranks, strict=True)))
-    ]
-    equal = is_norm and group.size > 1 and all(one == digests[0] for one in digests)
-    if equal and found:  # rows that do not vary have one mean in either case
-        equal = bool((x != x[:1]).any())
-    if not found and not equal:
-        wrong = next((rank for rank, text in enumerate(refusals) if text), 0)
-        text = refusals[wrong] or "x has no rows of the same kind on all ranks."
-        raise ArgumentError(f"{name}: refused on rank {wrong} of {group.size}: {text}")
-    return found, equal
+        found = [*where.node_shards.items(), *where.edge_shards.items()]
+    rows = []
+    for kind, shard in found:
+        halo = 0
+        if isinstance(shard, EdgeShard):
+            halo = shard.local_ids.shape[1] - shard.num_owned
+        elif kind is None and isinstance(where, PartitionedGraph):
+            halo = where.num_halo
+        name = shard.noun if kind is None else f"{shard.noun} of {kind!r}"
+        key = f"graph.{shard.noun}" if kind is None else f"graph[{kind!r}]"
+        rows.append(Rows(shard.group, name, key, shard, halo))
+    return rows
 
 
 def _refusal(x: torch.Tensor, kinds: Sequence[Rows]) -> str:
@@ -208,15 +168,6 @@ def _refusal(x: torch.Tensor, kinds: Sequence[Rows]) -> str:
         for rows in kinds
     )
     return f"x must have one row {wanted}; got shape {tuple(x.shape)}. Pass the rows of this rank."
-
-
-def check_floats(x: torch.Tensor, dims: tuple[int, ...], where: str) -> None:
-    """Raise ArgumentError unless `x` is of floats, and of one of `dims` dimensions if any."""
-    checked_tensor(x, where, "x")
-    if not x.is_floating_point() or (dims and x.dim() not in dims):
-        of = f", of {' or '.join(map(str, dims))} dimensions" if dims else ""
-        got = f"{x.dtype} of shape {tuple(x.shape)}"
-        raise ArgumentError(f"{where}x must be of floats{of}; got {got}.")
 
 
 def _check_ids(
