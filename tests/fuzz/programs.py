@@ -220,3 +220,8 @@ def on_ranks(rank, program):
         if got.shape != want.shape or not torch.allclose(got, want, **CLOSE):
             return f"{what} on rank {place}: {got} in place of {want}"
     return ""
+
+
+def verdict(program, answers):
+    """Return the differences of all ranks, or ""."""
+    return "; ".join(text for text in answers if text)

@@ -1,4 +1,4 @@
-"""Draw programs, altered files and faults for some minutes; count failures.
+"""Draw programs, faulty calls, altered files and faults for some minutes; count failures.
 
 python -m tests.fuzz.run --minutes 30
 """
@@ -16,21 +16,22 @@ import torch
 
 from conftest import Worlds
 from tests.faults.stage import problem, scenes
-from tests.fuzz import files, load, programs
+from tests.fuzz import faults, files, load, programs
 
 AT_ONCE = 50  # examples between two looks at the clock
 FILES_AT_ONCE = 1000
 
 
-def draw(run, pool, examples, number):
-    """Run programs of one seed by ``run(pool, function, program)``; return them with answers."""
+def draw(run, job, pool, examples, number):
+    """Run examples of one seed by ``run(pool, function, example)``; return them with answers."""
     found = []
 
     def example(drawn):
-        found.append((drawn, run(pool, programs.on_ranks, drawn)))
+        found.append((drawn, run(pool, job.on_ranks, drawn)))
 
-    programs.for_each(programs.drawn(pool), examples, number, example)
-    return found
+    programs.for_each(job.drawn(pool), examples, number, example)
+    # a rank returns None if the operation has no such argument
+    return [(drawn, answers) for drawn, answers in found if answers[0] is not None]
 
 
 class Fuzz:
@@ -55,11 +56,11 @@ class Fuzz:
             self.worlds.close()
             return [None] * size
 
-    def programs(self, number):
-        drawn = draw(self.run, programs.POOL, AT_ONCE, number)
-        self.tally["programs"] += len(drawn)
+    def examples(self, name, job, number):
+        drawn = draw(self.run, job, programs.POOL, AT_ONCE, number)
+        self.tally[name] += len(drawn)
         for example, answers in drawn:
-            if text := "; ".join(filter(None, answers)):
+            if text := job.verdict(example, answers):
                 self.found(f"seed {number}: {example}", text)
 
     def altered_files(self, number):
@@ -104,7 +105,8 @@ def main():
     print(fuzz, flush=True)
     fuzz.load()
     while time.monotonic() < end:
-        fuzz.programs(number)
+        fuzz.examples("programs", programs, number)
+        fuzz.examples("faulty calls", faults, number)
         fuzz.altered_files(number)
         number += 1
         print(f"{fuzz}, up to seed {number - 1}", flush=True)

@@ -1,17 +1,20 @@
-"""Samples of random programs, altered files and long runs; `make fuzz` runs more."""
+"""Samples of random programs, faulty calls, altered files and long runs; `make fuzz` runs more."""
 
 import pytest
 
-from tests.fuzz import files, load
+from tests.fuzz import faults, files, load, programs
 from tests.fuzz.run import draw
 
 
+@pytest.mark.parametrize("job", [programs, faults], ids=["programs", "faulty calls"])
 @pytest.mark.parametrize(
     ("pool", "examples"), [(3, 6), pytest.param(4, 30, marks=pytest.mark.slow)]
 )
-def test_programs_are_as_in_one_process(worlds, pool, examples):
-    for example, answers in draw(worlds.run, pool, examples, 0):
-        assert set(answers) == {""}, example
+def test_samples(worlds, job, pool, examples):
+    """Programs are as in one process; faulty calls are one error on all ranks."""
+    drawn = draw(worlds.run, job, pool, examples, 0)
+    problems = {str(example): job.verdict(example, answers) for example, answers in drawn}
+    assert problems == dict.fromkeys(problems, "")
 
 
 @pytest.mark.parametrize("kind", files.SAVED)

@@ -28,7 +28,7 @@ _CAUSES = {
     r"norm|softmax|std|var": (
         "it normalises over this rank's rows. Use a norm of torch or PyG as a module of the model, "
         "and call vc.graph.distribute(model, graph) after changes of the model; or use "
-        "vc.graph.global_softmax."
+        "PyG's softmax by graph.batch."
     ),
     r"mean|sum|max|min|prod|loss|entropy|matmul|mm|dot": (
         "each rank has the {} of its own rows. Use a pool by graph.batch for features, and "
