@@ -3,13 +3,14 @@
 import pytest
 import torch
 from torch import nn
+from torch_geometric.nn import global_add_pool
 
 import varcomm
-from tests.graph.batches import SECOND, partitions, whole
+from tests.graph.batches import SECOND, as_data, partitions, whole
 from tests.ops.comparing import Failures, assert_none
 from tests.worlds import WORLDS
 from varcomm import ArgumentError, DisagreementError
-from varcomm.graph import global_add_pool, replicated
+from varcomm.graph import replicated
 
 
 def check_parameters(failures, given):
@@ -32,11 +33,11 @@ def check_parameters(failures, given):
     x = given.x.clone().requires_grad_()
     expected = learn(x, pool_alone, lambda value: value, torch.mean)
     gradients = {key: p.grad for key, p in model.named_parameters()}
-    for graph in partitions():
-        batch, own = given.batch[graph.owned_ids], given.x[graph.owned_ids].requires_grad_()
+    for graph in partitions(as_data(given)):
+        own = given.x[graph.owned_ids].requires_grad_()
         got = learn(
             own,
-            lambda x, batch=batch, graph=graph: global_add_pool(x, batch, graph),
+            lambda x, batch=graph.batch: global_add_pool(x, batch),
             lambda value, graph=graph: replicated(value, graph),
             graph.mean,
         )
