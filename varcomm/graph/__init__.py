@@ -16,6 +16,7 @@ from varcomm.graph.building.from_edges import from_edges
 from varcomm.graph.building.partition import partition
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.files.mesh import Mesh, read_mesh
+from varcomm.graph.neighbours.knn import knn
 from varcomm.graph.neighbours.radius import radius
 from varcomm.graph.nn.norms import global_norm
 from varcomm.graph.nn.pooling import (
@@ -51,6 +52,7 @@ __all__ = [
     "global_norm",
     "global_readout",
     "global_softmax",
+    "knn",
     "message_passing",
     "partition",
     "radius",

@@ -169,9 +169,12 @@ class Ghosts:
         message = torch.cat([each.view(torch.uint8) for each in both], dim=1)
         received = all_to_all_v(message, send, recv, group=pg)
         width = pos.shape[1] * pos.element_size()
-        found = received[:, :width].contiguous().view(pos.dtype)
-        names = received[:, width:].contiguous().view(torch.int64).view(-1)
-        return cls(group, sent, send, recv, found, names)
+        # copies, since memory of another dtype must begin at a multiple of its size
+        found, names = (
+            each.clone(memory_format=torch.contiguous_format)
+            for each in received.tensor_split([width], dim=1)
+        )
+        return cls(group, sent, send, recv, found.view(pos.dtype), names.view(torch.int64).view(-1))
 
     def plan(self, used: torch.Tensor, rows: int, identity: int) -> ExchangePlan:
         """Return the plan that fetches the used ones of the received nodes; collective.

@@ -10,7 +10,7 @@ import torch
 
 from varcomm.graph.neighbours.ghosts import Boxes
 
-__all__ = ["Links"]
+__all__ = ["Links", "tree_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +46,8 @@ class Links:
             own = (~beyond).nonzero().view(-1)
             beyond[own] = (shift[own] != home[rows[own]]).any(1)
         rows, shift = rows[beyond], shift[beyond]
-        tree = _tree(frame.moved(points[:owned], home))
-        others = _tree(frame.moved(points[rows], shift))
+        tree = tree_of(frame.moved(points[:owned], home))
+        others = tree_of(frame.moved(points[rows], shift))
         pairs = torch.from_numpy(tree.query_pairs(reach, output_type="ndarray"))
         near = tree.sparse_distance_matrix(others, reach, output_type="ndarray")
         device, mutual = points.device, len(pairs)
@@ -173,7 +173,8 @@ def _square(displacements: torch.Tensor) -> torch.Tensor:
     return length
 
 
-def _tree(points: torch.Tensor) -> Any:
+def tree_of(points: torch.Tensor) -> Any:
+    """Return a tree of SciPy, in the order in which it is built fastest."""
     from scipy.spatial import cKDTree  # type: ignore[import-untyped]
 
     return cKDTree(points.cpu().numpy(), balanced_tree=False, compact_nodes=False)
