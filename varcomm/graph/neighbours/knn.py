@@ -12,7 +12,13 @@ import torch
 from varcomm.errors import ArgumentError
 from varcomm.graph.neighbours.ghosts import Boxes, Frame, Ghosts
 from varcomm.graph.neighbours.links import Links, tree_of
-from varcomm.graph.neighbours.positions import Own, agreed, checked_positions, shards
+from varcomm.graph.neighbours.positions import (
+    Own,
+    agreed,
+    checked_positions,
+    has_derivative,
+    shards,
+)
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.sizes import ShardSizes, at_least
 from varcomm.transport.agreement import agree, share
@@ -84,7 +90,7 @@ def knn(pos: torch.Tensor, k: int, group: GroupLike = None) -> PartitionedGraph:
             "k": at_least(1, k, "k"),
             "shape and dtype of pos": f"(n, {dims}) of {rows.dtype}",
             "the kind of device": rows.device.type,
-            "need of gradients": rows.requires_grad and torch.is_grad_enabled(),
+            "use of derivatives": has_derivative(rows),
         }
 
     def outline(own: Own) -> list[Any]:

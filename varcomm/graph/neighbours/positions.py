@@ -8,6 +8,7 @@ from typing import Any, Self, TypeVar
 from zlib import crc32
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
 
 from varcomm.errors import ArgumentError, GroupError, MissingPackageError
 from varcomm.graph.edge_shard import EdgeShard
@@ -22,7 +23,7 @@ from varcomm.transport.agreement import agree_and_share, compare
 from varcomm.transport.engine import engine_for, is_simulated
 from varcomm.transport.group import Group
 
-__all__ = ["Own", "agreed", "checked_positions", "shards"]
+__all__ = ["Own", "agreed", "checked_positions", "has_derivative", "shards"]
 
 T = TypeVar("T")
 
@@ -82,6 +83,13 @@ def checked_positions(pos: Any, what: str, group: Group) -> torch.Tensor:
             "one process, and use varcomm.simulate.partition."
         )
     return pos
+
+
+def has_derivative(x: torch.Tensor | None) -> bool:
+    """Return whether derivatives with respect to a tensor are asked for, in either mode."""
+    if x is None:
+        return False
+    return (x.requires_grad and torch.is_grad_enabled()) or unpack_dual(x).tangent is not None
 
 
 def agreed(

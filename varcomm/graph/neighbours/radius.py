@@ -13,7 +13,13 @@ import torch
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.graph.neighbours.ghosts import Boxes, Frame, Ghosts
 from varcomm.graph.neighbours.links import Links
-from varcomm.graph.neighbours.positions import Own, agreed, checked_positions, shards
+from varcomm.graph.neighbours.positions import (
+    Own,
+    agreed,
+    checked_positions,
+    has_derivative,
+    shards,
+)
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.ops.digest import digest
 from varcomm.plan.checks import checked_index
@@ -191,7 +197,7 @@ def radius(
             _check_previous(previous, request, ranks)
         return request, settings | {
             "cell": repr(digest(fixed)),
-            "need of gradients": [_has_gradient(each) for each in (rows, vectors)],
+            "use of derivatives": [has_derivative(each) for each in (rows, vectors)],
             "previous": None if previous is None else previous.plan.identity,
         }
 
@@ -204,7 +210,7 @@ def radius(
     counts, bounds, largest, serve = zip(*outlines, strict=True)
     own, sizes, most = request.own, ShardSizes(counts), max_neighbours
     limits = request.cutoff * request.cutoff, most
-    needs_gradient = _has_gradient(own.pos) or _has_gradient(request.cell)
+    is_differentiable = has_derivative(own.pos) or has_derivative(request.cell)
 
     if isinstance(previous, _RadiusGraph) and previous.kept is not None and all(serve):
         kept, plan, own_ids = previous.kept, previous.plan, previous.owned_ids
@@ -241,17 +247,13 @@ def radius(
         if request.skin:
             near = near.renumbered(len(own_ids), used)
             kept = _Kept(near, own.points.clone(), request.fixed_cell, plan)
-        if needs_gradient:  # on all ranks
+        if is_differentiable:  # on all ranks
             full = torch.cat([own.pos, plan(own.pos)])
-    if needs_gradient:
+    if is_differentiable:
         found = links.displacements(full.double(), request.cell)
     parts = shards(own, own_ids, links, found, (sizes, ShardSizes(edges)), halo_ids, plan)
     method = "block" if ids is None else "the ranks given"
     return _RadiusGraph(*parts, method, request.settings, kept)
-
-
-def _has_gradient(x: torch.Tensor | None) -> bool:
-    return x is not None and x.requires_grad and torch.is_grad_enabled()
 
 
 def _checked_length(value: Any, name: str) -> float:
