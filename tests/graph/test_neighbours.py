@@ -175,7 +175,7 @@ def moving(rank):
     steps = torch.Generator().manual_seed(1)
     first = graph = radius(pos[ids], cell=cell, **same)
     plans, out, messages = [], [], []
-    for scale, far in ((1, 0.0), (1.01, 0.0), (1, 0.35), (1, 0.0)):
+    for scale, far in ((1, 0.0), (1.01, 0.0), (1, 0.6), (1, 0.0)):
         move = torch.randn(pos.shape, generator=steps, dtype=torch.float64)
         pos = (pos + 0.05 * move / move.norm(dim=1, keepdim=True)) * scale
         pos[-1, 0] += far  # of the last rank

@@ -63,7 +63,13 @@ class _Request:
     cell: torch.Tensor | None
     cutoff: float
     skin: float
+    most: int | None
     settings: Mapping[str, object]
+
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether derivatives are asked for, as on all ranks."""
+        return has_derivative(self.own.pos) or has_derivative(self.cell)
 
     @property
     def fixed_cell(self) -> torch.Tensor | None:
@@ -82,6 +88,19 @@ class _Request:
             points, scale = points @ change, float(torch.linalg.svdvals(change)[-1])
         moved = (self.own.points - points).norm(dim=1).amax() if len(points) else 0.0
         return bool(2 * moved <= scale * (self.cutoff + self.skin) - self.cutoff)
+
+    def reach(self, largest: float) -> float:
+        """Return the reach of a search, for positions up to `largest` in size."""
+        reach, cell = self.cutoff + self.skin, self.fixed_cell
+        widest = 0.0 if cell is None else float(cell.abs().max())
+        return reach + _SLACK * reach + _SLACK_AT * (largest + widest)
+
+    def chosen(
+        self, links: Links, points: torch.Tensor, ids: torch.Tensor
+    ) -> tuple[Links, torch.Tensor]:
+        """Return the pairs that are edges, and their displacements."""
+        cell, owned = self.fixed_cell, len(self.own.pos)
+        return links.limited(self.cutoff * self.cutoff, self.most, points, cell, ids, owned)
 
 
 def radius(
@@ -192,7 +211,7 @@ def radius(
             "use of ids": ids is not None,
         }
         own = Own.of(rows, Frame.of(fixed, periodic, rows.device))
-        request = _Request(own, _checked_ids(ids, rows), vectors, *reach, settings)
+        request = _Request(own, _checked_ids(ids, rows), vectors, *reach, max_neighbours, settings)
         if previous is not None:
             _check_previous(previous, request, ranks)
         return request, settings | {
@@ -207,53 +226,79 @@ def radius(
         return [len(request.own.pos), request.own.bounds(), request.own.largest(), serves]
 
     request, outlines, identity = agreed(_WHAT, check, outline, ranks)
-    counts, bounds, largest, serve = zip(*outlines, strict=True)
-    own, sizes, most = request.own, ShardSizes(counts), max_neighbours
-    limits = request.cutoff * request.cutoff, most
-    is_differentiable = has_derivative(own.pos) or has_derivative(request.cell)
-
-    if isinstance(previous, _RadiusGraph) and previous.kept is not None and all(serve):
-        kept, plan, own_ids = previous.kept, previous.plan, previous.owned_ids
-        halo_ids, full = previous.halo_ids, torch.cat([own.pos, plan(own.pos)])
-
-        def select() -> tuple[Links, torch.Tensor]:
-            points = full.detach().double()
-            known = torch.cat([own_ids, halo_ids])
-            return kept.links.limited(*limits, points, request.fixed_cell, known, len(own_ids))
-
-        (links, found), edges = agree_and_share(_WHAT, select, lambda own: own[0].count, ranks)
+    counts, bounds, largest, serves = zip(*outlines, strict=True)
+    sizes, own = ShardSizes(counts), request.own
+    if isinstance(previous, _RadiusGraph) and previous.kept is not None and all(serves):
+        found = _continued(request, previous, previous.kept)
     else:
-        own_ids = _agreed_ids(request, sizes, ranks)
-        reach = request.cutoff + request.skin
-        widest = 0.0 if request.fixed_cell is None else float(request.fixed_cell.abs().max())
-        reach += _SLACK * reach + _SLACK_AT * (max(largest) + widest)
+        ids_of_own = _agreed_ids(request, sizes, ranks)
+        reach = request.reach(max(largest))
         boxes = Boxes.of(own.frame, bounds, [reach] * ranks.size)
-        ghosts = Ghosts.fetched(boxes, own.coordinates, own.pos, own_ids, ranks)
-
-        def search() -> tuple[Links, Links, torch.Tensor]:
-            points = torch.cat([own.points, ghosts.pos.double()])
-            known = torch.cat([own_ids, ghosts.ids])
-            coordinates = own.frame.coordinates(points)
-            near = Links.found(points, coordinates, own.home, boxes, ranks.rank)
-            links, found = near.limited(*limits, points, request.fixed_cell, known, len(own_ids))
-            return near if request.skin else links, links, found
-
-        (near, links, found), edges = agree_and_share(
-            _WHAT, search, lambda own: own[1].count, ranks
-        )
-        used = near.used(len(own_ids), len(ghosts.ids))
-        plan, halo_ids = ghosts.plan(used, len(own_ids), identity), ghosts.ids[used]
-        links, kept = links.renumbered(len(own_ids), used), None
-        if request.skin:
-            near = near.renumbered(len(own_ids), used)
-            kept = _Kept(near, own.points.clone(), request.fixed_cell, plan)
-        if is_differentiable:  # on all ranks
-            full = torch.cat([own.pos, plan(own.pos)])
-    if is_differentiable:
-        found = links.displacements(full.double(), request.cell)
-    parts = shards(own, own_ids, links, found, (sizes, ShardSizes(edges)), halo_ids, plan)
+        found = _searched(request, ids_of_own, boxes, identity, ranks)
+    plan, displacements = found.plan, found.displacements
+    if request.is_differentiable:  # on all ranks
+        full = torch.cat([own.pos, plan(own.pos)]) if found.full is None else found.full
+        displacements = found.links.displacements(full.double(), request.cell)
+    counted = sizes, ShardSizes(found.counts)
+    parts = shards(own, found.ids, found.links, displacements, counted, found.halo_ids, plan)
     method = "block" if ids is None else "the ranks given"
-    return _RadiusGraph(*parts, method, request.settings, kept)
+    return _RadiusGraph(*parts, method, request.settings, found.kept)
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """Pairs within the cutoff, their displacements without gradient, and edges per rank.
+
+    `full` has the halo's positions behind own ones, if the plan has already been called.
+    """
+
+    ids: torch.Tensor
+    halo_ids: torch.Tensor
+    plan: ExchangePlan
+    links: Links
+    displacements: torch.Tensor
+    counts: list[int]
+    kept: _Kept | None
+    full: torch.Tensor | None
+
+
+def _continued(request: _Request, previous: PartitionedGraph, kept: _Kept) -> _Found:
+    """Choose among the pairs that a graph has kept; collective."""
+    pos, ids, halo_ids = request.own.pos, previous.owned_ids, previous.halo_ids
+    full = torch.cat([pos, kept.plan(pos)])
+
+    def choose() -> tuple[Links, torch.Tensor]:
+        return request.chosen(kept.links, full.detach().double(), torch.cat([ids, halo_ids]))
+
+    (links, away), counts = agree_and_share(_WHAT, choose, _count, kept.plan.group)
+    return _Found(ids, halo_ids, kept.plan, links, away, counts, kept, full)
+
+
+def _searched(
+    request: _Request, ids: torch.Tensor, boxes: Boxes, identity: int, group: Group
+) -> _Found:
+    """Fetch ghosts, find pairs, and make the plan of the ghosts that they use; collective."""
+    own, owned, skin = request.own, len(ids), request.skin
+    ghosts = Ghosts.fetched(boxes, own.coordinates, own.pos, ids, group)
+
+    def search() -> tuple[Links, torch.Tensor, Links]:
+        points = torch.cat([own.points, ghosts.pos.double()])
+        coordinates = own.frame.coordinates(points)
+        near = Links.found(points, coordinates, own.home, boxes, group.rank)
+        links, away = request.chosen(near, points, torch.cat([ids, ghosts.ids]))
+        return links, away, near if skin else links
+
+    (links, away, near), counts = agree_and_share(_WHAT, search, _count, group)
+    used = near.used(owned, len(ghosts.ids))
+    plan = ghosts.plan(used, owned, identity)
+    links, kept = links.renumbered(owned, used), None
+    if skin:
+        kept = _Kept(near.renumbered(owned, used), own.points.clone(), request.fixed_cell, plan)
+    return _Found(ids, ghosts.ids[used], plan, links, away, counts, kept, None)
+
+
+def _count(found: Sequence[Any]) -> int:
+    return found[0].count  # type: ignore[no-any-return]
 
 
 def _checked_length(value: Any, name: str) -> float:
