@@ -50,6 +50,8 @@ def own_ids(atoms, rank, ranks):
 
 def by_ase(pos, cutoff, cell=None, pbc=None):
     """Sorted edges: source, target, shift."""
+    if not len(pos):
+        return []
     vectors = torch.eye(3) if cell is None else cell
     pos = torch.nn.functional.pad(pos, (0, 3 - pos.shape[1]))
     found = primitive_neighbor_list(
@@ -121,7 +123,7 @@ def in_order(rank):
 
 
 def with_ties(rank):
-    sites, arguments = crystal()
+    arguments = crystal()[1]
     some = radius(in_order(rank), max_neighbours=4, **arguments)
     few = [knn(in_order(rank), k) for k in (1, 4, 40, 63)]
     return [edges_of(some, arguments["cell"]), *map(edges_of, few)]
@@ -298,7 +300,7 @@ def used(rank, folder):
     loaded = PartitionedGraph.load(folder)
     assert torch.equal(loaded.shift, graph.shift)
     assert torch.equal(loaded.edge_attr, graph.edge_attr)
-    assert loaded.halo_ids.tolist() <= graph.halo_ids.tolist()
+    assert set(loaded.halo_ids.tolist()) <= set(graph.halo_ids.tolist())
     assert "halo" in str(graph.report())
     return graph.gather(out), graph.mean(graph.pos), sorted(edges_of(graph, arguments["cell"]))
 

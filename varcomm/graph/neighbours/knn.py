@@ -11,12 +11,11 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.neighbours.ghosts import Boxes, Frame, Ghosts
-from varcomm.graph.neighbours.links import Links, tree_of
+from varcomm.graph.neighbours.links import Links, has_derivative, tree_of
 from varcomm.graph.neighbours.positions import (
     Own,
     agreed,
     checked_positions,
-    has_derivative,
     shards,
 )
 from varcomm.graph.partitioned_graph import PartitionedGraph
@@ -144,10 +143,12 @@ def _nearest(points: torch.Tensor, owned: int, k: int) -> Links:
 
     Which of several equally distant nodes a tree returns is unknown, so it is asked for more.
     """
+    if not owned:
+        return Links(torch.zeros(2, 0, dtype=torch.int64, device=points.device), 0, None)
     many, last, tree, own = k + 1, False, tree_of(points), points[:owned].cpu().numpy()
     while not last:
         many = min(2 * many, len(points))
-        distance, near = tree.query(own, range(1, many + 1))
+        distance, near = tree.query(own, many)
         wanted = distance <= distance[:, k : k + 1] * _SLACK
         last = many == len(points) or not wanted[:, -1].any()
     wanted &= near != np.arange(owned)[:, None]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Self
 
 import numpy as np
 import torch
+from torch.autograd.forward_ad import unpack_dual
 
 from varcomm.graph.neighbours.ghosts import Boxes
 
-__all__ = ["Links", "tree_of"]
+__all__ = ["Links", "has_derivative", "tree_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,13 +54,13 @@ class Links:
         near = tree.sparse_distance_matrix(others, reach, output_type="ndarray")
         device, mutual = points.device, len(pairs)
         target, ghost = (torch.from_numpy(near[end].astype(np.int64)).to(device) for end in "ij")
-        ends = torch.empty(2, mutual + len(near), dtype=torch.int64, device=device)
+        ends = _empty((2, mutual + len(near)), rows)
         ends[:, :mutual] = pairs.t()
         ends[0, mutual:], ends[1, mutual:] = rows[ghost], target
         if frame.cell is None:
             return cls(ends, mutual, None)
         home, shift = home.to(torch.int32), shift.to(torch.int32)
-        shifts = torch.zeros(ends.shape[1], points.shape[1], dtype=torch.int32, device=device)
+        shifts = _empty((ends.shape[1], points.shape[1]), shift).zero_()
         shifts[mutual:] = shift[ghost]
         if bool(home.any()):
             shifts[:mutual] = home[ends[0, :mutual]]
@@ -75,8 +77,11 @@ class Links:
 
         Bits depend on positions and shifts alone, not on the rank that computes them.
         """
-        source, target = self.ends
-        out = pos.index_select(0, source) - pos.index_select(0, target)
+        ends = [
+            pos.index_select(0, end) if has_derivative(pos) else _rows(pos, end)
+            for end in self.ends
+        ]
+        out = ends[0].sub_(ends[1])
         if self.shift is None or cell is None:
             return out
         across = self.shift.any(1).nonzero().view(-1)
@@ -95,11 +100,19 @@ class Links:
         """Return one pair per edge; the second directions of mutual pairs stand behind."""
         if not self.mutual:
             return self
-        pairs = self.ends[:, : self.mutual]
-        shift = self.shift
-        if shift is not None:
-            shift = torch.cat([shift, -shift[: self.mutual]])
-        return Links(torch.cat([self.ends, pairs.flip(0)], dim=1), 0, shift)
+        count, pairs = self.ends.shape[1], self.ends[:, : self.mutual]
+        ends = _empty((2, self.count), self.ends)
+        ends[:, :count], ends[:, count:] = self.ends, pairs.flip(0)
+        return Links(ends, 0, None if self.shift is None else self.with_reversed(self.shift))
+
+    def with_reversed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return vectors of pairs, (m, D), as those of directed edges."""
+        if has_derivative(x):
+            return torch.cat([x, -x[: self.mutual]])
+        out = _empty((self.count, x.shape[1]), x)
+        out[: len(x)] = x
+        torch.neg(x[: self.mutual], out=out[len(x) :])
+        return out
 
     def limited(
         self,
@@ -165,11 +178,30 @@ class Links:
         return replace(self, ends=ends)
 
 
+def has_derivative(x: torch.Tensor | None) -> bool:
+    """Return whether derivatives with respect to a tensor are asked for, in either mode."""
+    if x is None:
+        return False
+    return (x.requires_grad and torch.is_grad_enabled()) or unpack_dual(x).tangent is not None
+
+
+def _empty(shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
+    """Return uninitialised rows; on a CPU by NumPy, whose huge pages are written faster."""
+    if like.device.type != "cpu":
+        return like.new_empty(shape)
+    memory = np.empty(prod(shape) * like.element_size(), np.uint8)
+    return torch.from_numpy(memory).view(like.dtype).view(shape)
+
+
+def _rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return torch.index_select(x, 0, index, out=_empty((len(index), x.shape[1]), x))
+
+
 def _square(displacements: torch.Tensor) -> torch.Tensor:
     """Return squared lengths, (m,), summed axis by axis: the same bits for any m."""
-    length, *others = displacements.square().unbind(1)
+    length, *others = (axis * axis for axis in displacements.unbind(1))
     for other in others:
-        length = length + other
+        length += other
     return length
 
 

@@ -8,7 +8,6 @@ from typing import Any, Self, TypeVar
 from zlib import crc32
 
 import torch
-from torch.autograd.forward_ad import unpack_dual
 
 from varcomm.errors import ArgumentError, GroupError, MissingPackageError
 from varcomm.graph.edge_shard import EdgeShard
@@ -23,7 +22,7 @@ from varcomm.transport.agreement import agree_and_share, compare
 from varcomm.transport.engine import engine_for, is_simulated
 from varcomm.transport.group import Group
 
-__all__ = ["Own", "agreed", "checked_positions", "has_derivative", "shards"]
+__all__ = ["Own", "agreed", "checked_positions", "shards"]
 
 T = TypeVar("T")
 
@@ -85,13 +84,6 @@ def checked_positions(pos: Any, what: str, group: Group) -> torch.Tensor:
     return pos
 
 
-def has_derivative(x: torch.Tensor | None) -> bool:
-    """Return whether derivatives with respect to a tensor are asked for, in either mode."""
-    if x is None:
-        return False
-    return (x.requires_grad and torch.is_grad_enabled()) or unpack_dual(x).tangent is not None
-
-
 def agreed(
     what: str,
     check: Callable[[], tuple[T, dict[str, object]]],
@@ -126,18 +118,17 @@ def shards(
     `displacements` are those of the pairs; `counts` nodes and edges per rank.
     """
     edges, mutual, group = links.directed(), links.mutual, plan.group
-    both = torch.cat([displacements, -displacements[:mutual]])
-    attributes = {"edge_attr": both.to(own.pos.dtype)}
+    attributes = {"edge_attr": links.with_reversed(displacements).to(own.pos.dtype)}
     if edges.shift is not None:
         attributes["shift"] = edges.shift
     source, target = links.ends[:, mutual:]
     inside = 2 * mutual + int((source < len(ids)).sum())
-    first, device = counts[1].offsets[group.rank], ids.device
+    first = counts[1].offsets[group.rank]
     shard = EdgeShard(
         group=group,
         sizes=counts[1],
         attributes=attributes,
-        ids=AscendingIds.of(torch.arange(first, first + links.count, device=device)),
+        ids=_consecutive(first, links.count, ids),
         edge_index=edges.ends,
         plan=plan,
         num_targets=len(ids),
@@ -146,3 +137,10 @@ def shards(
     )
     nodes = NodeShard(group, counts[0], {"pos": own.pos}, AscendingIds.of(ids))
     return {None: nodes}, {None: shard}, {}
+
+
+def _consecutive(first: int, count: int, like: torch.Tensor) -> AscendingIds:
+    """Return so many ids from the first on, on the device of `like`."""
+    start = AscendingIds.of(like.new_full((min(count, 1),), first))
+    ones = start.gaps.new_ones(max(count - 1, 0))
+    return AscendingIds(torch.cat([start.gaps, ones]), start.rest)

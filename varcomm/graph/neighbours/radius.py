@@ -12,12 +12,11 @@ import torch
 
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.graph.neighbours.ghosts import Boxes, Frame, Ghosts
-from varcomm.graph.neighbours.links import Links
+from varcomm.graph.neighbours.links import Links, has_derivative
 from varcomm.graph.neighbours.positions import (
     Own,
     agreed,
     checked_positions,
-    has_derivative,
     shards,
 )
 from varcomm.graph.partitioned_graph import PartitionedGraph
