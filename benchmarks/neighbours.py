@@ -88,7 +88,7 @@ def measure(rank, way, atoms, neighbours, repeats):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     given = arguments(parser, atoms=100_000, neighbours=50, ranks=[1, 2, 4], rounds=3, repeats=5)
-    ways = dict.fromkeys(ALONE, 1) | {f"{n} ranks": n for n in given.ranks}
+    ways = dict.fromkeys(ALONE, 1) | {f"{n} rank{'s' * (n > 1)}": n for n in given.ranks}
     seconds, more = {way: [] for way in ways}, {}
     for turn in range(given.rounds):
         for way in list(ways)[:: 1 if turn % 2 else -1]:

@@ -123,7 +123,7 @@ def knn(pos: torch.Tensor, k: int, group: GroupLike = None) -> PartitionedGraph:
     links = agree(_WHAT, search, ranks)
     used = links.used(owned, len(ghosts.ids))
     plan, halo_ids = ghosts.plan(used, owned, identity), ghosts.ids[used]
-    links = links.renumbered(owned, used)
+    links.renumber(owned, used)
     full = torch.cat([own.pos, plan(own.pos)]).double()
     displacements = links.displacements(full, None)
     edges = ShardSizes(count * k for count in counts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Self
 
@@ -14,13 +14,16 @@ from varcomm.graph.neighbours.ghosts import Boxes
 
 __all__ = ["Links", "has_derivative", "tree_of"]
 
+_ROWS = 1 << 15  # at a time, so that steps on them read from a core's cache
+
 
 @dataclass(frozen=True, eq=False)
 class Links:
-    """Pairs of nodes: sources over targets, (2, m), where own nodes come before ghosts.
+    """Directed edges: sources over targets, (2, E), where own nodes come before ghosts.
 
-    The first `mutual` pairs are of own nodes and stand for edges in both directions. `shift`, int32
-    of shape (m, D), is None without a cell.
+    The last `mutual` edges are the first ones reversed, and all of own nodes; what is computed for
+    the edges before them, the pairs, gives theirs by its sign. `shift`, int32 of shape (E, D), is
+    None without a cell.
     """
 
     ends: torch.Tensor
@@ -50,132 +53,130 @@ class Links:
         rows, shift = rows[beyond], shift[beyond]
         tree = tree_of(frame.moved(points[:owned], home))
         others = tree_of(frame.moved(points[rows], shift))
-        pairs = torch.from_numpy(tree.query_pairs(reach, output_type="ndarray"))
+        both = torch.from_numpy(tree.query_pairs(reach, output_type="ndarray")).to(rows.device)
         near = tree.sparse_distance_matrix(others, reach, output_type="ndarray")
-        device, mutual = points.device, len(pairs)
-        target, ghost = (torch.from_numpy(near[end].astype(np.int64)).to(device) for end in "ij")
-        ends = _empty((2, mutual + len(near)), rows)
-        ends[:, :mutual] = pairs.t()
-        ends[0, mutual:], ends[1, mutual:] = rows[ghost], target
+        target, ghost = (torch.from_numpy(near[end].astype(np.int64)).to(rows) for end in "ij")
+        mutual, pairs = len(both), len(both) + len(near)
+        ends = _empty((2, pairs + mutual), rows)
+        for way, columns in ((0, slice(mutual)), (1, slice(pairs, None))):
+            ends[way, columns], ends[1 - way, columns] = both.unbind(1)
+        ends[0, mutual:pairs], ends[1, mutual:pairs] = rows[ghost], target
         if frame.cell is None:
             return cls(ends, mutual, None)
         home, shift = home.to(torch.int32), shift.to(torch.int32)
         shifts = _empty((ends.shape[1], points.shape[1]), shift).zero_()
-        shifts[mutual:] = shift[ghost]
+        shifts[mutual:pairs] = shift[ghost]
         if bool(home.any()):
             shifts[:mutual] = home[ends[0, :mutual]]
+            shifts[pairs:] = home[ends[0, pairs:]]
             shifts -= home[ends[1]]
         return cls(ends, mutual, shifts)
 
     @property
     def count(self) -> int:
         """Number of edges."""
-        return self.ends.shape[1] + self.mutual
+        return self.ends.shape[1]
+
+    @property
+    def pairs(self) -> int:
+        """Number of edges that are not reversed ones."""
+        return self.count - self.mutual
 
     def displacements(self, pos: torch.Tensor, cell: torch.Tensor | None) -> torch.Tensor:
-        """Return source minus target of each pair, (m, D); differentiable, in fp64.
+        """Return source minus target of each edge, (E, D); differentiable, in fp64."""
+        out = self._away(slice(self.pairs), pos, cell)
+        return torch.cat([out, -out[: self.mutual]])
 
-        Bits depend on positions and shifts alone, not on the rank that computes them.
-        """
-        ends = [
-            pos.index_select(0, end) if has_derivative(pos) else _rows(pos, end)
-            for end in self.ends
-        ]
-        out = ends[0].sub_(ends[1])
+    def measured(
+        self, points: torch.Tensor, cell: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return displacements without derivatives, and the squared lengths of pairs."""
+        out, square = _empty((self.count, points.shape[1]), points), points.new_empty(self.pairs)
+        for first in range(0, self.pairs, _ROWS):
+            part = slice(first, min(first + _ROWS, self.pairs))
+            out[part] = away = self._away(part, points, cell)
+            # bits must not depend on the number of rows, as those of a sum of a dimension may
+            length, *others = (axis * axis for axis in away.unbind(1))
+            for other in others:
+                length += other
+            square[part] = length
+        torch.neg(out[: self.mutual], out=out[self.pairs :])
+        return out, square
+
+    def _away(self, part: slice, pos: torch.Tensor, cell: torch.Tensor | None) -> torch.Tensor:
+        source, target = self.ends[:, part]
+        out = pos.index_select(0, source).sub_(pos.index_select(0, target))
         if self.shift is None or cell is None:
             return out
-        across = self.shift.any(1).nonzero().view(-1)
-        shift = self.shift[across].to(cell.dtype)
+        across = self.shift[part].any(1).nonzero().view(-1)
+        shift = self.shift[part][across].to(cell.dtype)
         # a product of matrices may sum in another order for another number of rows
         offset = sum(shift[:, k, None] * vector for k, vector in enumerate(cell))
         return out.index_add_(0, across, offset)  # type: ignore[arg-type]
 
-    def at(self, index: torch.Tensor) -> Links:
-        """Return some of the pairs, by ascending positions."""
-        shift = None if self.shift is None else self.shift.index_select(0, index)
-        mutual = int((index < self.mutual).sum())
-        return Links(self.ends.index_select(1, index), mutual, shift)
-
-    def directed(self) -> Links:
-        """Return one pair per edge; the second directions of mutual pairs stand behind."""
-        if not self.mutual:
-            return self
-        count, pairs = self.ends.shape[1], self.ends[:, : self.mutual]
-        ends = _empty((2, self.count), self.ends)
-        ends[:, :count], ends[:, count:] = self.ends, pairs.flip(0)
-        return Links(ends, 0, None if self.shift is None else self.with_reversed(self.shift))
-
-    def with_reversed(self, x: torch.Tensor) -> torch.Tensor:
-        """Return vectors of pairs, (m, D), as those of directed edges."""
-        if has_derivative(x):
-            return torch.cat([x, -x[: self.mutual]])
-        out = _empty((self.count, x.shape[1]), x)
-        out[: len(x)] = x
-        torch.neg(x[: self.mutual], out=out[len(x) :])
-        return out
-
     def limited(
         self,
-        square: float,
+        most_square: float,
         most: int | None,
         points: torch.Tensor,
         cell: torch.Tensor | None,
         ids: torch.Tensor,
         owned: int,
     ) -> tuple[Links, torch.Tensor]:
-        """Return the pairs up to a squared length, `most` per target, and their displacements.
+        """Return the edges up to a squared length, `most` per target, and their displacements.
 
         `ids` are those of own nodes and ghosts, as `points`.
         """
-        links, found = self, self.displacements(points, cell)
-        lengths = _square(found)
-        inside = lengths <= square
+        links, (away, square) = self, self.measured(points, cell)
+        inside = square <= most_square
         if not bool(inside.all()):
             index = inside.nonzero().view(-1)
-            links, found, lengths = self.at(index), found.index_select(0, index), lengths[index]
+            mutual, square = index[index < self.mutual], square[index]
+            links, away = self._at(torch.cat([index, mutual + self.pairs]), len(mutual), away)
         if most is not None:
-            links = links.nearest(most, lengths, ids, owned)
-            found = links.displacements(points, cell)
-        return links, found
+            square = torch.cat([square, square[: links.mutual]])
+            kept = links._nearest(most, square, ids, owned)
+            if not bool(kept.all()):
+                links, away = links._at(kept.nonzero().view(-1), 0, away)
+        return links, away
 
-    def nearest(self, most: int, square: torch.Tensor, ids: torch.Tensor, owned: int) -> Links:
-        """Return at most `most` edges per target, the first by (distance, source's id, shift).
+    def _at(
+        self, index: torch.Tensor, mutual: int, away: torch.Tensor
+    ) -> tuple[Links, torch.Tensor]:
+        """Return some of the edges, and their displacements."""
+        shift = None if self.shift is None else self.shift.index_select(0, index)
+        return Links(self.ends.index_select(1, index), mutual, shift), away.index_select(0, index)
 
-        `square` are squared distances of pairs, `ids` those of own nodes and ghosts.
-        """
-        edges = self.directed()
-        square = torch.cat([square, square[: self.mutual]])
-        source, target = edges.ends
+    def _nearest(
+        self, most: int, square: torch.Tensor, ids: torch.Tensor, owned: int
+    ) -> torch.Tensor:
+        """Return a mask of the first edges per target by (distance, source's id, shift)."""
+        source, target = self.ends
         crowded = (torch.bincount(target, minlength=owned) > most)[target]
-        among = crowded.nonzero().view(-1)
-        if not len(among):
-            return self
-        shift = () if edges.shift is None else edges.shift[among].t().flip(0)
+        among, kept = crowded.nonzero().view(-1), ~crowded
+        shift = () if self.shift is None else self.shift[among].t().flip(0)
         keys = (*shift, ids[source[among]], square[among], target[among])
         order = np.lexsort([key.cpu().numpy() for key in keys])
         among = among[torch.from_numpy(order).to(among.device)]
         # ordered by target: position among the edges of the same target
-        _, count = target[among].unique_consecutive(return_counts=True)
+        count = target[among].unique_consecutive(return_counts=True)[1]
         first = (count.cumsum(0) - count).repeat_interleave(count)
         nth = torch.arange(len(among), device=among.device) - first
-        kept = ~crowded
         kept[among[nth < most]] = True
-        return edges.at(kept.nonzero().view(-1))
+        return kept
 
     def used(self, owned: int, ghosts: int) -> torch.Tensor:
         """Return which ghosts are sources, bool of shape (ghosts,)."""
-        source = self.ends[0, self.mutual :]
-        mask = torch.zeros(owned + ghosts, dtype=torch.bool, device=source.device)
-        mask[source] = True
+        mask = torch.zeros(owned + ghosts, dtype=torch.bool, device=self.ends.device)
+        mask[self.ends[0, self.mutual : self.pairs]] = True
         return mask[owned:]
 
-    def renumbered(self, owned: int, used: torch.Tensor) -> Links:
-        """Return the same pairs, with ghosts counted among the used ones."""
+    def renumber(self, owned: int, used: torch.Tensor) -> None:
+        """Count ghosts among the used ones from now on."""
         own = torch.arange(owned, device=used.device)
         number = torch.cat([own, owned - 1 + used.cumsum(0)])
-        ends = self.ends.clone()
-        ends[0, self.mutual :] = number[ends[0, self.mutual :]]
-        return replace(self, ends=ends)
+        source = self.ends[0, self.mutual : self.pairs]
+        source.copy_(number[source])
 
 
 def has_derivative(x: torch.Tensor | None) -> bool:
@@ -185,28 +186,16 @@ def has_derivative(x: torch.Tensor | None) -> bool:
     return (x.requires_grad and torch.is_grad_enabled()) or unpack_dual(x).tangent is not None
 
 
+def tree_of(points: torch.Tensor) -> Any:
+    """Return a tree of SciPy, in the order in which it is built fastest."""
+    from scipy.spatial import cKDTree  # type: ignore[import-untyped]
+
+    return cKDTree(points.cpu().numpy(), balanced_tree=False, compact_nodes=False)
+
+
 def _empty(shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
     """Return uninitialised rows; on a CPU by NumPy, whose huge pages are written faster."""
     if like.device.type != "cpu":
         return like.new_empty(shape)
     memory = np.empty(prod(shape) * like.element_size(), np.uint8)
     return torch.from_numpy(memory).view(like.dtype).view(shape)
-
-
-def _rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    return torch.index_select(x, 0, index, out=_empty((len(index), x.shape[1]), x))
-
-
-def _square(displacements: torch.Tensor) -> torch.Tensor:
-    """Return squared lengths, (m,), summed axis by axis: the same bits for any m."""
-    length, *others = (axis * axis for axis in displacements.unbind(1))
-    for other in others:
-        length += other
-    return length
-
-
-def tree_of(points: torch.Tensor) -> Any:
-    """Return a tree of SciPy, in the order in which it is built fastest."""
-    from scipy.spatial import cKDTree  # type: ignore[import-untyped]
-
-    return cKDTree(points.cpu().numpy(), balanced_tree=False, compact_nodes=False)

@@ -113,23 +113,23 @@ def shards(
     halo_ids: torch.Tensor,
     plan: ExchangePlan,
 ) -> tuple[Mapping[NodeType, NodeShard], Mapping[EdgeType, EdgeShard], Mapping[str, Any]]:
-    """Return the shards of a graph with the edges of all pairs, and no attributes.
+    """Return the shards of a graph, and its attributes, which are none.
 
-    `displacements` are those of the pairs; `counts` nodes and edges per rank.
+    `counts` are nodes and edges per rank.
     """
-    edges, mutual, group = links.directed(), links.mutual, plan.group
-    attributes = {"edge_attr": links.with_reversed(displacements).to(own.pos.dtype)}
-    if edges.shift is not None:
-        attributes["shift"] = edges.shift
-    source, target = links.ends[:, mutual:]
-    inside = 2 * mutual + int((source < len(ids)).sum())
+    attributes = {"edge_attr": displacements.to(own.pos.dtype)}
+    if links.shift is not None:
+        attributes["shift"] = links.shift
+    source, target = links.ends[:, links.mutual : links.pairs]
+    inside = 2 * links.mutual + int((source < len(ids)).sum())
+    group = plan.group
     first = counts[1].offsets[group.rank]
     shard = EdgeShard(
         group=group,
         sizes=counts[1],
         attributes=attributes,
         ids=_consecutive(first, links.count, ids),
-        edge_index=edges.ends,
+        edge_index=links.ends,
         plan=plan,
         num_targets=len(ids),
         counts=(inside, int((source == target).sum())),

@@ -290,9 +290,9 @@ def _searched(
     (links, away, near), counts = agree_and_share(_WHAT, search, _count, group)
     used = near.used(owned, len(ghosts.ids))
     plan = ghosts.plan(used, owned, identity)
-    links, kept = links.renumbered(owned, used), None
-    if skin:
-        kept = _Kept(near.renumbered(owned, used), own.points.clone(), request.fixed_cell, plan)
+    for each in {links, near}:
+        each.renumber(owned, used)
+    kept = _Kept(near, own.points.clone(), request.fixed_cell, plan) if skin else None
     return _Found(ids, ghosts.ids[used], plan, links, away, counts, kept, None)
 
 
