@@ -88,8 +88,11 @@ class Boxes:
     @classmethod
     def of(cls, frame: Frame, bounds: Sequence[Bounds], reach: Sequence[float]) -> Self:
         """Make boxes from the bounds of each rank."""
-        low, high = (torch.tensor(each).to(frame.period) for each in zip(*bounds, strict=True))
-        return cls(frame, low, high, torch.tensor(reach).to(low)[:, None])
+        low, high, reaches = (
+            torch.tensor(each, dtype=torch.float64, device=frame.period.device)
+            for each in (*zip(*bounds, strict=True), reach)
+        )
+        return cls(frame, low, high, reaches[:, None])
 
     def within_reach(self, coordinates: torch.Tensor, rank: int) -> torch.Tensor:
         """Return the nodes that have an image within the reach of a rank's box."""
@@ -183,8 +186,8 @@ class Ghosts:
         """
         pg = self.group.process_group
         asked = all_to_all_v(used, self.recv, self.send, group=pg)
-        counts = [_counts(mask, each) for mask, each in ((asked, self.send), (used, self.recv))]
-        return ExchangePlan(self.group, self.sent[asked], *counts, rows, identity)
+        send, recv = _counts(asked, self.send), _counts(used, self.recv)
+        return ExchangePlan(self.group, self.sent[asked], send, recv, rows, identity)
 
 
 def _per_rank(counts: torch.Tensor, has: Sequence[int]) -> list[int]:

@@ -102,8 +102,8 @@ def knn(pos: torch.Tensor, k: int, group: GroupLike = None) -> PartitionedGraph:
         raise ArgumentError(f"{_WHAT}: {k} neighbours of each node need more than {sizes.total}.")
     mine = sizes.range(ranks.rank)
     own_ids = torch.arange(mine.start, mine.stop, device=own.pos.device)
-    low, high = (torch.tensor(each).double() for each in zip(*bounds, strict=True))
-    extent = float((high.amax(0) - low.amin(0)).norm())
+    low, high = (np.array(each) for each in zip(*bounds, strict=True))
+    extent = float(np.linalg.norm(high.max(0) - low.min(0)))
     reach = [extent * (k / sizes.total) ** (1 / own.pos.shape[1])] * ranks.size
     while True:
         # at first where a rank has too few nodes to know, a guess; later twice as far
@@ -114,7 +114,7 @@ def knn(pos: torch.Tensor, k: int, group: GroupLike = None) -> PartitionedGraph:
         farthest = share(_WHAT, partial(_farthest, points, own.points, k), ranks)
         if all(far * _SLACK <= r for far, r in zip(farthest, reach, strict=True)):
             break
-        needed = farthest
+        needed = tuple(farthest)
 
     def search() -> Links:
         known = torch.cat([own_ids, ghosts.ids])

@@ -112,7 +112,7 @@ class Links:
         shift = self.shift[part][across].to(cell.dtype)
         # a product of matrices may sum in another order for another number of rows
         offset = sum(shift[:, k, None] * vector for k, vector in enumerate(cell))
-        return out.index_add_(0, across, offset)  # type: ignore[arg-type]
+        return out.index_add_(0, across, offset)
 
     def limited(
         self,

@@ -61,7 +61,7 @@ class Own:
         return float(self.points.abs().max()) if len(self.points) else 0.0
 
 
-def checked_positions(pos: Any, what: str, group: Group) -> torch.Tensor:
+def checked_positions(pos: torch.Tensor, what: str, group: Group) -> torch.Tensor:
     """Return valid positions, if neighbours of them can be found here."""
     try:
         import scipy.spatial  # type: ignore[import-untyped]  # noqa: F401

@@ -81,9 +81,9 @@ class _Request:
         Of a change of the cell, what moves all positions alike is no motion: it only scales the
         distances that the skin guarantees.
         """
-        points, scale = kept.points, 1.0
-        if self.fixed_cell is not None and not torch.equal(self.fixed_cell, kept.cell):
-            change = torch.linalg.solve(kept.cell, self.fixed_cell)
+        points, scale, cell, then = kept.points, 1.0, self.fixed_cell, kept.cell
+        if cell is not None and then is not None and not torch.equal(cell, then):
+            change = torch.linalg.solve(then, cell)
             points, scale = points @ change, float(torch.linalg.svdvals(change)[-1])
         moved = (self.own.points - points).norm(dim=1).amax() if len(points) else 0.0
         return bool(2 * moved <= scale * (self.cutoff + self.skin) - self.cutoff)
