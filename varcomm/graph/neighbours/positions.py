@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from secrets import randbits
 from typing import Any, Self, TypeVar
 from zlib import crc32
 
@@ -90,18 +91,19 @@ def agreed(
     outline: Callable[[T], Any],
     group: Group,
 ) -> tuple[T, list[Any], int]:
-    """Return what `check` does on this rank, the outlines of all ranks, and a digest; collective.
+    """Return what `check` does on this rank, all outlines, and a number of this call; collective.
 
     `check` also returns what must be equal on all ranks; all raise if it is not.
     """
 
-    def public(found: tuple[T, dict[str, object]]) -> tuple[int, Any]:
-        return crc32(repr(found[1]).encode()), outline(found[0])
+    def public(found: tuple[T, dict[str, object]]) -> tuple[int, int, Any]:
+        return crc32(repr(found[1]).encode()), randbits(32), outline(found[0])
 
     (own, equal), shared = agree_and_share(what, check, public, group)
-    if len({digest for digest, _ in shared}) > 1:
+    digests, numbers, outlines = zip(*shared, strict=True)
+    if len(set(digests)) > 1:
         compare(group, {"operation": what} | equal)  # raises on every rank
-    return own, [each for _, each in shared], crc32(repr(shared).encode())
+    return own, [*outlines], crc32(repr(numbers).encode())
 
 
 def shards(
