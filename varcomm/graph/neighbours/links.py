@@ -195,7 +195,7 @@ def tree_of(points: torch.Tensor) -> Any:
 
 def _empty(shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
     """Return uninitialised rows; on a CPU by NumPy, whose huge pages are written faster."""
-    if like.device.type != "cpu":
+    if like.device.type != "cpu" or not prod(shape):
         return like.new_empty(shape)
     memory = np.empty(prod(shape) * like.element_size(), np.uint8)
     return torch.from_numpy(memory).view(like.dtype).view(shape)
