@@ -2,7 +2,8 @@
 
 Milliseconds until edges, shifts and displacements are there, on ranks of one thread also halo and
 plan. Beside them the same in one process, without varcomm, by SciPy's tree and by vesin's cells.
-Processes and ranks take turns; each time is that of the slowest rank.
+Processes and ranks take turns; each time is that of the slowest rank. CPU milliseconds show what
+ranks would take that have a core each.
 """
 
 import argparse
@@ -60,7 +61,7 @@ ALONE = {"SciPy": by_scipy, "vesin": by_vesin}
 
 
 def measure(rank, way, atoms, neighbours, repeats):
-    """Seconds of each repeat, edges of this rank, and bytes that it sent."""
+    """Seconds and CPU seconds of each repeat, edges of this rank, and bytes that it sent."""
     torch.set_num_threads(1)
     side, cutoff = atoms ** (1 / 3), (neighbours * 3 / 4 / np.pi) ** (1 / 3)
     pos = np.random.default_rng(0).random((atoms, 3)) * side
@@ -70,43 +71,45 @@ def measure(rank, way, atoms, neighbours, repeats):
         points = torch.from_numpy(pos)
         owner = vc.graph.assign(Data(pos=points), ranks.size, "rcb")
         pos = points[owner == rank]
-    seconds = []
+    seconds, cpu = [], []
     for _ in range(repeats + 1):
         found = None
         vc.all_reduce(torch.zeros(1))
-        begin = time.perf_counter()
+        begin, began = time.perf_counter(), time.process_time()
         with vc.trace() as calls:
             if way in ALONE:
                 found = ALONE[way](pos, side, cutoff)
             else:
                 found = vc.graph.radius(pos, cutoff, cell=cell)
         seconds.append(time.perf_counter() - begin)
+        cpu.append(time.process_time() - began)
     edges = found.edges.num_owned if way not in ALONE else found[1].shape[0]
-    return seconds[1:], edges, calls.total.sent
+    return seconds[1:], cpu[1:], edges, calls.total.sent
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     given = arguments(parser, atoms=100_000, neighbours=50, ranks=[1, 2, 4], rounds=3, repeats=5)
     ways = dict.fromkeys(ALONE, 1) | {f"{n} rank{'s' * (n > 1)}": n for n in given.ranks}
-    seconds, more = {way: [] for way in ways}, {}
+    seconds, cpu, more = {way: [] for way in ways}, {way: [] for way in ways}, {}
     for turn in range(given.rounds):
         for way in list(ways)[:: 1 if turn % 2 else -1]:
             what = (way, given.atoms, given.neighbours, given.repeats)
-            parts, edges, sent = zip(
-                *vc.launch(measure, ways[way], *what, timeout=900), strict=True
-            )
-            seconds[way] += slowest(parts)
+            found = vc.launch(measure, ways[way], *what, timeout=900)
+            walls, cpus, edges, sent = zip(*found, strict=True)
+            seconds[way] += slowest(walls)
+            cpu[way] += slowest(cpus)
             more[way] = sum(edges), max(sent)
     assert len({edges for edges, _ in more.values()}) == 1, "all ways find the same edges"
-    best = min(median(seconds[way]) for way in ALONE), min(min(seconds[way]) for way in ALONE)
-    rows = [
-        [way, *(f"{1e3 * x:.0f}" for x in (median(s), min(s)))]
-        + [f"{one / x:.2f}" for one, x in zip(best, (median(s), min(s)), strict=True)]
-        + [f"{more[way][1] / 1e3:.0f}"]
-        for way, s in seconds.items()
-    ]
-    columns = ["way", "median ms", "least ms", "times as fast", "by the least", "KB sent"]
+    rows = []
+    for way in ways:
+        row = [way]
+        for times, best in ((seconds, median), (seconds, min), (cpu, median)):
+            alone = min(best(times[name]) for name in ALONE)
+            row += [f"{1e3 * best(times[way]):.0f}", f"{alone / best(times[way]):.2f}"]
+        rows.append([*row, f"{more[way][1] / 1e3:.0f}"])
+    gain = "times as fast"
+    columns = ["way", "median ms", gain, "least ms", gain, "CPU ms", gain, "KB sent"]
     table(columns, rows)
 
 
