@@ -64,7 +64,9 @@ class Links:
         if frame.cell is None:
             return cls(ends, mutual, None)
         home, shift = home.to(torch.int32), shift.to(torch.int32)
-        shifts = _empty((ends.shape[1], points.shape[1]), shift).zero_()
+        # NumPy's zeros take no memory before they are written, and few are
+        zeros = np.zeros((ends.shape[1], points.shape[1]), np.int32)
+        shifts = torch.from_numpy(zeros).to(rows.device)
         shifts[mutual:pairs] = shift[ghost]
         if bool(home.any()):
             shifts[:mutual] = home[ends[0, :mutual]]
