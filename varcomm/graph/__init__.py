@@ -16,6 +16,8 @@ from varcomm.graph.building.from_edges import from_edges
 from varcomm.graph.building.partition import partition
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.files.mesh import Mesh, read_mesh
+from varcomm.graph.neighbours.knn import knn
+from varcomm.graph.neighbours.radius import radius
 from varcomm.graph.nn.norms import global_norm
 from varcomm.graph.nn.pooling import (
     global_add_pool,
@@ -50,8 +52,10 @@ __all__ = [
     "global_norm",
     "global_readout",
     "global_softmax",
+    "knn",
     "message_passing",
     "partition",
+    "radius",
     "read_mesh",
     "replicated",
 ]
