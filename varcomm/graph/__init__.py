@@ -16,6 +16,7 @@ from varcomm.graph.building.from_edges import from_edges
 from varcomm.graph.building.partition import partition
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.files.mesh import Mesh, read_mesh
+from varcomm.graph.moving.transfer import Transfer, remap, transfer
 from varcomm.graph.nn.norms import global_norm
 from varcomm.graph.nn.pooling import (
     global_add_pool,
@@ -37,6 +38,7 @@ __all__ = [
     "NodeShard",
     "PartitionedGraph",
     "Report",
+    "Transfer",
     "assign",
     "assign_sharded",
     "distribute",
@@ -53,5 +55,7 @@ __all__ = [
     "message_passing",
     "partition",
     "read_mesh",
+    "remap",
     "replicated",
+    "transfer",
 ]
