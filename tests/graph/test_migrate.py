@@ -8,11 +8,11 @@ from torch_geometric import nn as pyg
 from torch_geometric.data import Data
 
 import varcomm
-from tests.graph.graphs import WORLDS, rich, split_by, wild
+from tests.graph.graphs import WORLDS, grid, rich, split_by, wild
 from tests.graph.parts import contents, differences, same
 from tests.graph.typed import WAYS, owners, typed
 from varcomm import ArgumentError, DisagreementError
-from varcomm.graph import assign, distribute, partition
+from varcomm.graph import assign, distribute, partition, rebalance
 
 NODES = 24
 
@@ -32,6 +32,7 @@ def new_owners(nodes, ranks):
 def wrong_parts(rank, ranks):
     """Migrate from every way to every other one; the old graph stays, and the way back exists."""
     data, wrong = rich(), []
+    data.serial = torch.arange(NODES).to(torch.uint16)
     ways = new_owners(NODES, ranks)
     for start, first in ways.items():
         old = partition(data, method=first)
@@ -131,6 +132,54 @@ def test_only_moved_rows_are_sent(worlds):
     assert [peers for peers, _ in found] == [{1}, {0, 2}, {1}]
     # a node: 8 + 8 bytes; an edge: id, ends and weight, 8 + 16 + 4; numbers of a node and of halos
     assert all(sent <= 8 + 8 + 28 + 6 * 8 for _, sent in found)
+
+
+def balances(rank, ranks):
+    """Imbalance reached, and moved cost relative to the least, of hot ranks of a mesh."""
+    data, found = grid(30, 40), {}
+    mesh = assign(data, ranks, "rcb")
+    starts = {"rcb": mesh, "all on one": torch.zeros_like(mesh)}
+    starts["a rank owns nothing"] = mesh.clamp(max=max(0, ranks - 2))
+    for name, first in starts.items():
+        for hot in {0, ranks - 1}:
+            data.cost = torch.where(mesh == hot, 3.0, 1.0)
+            graph = partition(data, method=first)
+            new = rebalance(graph, graph.cost)
+            loads = varcomm.all_gather_v(new.cost.sum()[None], [1] * ranks)
+            before = varcomm.all_gather_v(graph.cost.sum()[None], [1] * ranks)
+            owner = new.nodes.gather(torch.full((new.num_owned,), rank))
+            moved = float(data.cost[owner != first].sum())
+            excess = float((before - before.mean()).clamp(min=0).sum())
+            found[name, hot] = float(loads.max() / loads.mean()), moved / max(excess, 1.0)
+            assert not differences(new, partition(data, method=owner))
+            assert not differences(new, rebalance(graph, graph.cost)), "it is deterministic"
+            assert rebalance(new, new.cost) is new
+    seconds = 3.0 if rank == 0 else 1.0  # of each rank, for its nodes
+    graph = partition(data, method=mesh)
+    new = rebalance(graph, seconds)
+    share = varcomm.all_gather_v(torch.tensor([seconds / max(graph.num_owned, 1)]), [1] * ranks)
+    loads = share[mesh][new.owned_ids].sum()
+    loads = varcomm.all_gather_v(loads[None], [1] * ranks)
+    found["seconds", 0] = float(loads.max() / loads.mean()), 1.0
+    for weights in (0.0, torch.zeros(graph.num_owned)):
+        assert rebalance(graph, weights) is graph
+    empty = Data(edge_index=torch.zeros(2, 0, dtype=torch.int64), num_nodes=12)
+    lonely = rebalance(partition(empty, method=torch.zeros(12, dtype=torch.int64)), 1.0)
+    assert max(lonely.node_sizes) - min(lonely.node_sizes) <= 1
+    for wrong in (-1.0, torch.nan, torch.ones(3), "much", torch.ones(graph.num_owned) * torch.inf):
+        with pytest.raises(ArgumentError, match="weights"):
+            rebalance(graph, wrong if rank == ranks - 1 else 1.0)
+    with pytest.raises(ArgumentError, match="one type"):
+        rebalance(partition(typed(), method="block"), 1.0)
+    return found
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_rebalance(worlds, ranks):
+    for (name, hot), (imbalance, moved) in worlds.run(ranks, balances, ranks)[0].items():
+        assert imbalance <= 1.05, (name, hot)
+        # costs that cross several ranks move several times, from a rank that has them all
+        assert moved <= 1.5 or name != "rcb", (hot, moved)
 
 
 # what is passed on rank 1; the others pass what is right, and all raise

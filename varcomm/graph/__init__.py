@@ -16,6 +16,7 @@ from varcomm.graph.building.from_edges import from_edges
 from varcomm.graph.building.partition import partition
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.files.mesh import Mesh, read_mesh
+from varcomm.graph.moving.rebalance import rebalance
 from varcomm.graph.moving.transfer import Transfer, remap, transfer
 from varcomm.graph.nn.norms import global_norm
 from varcomm.graph.nn.pooling import (
@@ -55,6 +56,7 @@ __all__ = [
     "message_passing",
     "partition",
     "read_mesh",
+    "rebalance",
     "remap",
     "replicated",
     "transfer",

@@ -30,6 +30,9 @@ Rows = dict[str, torch.Tensor]
 
 _WHAT = "graph.migrate"
 
+# unsigned integers cannot be selected by index
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
 
 def migrate(graph: PartitionedGraph, owner: Any, node_attrs: Any = None) -> PartitionedGraph:
     """Return the graph with new owners of nodes; see :meth:`PartitionedGraph.migrate`."""
@@ -133,14 +136,13 @@ def _by_position(
 class _Move:
     """Owned rows of one kind that leave for other ranks, and rows that arrive and are merged by id.
 
-    `leaving` are positions of rows by their new ranks, `kept` positions of the others. Arriving
-    rows, in the order `arrival`, stand at the positions `at`; `origin` is the old position of every
-    new row, of an arriving one that of some kept row; `ids` are the new ids, ascending.
+    `leaving` are old positions of rows by their new ranks. Arriving rows, in the order `arrival`,
+    stand at the positions `at`; `origin` is the old position of every new row, of an arriving one
+    that of some row. `ids` are the new ids, ascending.
     """
 
     plan: ExchangePlan
     leaving: torch.Tensor
-    kept: torch.Tensor
     arrival: torch.Tensor
     at: torch.Tensor
     origin: torch.Tensor
@@ -149,21 +151,27 @@ class _Move:
     @classmethod
     def of(cls, ids: torch.Tensor, leaves: torch.Tensor, owner: torch.Tensor, group: Group) -> Self:
         """Send ids; `owner` holds the new ranks of the rows that leave. Collective."""
-        order = torch.sort(owner, stable=True).indices
+        device, pg = ids.device, group.process_group
+        gone = leaves.nonzero().view(-1)
+        leaving = gone[torch.sort(owner, stable=True).indices]
         counts = torch.bincount(owner, minlength=group.size).tolist()
-        leaving, kept = leaves.nonzero().view(-1)[order], (~leaves).nonzero().view(-1)
-        position = torch.arange(len(leaving), device=ids.device)
-        pg = group.process_group
-        plan = ExchangePlan.from_indices(position.split(counts), len(position), group=pg)
+        plan = ExchangePlan.from_indices(
+            torch.arange(len(gone), device=device).split(counts), len(gone), group=pg
+        )
         arrived, arrival = plan(ids[leaving]).sort()
-        rows = len(kept) + len(arrived)
-        at = torch.searchsorted(ids[kept], arrived) + torch.arange(len(arrived), device=ids.device)
-        stays = torch.ones(rows, dtype=torch.bool, device=ids.device)
-        stays[at] = False
-        origin = ids.new_zeros(rows)
-        if len(kept):
-            origin = kept.new_full((rows,), int(kept[0])).masked_scatter_(stays, kept)
-        move = cls(plan, leaving, kept, arrival, at, origin, arrived)
+        # the number of kept rows before each arriving one, and before each leaving one
+        before = torch.searchsorted(ids, arrived)
+        before -= torch.searchsorted(gone, before)
+        passed = gone - torch.arange(len(gone), device=device)
+        at = before + torch.arange(len(arrived), device=device)
+        # old positions rise by one per row: less at arriving rows, more behind leaving ones
+        rows = len(ids) - len(gone) + len(arrived)
+        origin = torch.ones(rows + 1, dtype=torch.int32, device=device)
+        origin[at] = 0
+        behind = passed + torch.searchsorted(before, passed, right=True)
+        origin.index_add_(0, behind, torch.ones_like(behind, dtype=torch.int32))
+        origin = origin.cumsum_(0)[:-1].sub_(1).clamp_(min=0)
+        move = cls(plan, leaving, arrival, at, origin, arrived)
         return replace(move, ids=move.merged(ids, arrived))
 
     def sent(self, rows: torch.Tensor) -> torch.Tensor:
@@ -172,15 +180,17 @@ class _Move:
 
     def merged(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
         """Return the new rows from old rows and arriving rows."""
-        if len(self.kept) == 0:
+        if len(self.origin) == len(self.at):
             return arriving
-        return taken(rows, self.origin).index_copy_(0, self.at, arriving)
+        if (signed := _SIGNED.get(rows.dtype)) is not None:
+            return self.merged(rows.view(signed), arriving.view(signed)).view(rows.dtype)
+        return rows.index_select(0, self.origin).index_copy_(0, self.at, arriving)
 
-    def numbers(self, first: int) -> torch.Tensor:
-        """Return the new global numbers of the old rows; `first` is that of the first row."""
-        here = torch.ones_like(self.origin, dtype=torch.bool).index_fill_(0, self.at, False)
-        numbers = self.origin.new_empty(len(self.kept) + len(self.leaving))
-        numbers[self.kept] = here.nonzero().view(-1) + first
+    def numbers(self, first: int, leaves: torch.Tensor) -> torch.Tensor:
+        """Return the new global numbers of the old rows; `first` is that of the first new row."""
+        stays = torch.ones_like(self.origin, dtype=torch.bool).index_fill_(0, self.at, False)
+        numbers = torch.empty_like(leaves, dtype=torch.int64)
+        numbers[~leaves] = stays.nonzero().view(-1) + first
         arrived = torch.empty_like(self.at)
         arrived[self.arrival] = self.at + first
         numbers[self.leaving] = self.plan.adjoint(arrived)
@@ -208,14 +218,14 @@ def migrated(
         sizes = ShardSizes(column)
         ids = AscendingIds.of(move.ids)
         shards[key] = NodeShard(group, sizes, move.rows(rows["nodes", key]), ids)
-        numbers[key] = move.numbers(sizes.offsets[group.rank])
+        numbers[key] = move.numbers(sizes.offsets[group.rank], owners[key] != group.rank)
     edges = {}
     for edge_type, old in graph.edge_shards.items():
         source, target = ends(edge_type)
         near = torch.cat([numbers[source], old.plan(numbers[source])])
-        leaves = (owners[target] != group.rank)[old.local_ids[1, : old.num_owned]]
-        owner = owners[target][old.local_ids[1, : old.num_owned][leaves]]
-        move = _Move.of(old.owned_ids, leaves, owner, group)
+        into = old.local_ids[1, : old.num_owned]
+        leaves = (owners[target] != group.rank).index_select(0, into)
+        move = _Move.of(old.owned_ids, leaves, owners[target][into[leaves]], group)
         pair = shards[source], shards[target]
         edges[edge_type] = _edges(
             old, move, rows["edges", edge_type], (near, numbers[target]), *pair
@@ -247,15 +257,17 @@ def _edges(
     is_used = torch.zeros_like(near, dtype=torch.bool).index_fill_(0, places[0], True)
     is_far = (near < mine.start) | (near >= mine.stop)
     halo = near[is_used & is_far].unique()
-    local = torch.where(is_far, torch.searchsorted(halo, near) + len(mine), near - mine.start)
+    local = near - mine.start
+    local[is_far] = torch.searchsorted(halo, near[is_far]) + len(mine)
     into = tables[1] - targets.sizes.offsets[group.rank]
+    pairs = [(local, places[0]), (into, places[1])]
     plan = ExchangePlan.from_needed(halo, sources.sizes, group=group.process_group)
     return EdgeShard(
         group=group,
         sizes=ShardSizes.from_local(len(move.ids), group.process_group),
         attributes=move.rows(rows),
         ids=AscendingIds.of(move.ids),
-        edge_index=torch.stack([local[places[0]], into[places[1]]]),
+        edge_index=torch.stack([table.index_select(0, at) for table, at in pairs]),
         halo_ids=plan(sources.owned_ids),
         plan=plan,
         num_targets=targets.num_owned,
