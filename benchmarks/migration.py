@@ -1,8 +1,8 @@
-"""Migration of a part of the rows beside a build of the same graph: ``python benchmarks/migration.py``.
+"""Migration of 1 % of the rows beside builds of the same graph: ``python benchmarks/migration.py``.
 
-A grid with 8 neighbours, 8 floats per node and 3 per edge, cut into bands; each rank passes a share
-of its rows, those at its border, to the next rank. A build is ``partition`` of a graph that every
-rank has, and ``from_edges`` of the edges that each rank has, both with the new owners given.
+A grid with 8 neighbours, 8 floats per node and 3 per edge, cut into bands; ranks pass rows at their
+borders on. A build is ``partition`` of a graph that every rank has, by METIS or with the new owners
+given, or ``from_edges`` of the edges that each rank has, with the new owners given.
 """
 
 import argparse
@@ -13,7 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from graph_build import grid
-from measuring import arguments, median, ms, slowest, table
+from measuring import arguments, median, ms, ratio, slowest, table
 from torch_geometric.data import Data
 
 import varcomm as vc
@@ -27,7 +27,7 @@ def seconds(call):
 
 
 def measure(rank, side, ranks, share, rounds):
-    """Seconds of a partition, of from_edges, of a migration and of a transfer; moved nodes."""
+    """Seconds of three builds, of a migration and of a transfer, by turns; moved nodes."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     nodes = side * side
@@ -46,6 +46,7 @@ def measure(rank, side, ranks, share, rounds):
     for _ in range(rounds):
         times = []
         for call in (
+            lambda: vc.graph.partition(data, method="metis"),
             lambda: vc.graph.partition(data, method=later),
             lambda: vc.graph.from_edges(edges, sizes, method=later[mine], **rows),
             lambda: old.migrate(owner),
@@ -64,18 +65,16 @@ def main():
     rows = []
     for ranks in given.ranks:
         parts = vc.launch(measure, ranks, given.side, ranks, given.share, given.rounds)
-        turns = [slowest([[times[i] for times in part] for part, _ in parts]) for i in range(4)]
-        migration, moved = turns[2], sum(count for _, count in parts)
-        shares = [
-            f"{median([m / b for m, b in zip(migration, turns[i], strict=True)]):.3f}"
-            for i in (0, 1)
-        ]
-        rows.append([ranks, f"{moved:,}", *ms(*map(median, turns)), *shares])
+        turns = [slowest([[times[i] for times in part] for part, _ in parts]) for i in range(5)]
+        moved = sum(count for _, count in parts)
+        shares = [f"{ratio(turns[3], turns[i]):.3f}" for i in range(3)]
+        rows.append([ranks, f"{moved:,}", *ms(*map(median, turns), digits=0), *shares])
     print(f"{given.side**2:,} nodes, 8 neighbours each; {100 * given.share:g} % of the rows move")
     table(
         [
-            *("ranks", "moved nodes", "partition, ms", "from_edges, ms", "migrate, ms"),
-            *("transfer of x, ms", "migrate / partition", "migrate / from_edges"),
+            *("ranks", "moved nodes", "METIS, ms", "partition, ms", "from_edges, ms"),
+            *("migrate, ms", "transfer of x, ms", "migrate / METIS"),
+            *("migrate / partition", "migrate / from_edges"),
         ],
         rows,
     )

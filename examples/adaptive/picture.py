@@ -17,7 +17,7 @@ def draw(
 ) -> None:
     """Save a picture of cells (N, 3), their ranks and u (N,), in the format of the suffix."""
     with rc_context({"font.size": 12, "text.color": INK, "axes.labelcolor": INK}):
-        figure = Figure(figsize=(13, 5.6), dpi=100, facecolor="white", layout="constrained")
+        figure = Figure(figsize=(13, 4.4), dpi=100, facecolor="white", layout="constrained")
         grid = figure.add_gridspec(2, 3)
         squares(figure.add_subplot(grid[:, 0]), cells, np.array(PALETTE)[rank % len(PALETTE)])
         figure.axes[0].set_title("cells by their rank", loc="left")

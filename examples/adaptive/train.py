@@ -23,7 +23,7 @@ import varcomm as vc
 from varcomm.graph import PartitionedGraph
 
 COARSEST, FIRST = 3, 5  # levels
-WIDTH = 0.02  # of the front, sqrt(D / r), relative to the side of the square
+WIDTH = 0.012  # of the front, sqrt(D / r), relative to the side of the square
 History = list[dict[str, float]]
 
 
@@ -57,7 +57,7 @@ def adapt(
 ) -> tuple[PartitionedGraph, Tensor, Tensor]:
     """Refine around the front, and even the numbers of cells; returns graph, cells and u."""
     group = graph.group.process_group
-    is_front = ((u - 0.5).abs() < 0.49).double()
+    is_front = ((u - 0.5).abs() < 0.48).double()
     source, target = graph.edges.local_ids
     near = is_front.index_add(0, target, graph.with_halo(is_front)[source])
     # integers of all cells are on every rank, the field is not
@@ -95,7 +95,7 @@ def run(
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(__doc__, smoke={"finest": 6, "steps": 41})
     parser.add_whole("--finest", 8, "level of the smallest cells, of 2^-N", least=FIRST)
-    parser.add_whole("--steps", 1000, "of time")
+    parser.add_whole("--steps", 600, "of time")
     parser.add_picture("out/adaptive.png")
     parser.add_argument("--check", action="store_true", help="compare with one process as well")
     options = parser.parse(arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ from varcomm.graph.shard import described
 from varcomm.transport.agreement import agree, share
 
 __all__ = ["rebalance"]
+
+Array: TypeAlias = np.ndarray[Any, Any]
 
 _WHAT = "graph.rebalance"
 
@@ -125,7 +128,7 @@ def _checked_cost(graph: PartitionedGraph, weights: torch.Tensor | float) -> tor
     return cost
 
 
-def _flows(loads: np.ndarray, neighbours: list[list[int]]) -> np.ndarray:
+def _flows(loads: Array, neighbours: list[list[int]]) -> Array:
     """Return the cost that each rank passes to each other, (P, P), zero for what it receives."""
     ranks = len(loads)
     links = np.zeros((ranks, ranks))
@@ -141,7 +144,7 @@ def _flows(loads: np.ndarray, neighbours: list[list[int]]) -> np.ndarray:
     return np.clip(potential[:, None] - potential, 0, None) * links
 
 
-def _reached(links: np.ndarray, start: int) -> np.ndarray:
+def _reached(links: Array, start: int) -> Array:
     reached, before = np.arange(len(links)) == start, 0
     while reached.sum() > before:
         before = reached.sum()
@@ -149,7 +152,7 @@ def _reached(links: np.ndarray, start: int) -> np.ndarray:
     return reached
 
 
-def _chosen(graph: PartitionedGraph, flows: np.ndarray) -> torch.Tensor:
+def _chosen(graph: PartitionedGraph, flows: Array) -> torch.Tensor:
     """Return new owners: for the largest flow first, nodes by their distance from the receiver."""
     cost, plan, rank = graph.nodes.attributes["cost"], graph.plan, graph.group.rank
     source, target = graph.edges.local_ids[:, : graph.edges.num_owned]

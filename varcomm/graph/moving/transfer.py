@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -246,7 +247,8 @@ def remap(
             )
 
     agree(what, in_range, sides.group)
-    has, group = ids >= 0, sides.group
+    ids, share, group = ids.to(sides.device), share.to(sides.device), sides.group
+    has = ids >= 0
     plan, of_parent = sides.directory().fetching(ids[has])
     place = torch.full_like(ids, plan.num_received)
     place[has] = of_parent
@@ -319,7 +321,7 @@ def _sides(
         return pair, check(pair[1])
 
     def outline(own: tuple[list[Shard | None], Any]) -> list[Any]:
-        return [None if each is None else [each.noun, *_counts(each)] for each in own[0]]
+        return [each and [each.noun, each.num_owned, each.sizes.total] for each in own[0]]
 
     (pair, checked), of_ranks = agree_and_share(what, shards, outline, group)
     sizes = []
@@ -333,23 +335,17 @@ def _sides(
     return _Sides(group, pair[0], pair[1], *sizes, device), checked
 
 
-def _counts(shard: Shard) -> tuple[int, int]:
-    return shard.num_owned, shard.sizes.total
-
-
 def _refuse(what: str, groups: list[Group]) -> NoReturn:
     """Raise on the ranks of both groups, of which neither contains the other."""
+    error = ArgumentError(
+        f"{what}: neither group of ranks contains the other. Move rows by way of a group of all "
+        "ranks."
+    )
 
     def call() -> NoReturn:
-        raise ArgumentError(
-            "neither group of ranks contains the other. Move rows by way of a group of all ranks."
-        )
+        raise error
 
-    last: VarcommError | None = None
     for group in groups:
-        try:
+        with suppress(VarcommError):
             agree(what, call, group)
-        except VarcommError as error:
-            last = error
-    assert last is not None
-    raise last
+    raise error
