@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/adaptive/train.py
 
-Fisher's equation, u' = D lap(u) + r u (1 - u), by finite volumes. Every 20 steps cells are refined
-and merged, u is carried over without loss, and cells migrate until each rank has its share.
+Nagumo's equation, u' = D lap(u) + 4 r u (1 - u) (u - 0.2), by finite volumes. Every 20 steps cells
+are refined and merged, u is carried over without loss, and cells migrate until each rank has its
+share.
 """
 
 import sys
@@ -23,7 +24,7 @@ import varcomm as vc
 from varcomm.graph import PartitionedGraph
 
 COARSEST, FIRST = 3, 5  # levels
-WIDTH = 0.012  # of the front, sqrt(D / r), relative to the side of the square
+WIDTH = 0.02  # of the front, sqrt(D / r), relative to the side of the square
 History = list[dict[str, float]]
 
 
@@ -49,7 +50,7 @@ def step(graph: PartitionedGraph, u: Tensor, finest: int) -> Tensor:
     source, target = graph.edges.local_ids
     flow = graph.edge_weight * (graph.with_halo(u)[source] - u[target])
     inflow = torch.zeros_like(u).index_add(0, target, flow)
-    return u + time * (WIDTH**2 * inflow / graph.area + u * (1 - u))
+    return u + time * (WIDTH**2 * inflow / graph.area + 4 * u * (1 - u) * (u - 0.2))
 
 
 def adapt(
@@ -57,7 +58,7 @@ def adapt(
 ) -> tuple[PartitionedGraph, Tensor, Tensor]:
     """Refine around the front, and even the numbers of cells; returns graph, cells and u."""
     group = graph.group.process_group
-    is_front = ((u - 0.5).abs() < 0.48).double()
+    is_front = ((u - 0.5).abs() < 0.49).double()
     source, target = graph.edges.local_ids
     near = is_front.index_add(0, target, graph.with_halo(is_front)[source])
     # integers of all cells are on every rank, the field is not
@@ -94,8 +95,8 @@ def run(
 
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(__doc__, smoke={"finest": 6, "steps": 41})
-    parser.add_whole("--finest", 8, "level of the smallest cells, of 2^-N", least=FIRST)
-    parser.add_whole("--steps", 600, "of time")
+    parser.add_whole("--finest", 7, "level of the smallest cells, of 2^-N", least=FIRST)
+    parser.add_whole("--steps", 800, "of time")
     parser.add_picture("out/adaptive.png")
     parser.add_argument("--check", action="store_true", help="compare with one process as well")
     options = parser.parse(arguments)

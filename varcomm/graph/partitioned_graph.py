@@ -320,8 +320,8 @@ class PartitionedGraph:
         Collective; an error on one rank is raised on all ranks. A node moves with its attributes,
         with the edges into it, and with their attributes; the result equals :func:`partition` by
         these owners. Attributes are not differentiable: :func:`transfer` moves any tensor with its
-        gradient. Communication: each node and edge that leaves, once, and a few numbers per halo
-        node; no message between ranks that exchange no row.
+        gradient. Communication: each node and edge that leaves, once; a few numbers per halo node
+        and per rank.
 
         Parameters
         ----------

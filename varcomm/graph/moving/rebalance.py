@@ -86,15 +86,13 @@ def rebalance(graph: PartitionedGraph, weights: torch.Tensor | float) -> Partiti
     )
     least = torch.inf
     for _ in range(_ROUNDS):
-        own = float(bare.nodes.attributes["cost"].sum()), list(bare.plan.neighbours)
-        of_ranks = share(_WHAT, lambda own=own: own, graph.group)
-        loads = np.array([load for load, _ in of_ranks])
+        loads, neighbours = _loads(bare)
         if loads.max() >= least:
             break
         best, least = bare, loads.max()
         if least <= _EVEN * loads.mean():
             break
-        flows = _flows(loads, [near for _, near in of_ranks])[graph.group.rank]
+        flows = _flows(loads, neighbours)[graph.group.rank]
         bare = migrate(bare, _chosen(bare, flows))
     if best.nodes.ids is nodes.ids:
         return graph
@@ -128,6 +126,13 @@ def _checked_cost(graph: PartitionedGraph, weights: torch.Tensor | float) -> tor
     return cost
 
 
+def _loads(graph: PartitionedGraph) -> tuple[Array, list[list[int]]]:
+    """Return the cost and the neighbours of each rank; collective."""
+    own = float(graph.nodes.attributes["cost"].sum()), list(graph.plan.neighbours)
+    loads, neighbours = zip(*share(_WHAT, lambda: own, graph.group), strict=True)
+    return np.array(loads), list(neighbours)
+
+
 def _flows(loads: Array, neighbours: list[list[int]]) -> Array:
     """Return the cost that each rank passes to each other, (P, P), zero for what it receives."""
     ranks = len(loads)
@@ -141,11 +146,13 @@ def _flows(loads: Array, neighbours: list[list[int]]) -> Array:
         links[top, first] = links[first, top] = 1
     laplacian = np.diag(links.sum(1)) - links
     potential = np.linalg.lstsq(laplacian, loads - loads.mean(), rcond=None)[0]
-    return np.clip(potential[:, None] - potential, 0, None) * links
+    flows: Array = np.clip(potential[:, None] - potential, 0, None) * links
+    return flows
 
 
 def _reached(links: Array, start: int) -> Array:
-    reached, before = np.arange(len(links)) == start, 0
+    reached: Array = np.arange(len(links)) == start
+    before = 0
     while reached.sum() > before:
         before = reached.sum()
         reached = reached | links[reached].any(0)

@@ -332,7 +332,7 @@ def _sides(
     if len(nouns := {each[0] for pair in of_ranks for each in pair if each is not None}) > 1:
         raise ArgumentError(f"{what}: {' and '.join(sorted(nouns))} have no rows in common.")
     device = next(each for each in pair if each is not None).ids.gaps.device
-    return _Sides(group, pair[0], pair[1], *sizes, device), checked
+    return _Sides(group, pair[0], pair[1], sizes[0], sizes[1], device), checked
 
 
 def _refuse(what: str, groups: list[Group]) -> NoReturn:
