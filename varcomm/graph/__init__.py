@@ -16,6 +16,8 @@ from varcomm.graph.building.from_edges import from_edges
 from varcomm.graph.building.partition import partition
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.files.mesh import Mesh, read_mesh
+from varcomm.graph.moving.rebalance import rebalance
+from varcomm.graph.moving.transfer import Transfer, remap, transfer
 from varcomm.graph.neighbours.knn import knn
 from varcomm.graph.neighbours.radius import radius
 from varcomm.graph.nn.norms import global_norm
@@ -39,6 +41,7 @@ __all__ = [
     "NodeShard",
     "PartitionedGraph",
     "Report",
+    "Transfer",
     "assign",
     "assign_sharded",
     "distribute",
@@ -57,5 +60,8 @@ __all__ = [
     "partition",
     "radius",
     "read_mesh",
+    "rebalance",
+    "remap",
     "replicated",
+    "transfer",
 ]
