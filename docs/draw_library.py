@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 ROOMS = {
     "cli": "doctor, bench, partition, inspect, simulate",
     "simulate": "what thousands of ranks would send, keep and wait for",
+    "ase": "a calculator for ASE on several ranks",
     "models": "MeshGraphNet, PaiNN, a multi-mesh, GPT, graph transformer: a file each",
     "graph": "partitions, halos,\nPyG models as they are",
     "tensor_parallel": "layers and losses\nthat do not divide",
@@ -27,7 +28,7 @@ ROOMS = {
     "ops": "one file a primitive, its adjoint beside it: "
     "all_gather_v and reduce_scatter_v, gather_v and scatter_v, ...",
     "transport": "the only room that knows collectives of torch.distributed: Gloo, NCCL, MPI",
-    "layout": "ShardSizes: rows a rank, arithmetic without communication",
+    "sizes": "ShardSizes: rows a rank, arithmetic without communication",
     "errors": "VarcommError and its few children",
 }
 COLOURS = ("#d7e3f4", "#d8ede6", "#fbe7cf")  # for users, of science, of numbers on the wire

@@ -22,7 +22,7 @@ DOCS = ROOT / "docs"
 EXPLANATIONS = [
     *(page for page in sorted(DOCS.glob("how_it_works/*.md"))),
     *(page for page in sorted(DOCS.glob("coming_from/*.md")) if page.stem not in ("index", "mace")),
-    *(DOCS / "sharp_bits.md", DOCS / "start.md"),
+    *(DOCS / "ase.md", DOCS / "sharp_bits.md", DOCS / "start.md"),
 ]
 
 
