@@ -112,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"{options.steps * options.timestep / 1000:g} ps, {kinetic / (1.5 * BOLTZMANN):.0f} K "
             f"at the end\n"
             f"  {migrated:.0f} atoms changed their rank at {one.searches - 1} searches\n"
-            f"  drift {drift(one.history, options.timestep):+.5f} meV per atom and ps\n"
+            f"  drift {drift(one.history, options.timestep):+.1e} meV per atom and ps\n"
             f"  {cost.report()}"
         )
     if is_first():
