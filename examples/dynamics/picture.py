@@ -37,7 +37,7 @@ def draw(
             below[0].step(time, history[:, 2], color=colour, linewidth=2, label=name, where="post")
             below[1].plot(time, 1e6 * (total - total[0]), color=colour, linewidth=1.2, label=name)
         below[0].set(xlabel="time, ps", ylabel="atoms", xlim=(0, time[-1]))
-        below[0].set_title("Atoms that changed their rank, so far", loc="left")
+        below[0].set_title("Atoms that have changed their rank", loc="left")
         below[1].set(xlabel="time, ps", ylabel="µeV per atom", xlim=(0, time[-1]))
         below[1].set_title("Change of the total energy", loc="left")
         for panel in below:

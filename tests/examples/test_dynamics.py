@@ -20,7 +20,7 @@ def move(rank):
 def test_atoms_migrate_and_energy_and_momentum_stay(worlds):
     ids, migrated, change, momentum = zip(*worlds.run(3, move), strict=True)
     assert torch.equal(torch.cat(ids).sort().values, torch.arange(64))
-    assert migrated[0] > 10
+    assert migrated[0] > 3
     assert len(set(migrated)) == 1
     assert abs(change[0]) < 1e-4  # eV; heat at the start: 0.05 eV
     assert momentum[0].abs().max() < 1e-12
