@@ -165,7 +165,7 @@ def balances(rank, ranks):
         assert rebalance(graph, weights) is graph
     empty = Data(edge_index=torch.zeros(2, 0, dtype=torch.int64), num_nodes=12)
     lonely = rebalance(partition(empty, method=torch.zeros(12, dtype=torch.int64)), 1.0)
-    assert max(lonely.node_sizes) - min(lonely.node_sizes) <= 2  # whole nodes, to each rank
+    assert max(lonely.node_sizes) - min(lonely.node_sizes) <= 1
     for wrong in (-1.0, torch.nan, torch.ones(3), "much", torch.ones(graph.num_owned) * torch.inf):
         with pytest.raises(ArgumentError, match="weights"):
             rebalance(graph, wrong if rank == ranks - 1 else 1.0)
@@ -178,8 +178,8 @@ def balances(rank, ranks):
 def test_rebalance(worlds, ranks):
     for (name, hot), (imbalance, moved) in worlds.run(ranks, balances, ranks)[0].items():
         assert imbalance <= 1.05, (name, hot)
-        # costs that cross several ranks move several times, from a rank that has them all
-        assert moved <= 1.5 or name != "rcb", (hot, moved)
+        # on more ranks costs cross ranks between the hot one and the last, and nodes of each move
+        assert moved <= (1.5 if ranks <= 3 else 2.0) or name != "rcb", (hot, moved)
 
 
 # what is passed on rank 1; the others pass what is right, and all raise
