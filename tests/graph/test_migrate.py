@@ -178,8 +178,8 @@ def balances(rank, ranks):
 def test_rebalance(worlds, ranks):
     for (name, hot), (imbalance, moved) in worlds.run(ranks, balances, ranks)[0].items():
         assert imbalance <= 1.05, (name, hot)
-        # costs that cross several ranks move several times, from a rank that has them all
-        assert moved <= 1.5 or name != "rcb", (hot, moved)
+        # on more ranks costs cross ranks between the hot one and the last, and nodes of each move
+        assert moved <= (1.5 if ranks <= 3 else 2.0) or name != "rcb", (hot, moved)
 
 
 # what is passed on rank 1; the others pass what is right, and all raise

@@ -172,8 +172,9 @@ def _chosen(graph: PartitionedGraph, flows: Array) -> torch.Tensor:
     starts = counts.cumsum(0) - counts
     sent = plan.send_index.split(plan.send_counts)
     bounds = graph.num_owned + np.cumsum([0, *plan.recv_counts])
-    for other in np.argsort(-flows, kind="stable").tolist():
-        goal, total = float(flows[other]), 0.0
+    left = 0.0  # by which whole nodes fell short of the goals so far
+    for other in np.argsort(-flows, kind="stable")[: int((flows > 0).sum())].tolist():
+        goal, total = float(flows[other]) + left, 0.0
         is_from = (source >= int(bounds[other])) & (source < int(bounds[other + 1]))
         layer, seen = torch.cat([sent[other], target[is_from]]), owner != rank
         while total < goal:
@@ -192,4 +193,5 @@ def _chosen(graph: PartitionedGraph, flows: Array) -> torch.Tensor:
             nth = torch.arange(int(repeats.sum()), device=cost.device)
             nth = nth - (repeats.cumsum(0) - repeats).repeat_interleave(repeats)
             layer = there[starts[layer].repeat_interleave(repeats) + nth]
+        left = goal - float(cost[owner == other].sum())
     return owner
