@@ -16,18 +16,19 @@ ROOT = Path(__file__).parent.parent
 ROOMS = {
     "cli": "doctor, bench, partition, inspect, simulate",
     "simulate": "what thousands of ranks would send, keep and wait for",
-    "models": "MeshGraphNet, PaiNN, a multi-mesh, GPT, graph transformer: a file each",
+    "ase": "a calculator for ASE on several ranks",
+    "models": "MeshGraphNet, PaiNN, GPT, graph transformer: a file each",
     "graph": "partitions, halos,\nPyG models as they are",
     "tensor_parallel": "layers and losses\nthat do not divide",
     "data_parallel": "gradients, summed\nor sharded",
     "checkpoint": "saved on P ranks,\nloaded on Q",
-    "testing": "dot test and gradcheck\nacross ranks",
+    "testing": "dot test and gradcheck across ranks",
     "plan": "ExchangePlan: who sends which rows to whom, checked once",
     "sharding": "marks of pieces; to and from DTensor",
     "ops": "one file a primitive, its adjoint beside it: "
     "all_gather_v and reduce_scatter_v, gather_v and scatter_v, ...",
     "transport": "the only room that knows collectives of torch.distributed: Gloo, NCCL, MPI",
-    "layout": "ShardSizes: rows a rank, arithmetic without communication",
+    "sizes": "ShardSizes: rows a rank, arithmetic without communication",
     "errors": "VarcommError and its few children",
 }
 COLOURS = ("#d7e3f4", "#d8ede6", "#fbe7cf")  # for users, of science, of numbers on the wire

@@ -25,7 +25,7 @@ def test_rooms_import_only_what_stands_to_their_right(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-OPTIONAL = {"torch_geometric", "pymetis", "matplotlib", "cloudpickle", "meshio", "scipy"}
+OPTIONAL = {"ase", "cloudpickle", "matplotlib", "meshio", "pymetis", "scipy", "torch_geometric"}
 
 
 @pytest.mark.parametrize(

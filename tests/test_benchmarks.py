@@ -27,6 +27,7 @@ SLOW_RUNS = [
         "masked / this, turn by turn",
     ),
     ("graph_build.py --side 30 --ranks 2 --nodes 400 --weak 3 --repeats 1", "bytes per exchange"),
+    ("migration.py --side 30 --ranks 2 --rounds 1", "migrate / METIS"),
     (
         "sharded_gradients.py --ranks 2 --columns 300 --layers 2 --steps 1 --repeats 1",
         "varcomm ShardedGradients",
@@ -34,6 +35,10 @@ SLOW_RUNS = [
     (
         "simulate.py --ranks 2 --sides 6 --width 4 --blocks 1 --steps 2",
         "bytes and messages are those that vc.trace counted",
+    ),
+    (
+        "neighbours.py --atoms 400 --neighbours 8 --ranks 1 3 --rounds 1 --repeats 1",
+        "times as fast",
     ),
     ("linears.py --rows 21 --inputs 8 --outputs 6 --repeats 2", "ratio, all ranks"),
     (

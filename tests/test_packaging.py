@@ -33,6 +33,7 @@ assert "all_gather_v" in pydoc.render_doc(varcomm)
 assert "class GPT" in pydoc.plain(pydoc.render_doc(varcomm.models))
 for code, builtin in (
     ("varcomm.graph.partition", AttributeError),
+    ("import varcomm.ase", ImportError),
     ("import varcomm.graph", ImportError),
     ("from varcomm import graph", ImportError),
     ("from varcomm.graph import partition", ImportError),

@@ -12,7 +12,7 @@ from varcomm.tensor_parallel import mappings
 
 REFERENCE = Path(__file__).parent.parent.parent / "docs" / "reference"
 SUBPACKAGES = (
-    *("checkpoint", "data_parallel", "graph", "models"),
+    *("ase", "checkpoint", "data_parallel", "graph", "models"),
     *("sharding", "simulate", "tensor_parallel", "testing"),
 )
 MODULES = [

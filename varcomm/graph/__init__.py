@@ -16,6 +16,10 @@ from varcomm.graph.building.from_edges import from_edges
 from varcomm.graph.building.partition import partition
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.files.mesh import Mesh, read_mesh
+from varcomm.graph.moving.rebalance import rebalance
+from varcomm.graph.moving.transfer import Transfer, remap, transfer
+from varcomm.graph.neighbours.knn import knn
+from varcomm.graph.neighbours.radius import radius
 from varcomm.graph.nn.norms import global_norm
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.partitioners.assign import assign, assign_sharded
@@ -29,6 +33,7 @@ __all__ = [
     "NodeShard",
     "PartitionedGraph",
     "Report",
+    "Transfer",
     "assign",
     "assign_sharded",
     "distribute",
@@ -36,8 +41,13 @@ __all__ = [
     "exchange_before",
     "from_edges",
     "global_norm",
+    "knn",
     "message_passing",
     "partition",
+    "radius",
     "read_mesh",
+    "rebalance",
+    "remap",
     "replicated",
+    "transfer",
 ]
