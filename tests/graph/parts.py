@@ -17,7 +17,7 @@ def contents(graph):
     for key, edges in graph.edge_shards.items():
         ids = graph.node_shards[None if key is None else key[0]].owned_ids
         counts = edges.num_sources, edges.num_halo, edges.num_targets, edges.num_owned
-        local = {"index": edges.edge_index, "halo": edges.halo_ids, "counts": counts}
+        local = {"index": edges.local_ids, "halo": edges.halo_ids, "counts": counts}
         local |= {"interior": edges.interior, "boundary": edges.boundary}
         # results of an exchange, in the same order on all ranks
         local |= {"with halo": edges.with_halo(ids), "only halo": edges.halo(ids)}

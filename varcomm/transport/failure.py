@@ -41,14 +41,16 @@ def failure(
     after, call = time.monotonic() - began, {"failed": what, "in group": group.name}
     leave_note(call)
     leave(group)
+    failed = {group.rank}
 
-    def failed_ranks(found: list[Note]) -> list[int]:
-        return [rank for rank, note in enumerate(found) if call.items() <= note.items()]
+    def all_failed(found: list[Note]) -> bool:
+        # kept: a rank that has caught its error overwrites its note in its next call
+        failed.update(r for r, note in enumerate(found) if call.items() <= note.items())
+        return len(failed) == group.size
 
-    found, answered = notes(group, lambda found: len(failed_ranks(found)) == group.size)
+    found, answered = notes(group, all_failed)
     if dist.is_initialized() and dist.get_rank() == 0:
         time.sleep(_SERVED)  # it serves the store, which other ranks still ask
-    failed = failed_ranks(found)
     lost = [rank for rank in range(group.size) if rank not in failed]
     ends = {rank: found[rank]["ended with"] for rank in lost if "ended with" in found[rank]}
     others = [f"rank {rank} ended with {end}" for rank, end in ends.items()]
@@ -60,7 +62,8 @@ def failure(
     rest = "; ".join(others) or "so all have come to it, and the network or the timeout has failed"
     return CommunicationError(
         f"{what} on {group}: failed after {after:.1f} s: {brief(error)}. {details}"
-        f"{members(group)} It has failed on {len(failed)} of {group.size}: {spans(failed)}; {rest}."
+        f"{members(group)} It has failed on {len(failed)} of {group.size}: "
+        f"{spans(sorted(failed))}; {rest}."
     )
 
 
