@@ -27,6 +27,7 @@ SLOW_RUNS = [
         "masked / this, turn by turn",
     ),
     ("graph_build.py --side 30 --ranks 2 --nodes 400 --weak 3 --repeats 1", "bytes per exchange"),
+    ("migration.py --side 30 --ranks 2 --rounds 1", "migrate / METIS"),
     (
         "sharded_gradients.py --ranks 2 --columns 300 --layers 2 --steps 1 --repeats 1",
         "varcomm ShardedGradients",

@@ -86,6 +86,14 @@ def check_graphs(one, other):
     assert len(one["out"]) + len(other["out"]) == 60
 
 
+def check_moving_graphs(one, other):
+    for found in (one, other):
+        assert torch.equal(found["temperature"], torch.tensor([1.0, 1, 3, 3]))
+        assert torch.equal(found["shared"], torch.tensor([0.5, 0.5, 1.5, 1.5]))
+        assert torch.equal(found["gradient"], 2 * found["x"])
+    assert (len(one["whole"]), len(other["whole"])) == (64, 0)
+
+
 def check_tensor_parallelism(one, other):
     assert (one["part"].shape, other["part"].shape) == ((4, 2, 8), (2, 2, 8))
     assert one["logits"].shape[-1] + other["logits"].shape[-1] == 131
@@ -119,6 +127,7 @@ def check_dtensors(one, other):
 # A check of the tensors on 2 ranks, and the tensors that are equal on both.
 GUIDES = {
     "graphs.md": (check_graphs, ["mean", "logits"]),
+    "moving_graphs.md": (check_moving_graphs, []),
     "tensor_parallel.md": (check_tensor_parallelism, ["norm", "kept"]),
     "checkpoints.md": (check_checkpoints, ["whole", "weight"]),
     "gradients.md": (check_gradients, ["mean", "weight", "up"]),

@@ -44,7 +44,7 @@ def run_main(rank, folder, arguments):
 # they differ. The test of `resume` is its own.
 TEXT = "text --layers 1 --head-size 4 --length 16 --batch 2 --sample 20 --steps 1 --check 5"
 CHECKED = ["atoms --smoke --cells 4 --check", "ocean --smoke --steps 1 --check 5"]
-CHECKED += ["poisson --smoke --check", TEXT]
+CHECKED += ["poisson --smoke --check", TEXT, "adaptive --smoke --check"]
 NODES = "nodes --smoke --models gcn --check"
 RUNS = [(3, line) for line in [*CHECKED, NODES, "ocean_3d --smoke", "weather --smoke"]]
 RUNS += [(3, f"{TEXT} --sequence-parallel"), (3, "three_ways --smoke --mesh 1x3x1 1x1x3 --check 4")]

@@ -24,7 +24,7 @@ from torch_geometric.data import Data
 import varcomm
 from varcomm import ExchangePlan
 from varcomm.checkpoint import save
-from varcomm.graph import distribute, partition
+from varcomm.graph import PartitionedGraph, distribute, partition
 from varcomm.transport.engine import engine_for
 from varcomm.transport.group import resolve
 
@@ -97,11 +97,30 @@ def checkpoint():
     return lambda: save({"w": torch.rand(5)}, folder)
 
 
+def migrate():
+    here = graph()
+    folder = Path(os.environ["SCENE"]) / "graph"
+    here.save(folder)
+    other = torch.full((here.num_owned,), (dist.get_rank() + 1) % RANKS)
+
+    def call():
+        try:
+            here.migrate(other)
+        finally:
+            # the old part is intact; one process reads what was saved before
+            alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            saved = PartitionedGraph.load(folder, alone)
+            assert torch.equal(saved.x[here.owned_ids], here.x)
+
+    return call
+
+
 PLACES = {
     "forward": forward,
     "backward": backward,
     "plan": plan,
     "partition": lambda: graph,
+    "migrate": migrate,
     "checkpoint": checkpoint,
 }
 

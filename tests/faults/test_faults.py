@@ -14,6 +14,7 @@ SCENES = (  # each fault once, each place once; `make fuzz` plays all combinatio
     "kill in backward on 0 after 0 rounds",
     "stop in backward on 1 after 0 rounds",
     "close in plan on 1 after 1 rounds",
+    "kill in migrate on 1 after 1 rounds",
     "exhaust in checkpoint on 1 after 1 rounds",
 )
 

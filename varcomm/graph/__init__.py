@@ -16,6 +16,8 @@ from varcomm.graph.building.from_edges import from_edges
 from varcomm.graph.building.partition import partition
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.files.mesh import Mesh, read_mesh
+from varcomm.graph.moving.rebalance import rebalance
+from varcomm.graph.moving.transfer import Transfer, remap, transfer
 from varcomm.graph.nn.norms import global_norm
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.partitioners.assign import assign, assign_sharded
@@ -29,6 +31,7 @@ __all__ = [
     "NodeShard",
     "PartitionedGraph",
     "Report",
+    "Transfer",
     "assign",
     "assign_sharded",
     "distribute",
@@ -39,5 +42,8 @@ __all__ = [
     "message_passing",
     "partition",
     "read_mesh",
+    "rebalance",
+    "remap",
     "replicated",
+    "transfer",
 ]

@@ -307,6 +307,58 @@ class PartitionedGraph:
 
         plot(self, path, node_type)
 
+    def migrate(
+        self,
+        owner: str | torch.Tensor | Mapping[str, torch.Tensor],
+        node_attrs: Mapping[str, Any] | None = None,
+    ) -> PartitionedGraph:
+        """Return the graph with new owners of its nodes; this graph stays as it is.
+
+        Collective; an error on one rank is raised on all ranks. A node moves with its attributes,
+        with the edges into it, and with their attributes; the result equals :func:`partition` by
+        these owners. Attributes are not differentiable: :func:`transfer` moves any tensor with its
+        gradient. Communication: each node and edge that leaves, once; a few numbers per halo node
+        and per rank.
+
+        Parameters
+        ----------
+        owner : torch.Tensor or str
+            New rank of each owned node, int64 of shape (n,); by type of node if there are several,
+            where nodes of a missing type stay. Or ``"rcb"`` or ``"hilbert"``: as in
+            :func:`assign_sharded`, from the attribute ``pos``.
+        node_attrs : mapping of str to torch.Tensor, optional
+            Values of attributes, (n, *F), that replace or join those of the graph, such as the
+            current positions; by type of node if there are several.
+
+        Returns
+        -------
+        PartitionedGraph
+            This rank's new part, on the same device, with the same hops.
+
+        Raises
+        ------
+        ArgumentError
+            On every rank, if an owner is out of range, or an attribute has not a row per node.
+        DisagreementError
+            On every rank, if attributes differ in name, dtype or row shape.
+
+        Examples
+        --------
+        >>> import torch, varcomm
+        >>> from torch_geometric.data import Data
+        >>> def fn(rank):
+        ...     edge_index = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
+        ...     ring = Data(x=torch.arange(4.0), edge_index=edge_index)
+        ...     old = varcomm.graph.partition(ring, method="block")
+        ...     new = old.migrate(torch.tensor([[0, 1], [1, 1]][rank]))
+        ...     return new.x.tolist(), new.halo_ids.tolist()
+        >>> varcomm.launch(fn, 2)
+        [([0.0], [3]), ([1.0, 2.0, 3.0], [0])]
+        """
+        from varcomm.graph.moving.migrate import migrate
+
+        return migrate(self, owner, node_attrs)
+
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write each rank's part into a folder that all ranks see; collective.
 

@@ -44,14 +44,15 @@ class AscendingIds:
     @classmethod
     def of(cls, ids: torch.Tensor) -> Self:
         """Encode ids, int64 of shape (n,)."""
-        gaps = ids.diff(prepend=ids.new_full((1,), -1))
+        gaps = ids + 1
+        torch.sub(ids[1:], ids[:-1], out=gaps[1:])
         rest = gaps[gaps >= _MORE] - _MORE
         return cls(gaps.clamp_(max=_MORE).to(torch.uint8), rest)
 
     def decoded(self) -> torch.Tensor:
         """Return the ids, int64 of shape (n,)."""
         gaps = self.gaps.to(torch.int64)
-        gaps[self.gaps == _MORE] += self.rest
+        gaps.index_add_(0, (self.gaps == _MORE).nonzero().view(-1), self.rest)
         return gaps.cumsum(0).sub_(1)
 
     def to(self, device: torch.device | str) -> AscendingIds:

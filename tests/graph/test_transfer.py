@@ -1,0 +1,155 @@
+"""``transfer`` and ``remap``: exact, differentiable, between any partitions; refusals."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import varcomm
+from tests.graph.graphs import WORLDS, rich, split_by, wild
+from tests.graph.parts import same
+from tests.graph.typed import WAYS, owners, typed
+from varcomm import ArgumentError
+from varcomm.graph import from_edges, partition, remap, transfer
+from varcomm.testing import dot_test, gradcheck, gradgradcheck
+
+NODES = 24
+
+
+def wrong_rows(rank, ranks):
+    """Attributes of every kind, of nodes and edges, move as one process selects them."""
+    data, wrong = rich(), []
+    ways = [split_by(way, NODES, ranks) for way in ("block", "random", "a rank owns nothing")]
+    parts = [partition(data, method=way) for way in ways]
+    for i, old in enumerate(parts):
+        for j, new in enumerate(parts):
+            move, of_edges = transfer(old, new), transfer(old.edges, new.edges)
+            for shard, call in ((new.nodes, move), (new.edges, of_edges)):
+                rows = old.nodes if call is move else old.edges
+                for name, value in rows.attributes.items():
+                    right = same(call(value), shard.attributes[name])
+                    wrong += [] if right else [f"{i} to {j}: {name}"]
+    dot_test(move, old.x)
+    gradcheck(lambda x: move(x**2), old.x[:, :2], fast_mode=True)
+    gradgradcheck(lambda x: move(x**2), old.x[:, :2], fast_mode=True)
+    data = typed()
+    old, new = (partition(data, method=owners(data, way, ranks)) for way in WAYS[:2])
+    for kind in ("author", "paper", "editor"):
+        moved = transfer(old[kind], new[kind])(old[kind].x)
+        wrong += [] if same(moved, new[kind].x) else [kind]
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_rows_of_any_kind(worlds, ranks):
+    assert worlds.run(ranks, wrong_rows, ranks) == [[]] * ranks
+
+
+def other_ranks(rank, some):
+    """From all ranks to some, and back, while gradients flow."""
+    data, group = wild(), dist.new_group(some)
+    here = rank in some
+    large = partition(data, method="random")
+    small = partition(data, group, method="block") if here else None
+    shrink, grow = transfer(large, small), transfer(small, large)
+    x = large.x.clone().requires_grad_()
+    there = shrink(x)
+    expected = data.x[small.owned_ids] if here else data.x[:0]
+    assert same(there.detach(), expected)
+    back = grow(there)
+    assert same(back.detach(), large.x)
+    (back * large.y[:, :1]).sum().backward()
+    assert same(x.grad, large.y[:, :1].expand(-1, 4).contiguous())
+    dist.barrier()
+
+
+@pytest.mark.parametrize("some", [[1], [2, 0]])
+def test_to_fewer_ranks_and_back(worlds, some):
+    worlds.run(3, other_ranks, some)
+
+
+def apart(rank):
+    """Groups of which neither contains the other; partitions of other graphs; other rows."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2])]
+    data = wild()
+    old = partition(data, groups[0], method="block") if rank < 2 else None
+    new = partition(data, groups[1], method="block") if rank > 0 else None
+    said = []
+
+    def refused(*args, call=transfer):
+        with pytest.raises(ArgumentError) as raised:
+            call(*args)
+        said.append(str(raised.value))
+
+    refused(old, new)
+    graph, other = partition(data, method="block"), partition(wild(25), method="block")
+    refused(graph, other)
+    refused(graph, graph.edges)
+    refused(graph, graph.x if rank == 1 else graph)
+    refused(graph if rank else None, graph)
+    refused(partition(typed(), method="block"), graph)
+    parents = torch.zeros(graph.num_owned, dtype=torch.int64)
+    wrong = (parents + NODES, parents - 2, parents[1:], parents.double(), parents[:, None, None])
+    for each in wrong:
+        refused(graph, graph, each if rank == 2 else parents, call=remap)
+    for weight in (parents + torch.nan, parents / 0, parents[1:].double()):
+        refused(graph, graph, parents, weight if rank == 2 else parents + 1.0, call=remap)
+    refused(graph, graph, parents, parents - 1.0, True, call=remap)
+    refused(graph, graph, parents, None, True, call=remap)  # all but node 0 would be lost
+    words = ["neither", "rows", "in common", "new", "part of old", "types", *["parents"] * 5]
+    words += [*["weights"] * 4, "no child"]
+    return [word for word, text in zip(words, said, strict=True) if word not in text]
+
+
+def test_refusals(worlds):
+    assert worlds.run(3, apart) == [[]] * 3
+
+
+def one_mesh_to_another(rank, ranks):
+    """Random parents and weights against a dense matrix; refinement and coarsening back."""
+    draw = torch.Generator().manual_seed(0)
+    cells, children = 11, 29
+    parents = torch.randint(-1, cells, (children, 3), generator=draw)
+    parents[:cells, 0] = torch.arange(cells)  # every cell has a child
+    weights = torch.rand(children, 3, generator=draw, dtype=torch.float64) + 0.1
+    x = torch.randn(cells, 2, 2, generator=draw, dtype=torch.float64)
+
+    def graph(nodes, seed):
+        where = torch.Generator().manual_seed(seed)
+        owner = torch.randint(ranks, (nodes,), generator=where)
+        owner[owner == ranks // 2] = 0
+        none, sizes = (
+            torch.empty(2, 0, dtype=torch.int64),
+            varcomm.ShardSizes.balanced(nodes, ranks),
+        )
+        mine = sizes.range(rank)
+        return from_edges(none, sizes, method=owner[mine.start : mine.stop])
+
+    old, new = graph(cells, 1), graph(children, 2)
+    has = (parents >= 0).double()
+    cases = {(None, False): has / has.sum(1, keepdim=True).clamp(min=1), (weights, False): weights}
+    for given in (None, weights):
+        share = has if given is None else weights * has
+        whole = torch.zeros(cells).double().index_add(0, parents[has > 0], share[has > 0])
+        cases[given, True] = share / whole[parents]
+    for (given, conserve), matrix in cases.items():
+        own = new.owned_ids
+        call = remap(old, new, parents[own], None if given is None else given[own], conserve)
+        wanted = (x[parents] * (matrix * has)[..., None, None]).sum(1)
+        close = {"rtol": 1e-13, "atol": 1e-13}
+        torch.testing.assert_close(call(x[old.owned_ids]), wanted[own], **close)
+        half = call(x[old.owned_ids].bfloat16())
+        torch.testing.assert_close(half.double(), wanted[own], rtol=0.03, atol=0.03)
+        line = call(x[old.owned_ids, 0, 0])
+        torch.testing.assert_close(line, wanted[own, 0, 0], **close)
+        dot_test(call, x[old.owned_ids])
+        gradgradcheck(lambda x, call=call: call(x**3), x[old.owned_ids, 0], fast_mode=True)
+        if conserve:
+            total = new.sum(call(x[old.owned_ids]))
+            torch.testing.assert_close(total, x.sum(), rtol=1e-13, atol=1e-13)
+    with pytest.raises(ArgumentError, match="floats"):
+        call(torch.zeros(old.num_owned, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_remap(worlds, ranks):
+    worlds.run(ranks, one_mesh_to_another, ranks)

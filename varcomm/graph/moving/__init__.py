@@ -1,0 +1,1 @@
+"""Graphs that change: rows between two partitions, new owners, even costs, new meshes."""

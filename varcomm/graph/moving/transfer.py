@@ -1,0 +1,351 @@
+"""``transfer`` and ``remap``: fields from the rows of one partition to those of another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+
+from varcomm.errors import ArgumentError, VarcommError
+from varcomm.graph.directory import Directory
+from varcomm.graph.partitioned_graph import PartitionedGraph
+from varcomm.graph.shard import Shard, described
+from varcomm.plan.exchange_plan import ExchangePlan
+from varcomm.sizes import ShardSizes
+from varcomm.transport.agreement import agree, agree_and_share
+from varcomm.transport.group import Group
+
+__all__ = ["Transfer", "remap", "transfer"]
+
+Side = PartitionedGraph | Shard | None
+
+
+@dataclass(frozen=True, eq=False)
+class Transfer:
+    """Rows of a partition computed from those of another; made by :func:`transfer`, :func:`remap`.
+
+    A linear operator: ``transfer(x)`` of the old partition's rows, (n_old, *F), returns the new
+    partition's rows, (n_new, *F). Its derivatives are exact, of any order.
+
+    Attributes
+    ----------
+    plan : ExchangePlan
+        Brings the old rows that this rank needs, each once.
+    place : torch.Tensor
+        The received row of each new row, int64 of shape (n_new,); or of each parent, (n_new, k),
+        one past the last for no parent.
+    weights : torch.Tensor, optional
+        Weights of the parents, float64 of shape (n_new, k); None copies rows.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from torch_geometric.data import Data
+    >>> def fn(rank):
+    ...     ring = Data(x=torch.arange(4.0), edge_index=torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]))
+    ...     old = varcomm.graph.partition(ring, method="block")
+    ...     new = varcomm.graph.partition(ring, method=torch.tensor([1, 1, 1, 0]))
+    ...     move = varcomm.graph.transfer(old, new)
+    ...     return old.x.tolist(), move(old.x).tolist(), move.plan.nbytes(old.x)
+    >>> varcomm.launch(fn, 2)
+    [([0.0, 1.0], [3.0], 8), ([2.0, 3.0], [0.0, 1.0, 2.0], 4)]
+    """
+
+    plan: ExchangePlan
+    place: torch.Tensor
+    weights: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the new partition's rows, (n_new, *F), of the old one's; one exchange.
+
+        Rows of any dtype are copied; weighted sums are for floats and complex numbers.
+        """
+        if self.weights is None:
+            return self.plan(x).index_select(0, self.place)
+        if not (x.is_floating_point() or x.is_complex()):
+            raise ArgumentError(
+                f"weighted sums are for floats and complex numbers; got {described(x)}. Fetch rows "
+                "by their ids: graph.rows(values, ids)."
+            )
+        if x.dim() == 1:  # torch.cat drops an empty tensor of one dimension from the autograd graph
+            return self(x[:, None])[:, 0]
+        rows = self.plan(x)
+        rows = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
+        wide = torch.float32 if x.element_size() < 4 else x.dtype  # a sum in bf16 would lose digits
+        weights = self.weights.to(wide).view(*self.weights.shape, *[1] * (x.dim() - 1))
+        return (rows[self.place] * weights).sum(1).to(x.dtype)
+
+    def to(self, device: torch.device | str) -> Transfer:
+        """Return the same for rows on another device."""
+        weights = None if self.weights is None else self.weights.to(device)
+        return replace(
+            self, plan=self.plan.to(device), place=self.place.to(device), weights=weights
+        )
+
+
+@dataclass(frozen=True)
+class _Sides:
+    """Both partitions in the larger of their groups; a rank outside of the other has no rows."""
+
+    group: Group
+    old: Shard | None
+    new: Shard | None
+    old_sizes: ShardSizes
+    new_sizes: ShardSizes
+    device: torch.device
+
+    def ids(self, shard: Shard | None) -> torch.Tensor:
+        none = torch.empty(0, dtype=torch.int64, device=self.device)
+        return none if shard is None else shard.owned_ids
+
+    def directory(self) -> Directory:
+        """Return the owners and places of the old rows; collective."""
+        if self.old is not None and self.old.group == self.group:
+            return self.old._directory
+        return Directory.of(self.ids(self.old), self.old_sizes, self.group)
+
+
+def transfer(old: Side, new: Side) -> Transfer:
+    """Plan how rows of one partition become those of another partition of the same graph.
+
+    Collective; an error on one rank is raised on all ranks. For fields, results and optimizer
+    states, which :func:`migrate` does not carry, and between different numbers of ranks.
+
+    Parameters
+    ----------
+    old, new : PartitionedGraph or NodeShard or EdgeShard
+        Two partitions of the same rows: of the nodes of a graph with one type, of the nodes of one
+        type, ``graph["paper"]``, or of edges, ``graph.edges``. The ranks of one must be among those
+        of the other; elsewhere the other partition is None.
+
+    Returns
+    -------
+    Transfer
+        ``transfer(x)`` of old rows, (n_old, *F), returns new rows, (n_new, *F), of any dtype. On
+        ranks outside the old partition, `x` has zero rows: ``torch.empty(0, *F)``.
+
+    Raises
+    ------
+    ArgumentError
+        On every rank, if the partitions have other rows, or if neither group contains the other.
+
+    Notes
+    -----
+    Communication: 24 bytes per row that changes its rank, and 16 bytes per row for the directory of
+    `old`, which it keeps. Each call: the rows that change their rank, each once.
+
+    In one process: the identity.
+
+    Examples
+    --------
+    The state of Adam for a table of one row per node moves with the nodes.
+
+    >>> import torch, varcomm
+    >>> from torch_geometric.data import Data
+    >>> def fn(rank):
+    ...     ring = Data(x=torch.arange(4.0), edge_index=torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]))
+    ...     old = varcomm.graph.partition(ring, method="block")
+    ...     table = torch.nn.Parameter(old.x[:, None])
+    ...     optimizer = torch.optim.Adam([table])
+    ...     (table**2).sum().backward()
+    ...     optimizer.step()
+    ...     new = old.migrate(torch.tensor([[1, 1], [0, 0]][rank]))
+    ...     move, state = varcomm.graph.transfer(old, new), optimizer.state[table]
+    ...     state |= {name: move(state[name]) for name in ("exp_avg", "exp_avg_sq")}
+    ...     table.data = move(table.data)
+    ...     return state["exp_avg"].view(-1).tolist()
+    >>> [[round(x, 1) for x in rows] for rows in varcomm.launch(fn, 2)]
+    [[0.4, 0.6], [0.0, 0.2]]
+    """
+    what = "graph.transfer"
+    sides, _ = _sides(what, old, new, lambda new: None)
+    if sides.old_sizes.total != sides.new_sizes.total:
+        raise ArgumentError(
+            f"{what}: old has {sides.old_sizes.total} rows, and new {sides.new_sizes.total}. Both "
+            "must be partitions of one graph; for a refined mesh, use graph.remap."
+        )
+    plan, place = sides.directory().fetching(sides.ids(sides.new))
+    return Transfer(plan, place)
+
+
+def remap(
+    old: Side,
+    new: Side,
+    parents: torch.Tensor | None,
+    weights: torch.Tensor | None = None,
+    conserve: bool = False,
+) -> Transfer:
+    """Plan how fields of a mesh become fields of its refinement or coarsening.
+
+    Collective; an error on one rank is raised on all ranks.
+
+    Parameters
+    ----------
+    old, new : PartitionedGraph or NodeShard or EdgeShard
+        Partitions of two meshes, on the same ranks or as in :func:`transfer`.
+    parents : torch.Tensor
+        Ids in the old mesh of the parents of this rank's new rows, in their order; int64 of shape
+        (n_new,) or (n_new, k), -1 for none. None on ranks without the new mesh.
+    weights : torch.Tensor, optional
+        A weight per parent, finite, of the shape of `parents`; None is the same weight for all.
+    conserve : bool
+        False interpolates: a new row is the weighted sum of its parents, by default their mean,
+        and zero without parents. True shares amounts: each old row is divided among its children in
+        proportion to their weights, so that the sum over all ranks stays the same. Coarsening then
+        sums.
+
+    Returns
+    -------
+    Transfer
+        ``remap(x)`` of old rows, (n_old, *F), returns new rows, (n_new, *F), of floats or complex
+        numbers.
+
+    Raises
+    ------
+    ArgumentError
+        On every rank, if parents are out of range or weights not finite; with `conserve`, if a
+        weight is negative or an old row has no child.
+
+    Notes
+    -----
+    Communication: 24 bytes per different parent on another rank, and 16 bytes per old row for the
+    directory of `old`. Each call: each different parent on another rank once.
+
+    In one process: ``(x[parents] * weights[..., None]).sum(1)``.
+
+    Examples
+    --------
+    Cell 1 of two cells is refined into cells 1 and 2: an average is copied, an amount is halved.
+
+    >>> import torch, varcomm
+    >>> def fn(rank):
+    ...     none = torch.empty(2, 0, dtype=torch.int64)
+    ...     old = varcomm.graph.from_edges(none, [1, 1])
+    ...     new = varcomm.graph.from_edges(none, [2, 1])
+    ...     parents = torch.tensor([[0, 1], [1]][rank])
+    ...     x = torch.tensor([10.0 + 2 * rank])
+    ...     remaps = (varcomm.graph.remap(old, new, parents, conserve=c) for c in (False, True))
+    ...     return [remap(x).tolist() for remap in remaps]
+    >>> varcomm.launch(fn, 2)
+    [[[10.0, 12.0], [10.0, 6.0]], [[12.0], [6.0]]]
+    """
+    what = "graph.remap"
+
+    def check(shard: Shard | None) -> tuple[torch.Tensor, torch.Tensor]:
+        return _checked_parents(parents, weights, conserve, shard)
+
+    sides, (ids, share) = _sides(what, old, new, check)
+
+    def in_range() -> None:
+        if ids.numel() and not -1 <= int(ids.min()) <= int(ids.max()) < sides.old_sizes.total:
+            raise ArgumentError(
+                f"parents span {int(ids.min())}...{int(ids.max())}, out of range for "
+                f"{sides.old_sizes.total} old rows; -1 is for none."
+            )
+
+    agree(what, in_range, sides.group)
+    ids, share, group = ids.to(sides.device), share.to(sides.device), sides.group
+    has = ids >= 0
+    plan, of_parent = sides.directory().fetching(ids[has])
+    place = torch.full_like(ids, plan.num_received)
+    place[has] = of_parent
+    share = torch.where(has, share, 0.0)
+    if weights is None and not conserve:
+        share = share / has.sum(1, keepdim=True).clamp(min=1)
+    if conserve:
+        sums = share.new_zeros(plan.num_received + 1).index_add(0, place.view(-1), share.view(-1))
+        whole = plan.adjoint(sums[:-1])
+
+        def all_have_children() -> None:
+            if len(lost := (whole <= 0).nonzero().view(-1)):
+                raise ArgumentError(
+                    f"old row {int(sides.ids(sides.old)[lost[0]])} has no child with a weight: its "
+                    "amount would be lost. Name it among parents."
+                )
+
+        agree(what, all_have_children, group)
+        share = share / torch.cat([plan(whole), whole.new_ones(1)])[place]
+    return Transfer(plan, place, share)
+
+
+def _checked_parents(
+    parents: Any, weights: Any, conserve: bool, shard: Shard | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return parents, int64, and weights, float64, both (n_new, k)."""
+    rows = 0 if shard is None else shard.num_owned
+    if parents is None and shard is None:
+        parents = torch.empty(0, dtype=torch.int64)
+    if (
+        not isinstance(parents, torch.Tensor)
+        or parents.dtype not in (torch.int32, torch.int64)
+        or parents.dim() not in (1, 2)
+        or len(parents) != rows
+    ):
+        raise ArgumentError(
+            f"parents must be int64 of shape (n_new,) or (n_new, k), here n_new = {rows}; got "
+            f"{described(parents)}."
+        )
+    if weights is None:
+        weights = torch.ones_like(parents, dtype=torch.float64)
+    if not isinstance(weights, torch.Tensor) or weights.shape != parents.shape:
+        raise ArgumentError(
+            f"weights must have the shape of parents, {tuple(parents.shape)}; got "
+            f"{described(weights)}."
+        )
+    ids = parents.to(torch.int64).reshape(rows, parents.shape[1:].numel())
+    share = weights.detach().to(ids.device, torch.float64).view(ids.shape)
+    if not bool(share.isfinite().all()) or (conserve and bool((share < 0).any())):
+        raise ArgumentError("weights must be finite, and with conserve=True not negative.")
+    return ids, share
+
+
+def _sides(
+    what: str, old: Side, new: Side, check: Callable[[Shard | None], Any]
+) -> tuple[_Sides, Any]:
+    """Return both partitions and the result of `check` of the new one, or raise on all ranks."""
+    groups = [side.group for side in (old, new) if isinstance(side, PartitionedGraph | Shard)]
+    if not groups:
+        raise ArgumentError(f"{what}: pass a partition of this rank as old or new.")
+    group = max(groups, key=lambda each: each.size)
+    if not all(set(each.ranks) <= set(group.ranks) for each in groups):
+        _refuse(what, groups)
+
+    def shards() -> tuple[list[Shard | None], Any]:
+        for name, side in (("old", old), ("new", new)):
+            if not isinstance(side, PartitionedGraph | Shard | None):
+                raise ArgumentError(f"{name} must be a graph or a shard; got {described(side)}.")
+        pair = [side.nodes if isinstance(side, PartitionedGraph) else side for side in (old, new)]
+        return pair, check(pair[1])
+
+    def outline(own: tuple[list[Shard | None], Any]) -> list[Any]:
+        return [each and [each.noun, each.num_owned, each.sizes.total] for each in own[0]]
+
+    (pair, checked), of_ranks = agree_and_share(what, shards, outline, group)
+    sizes = []
+    for name, column in zip(("old", "new"), zip(*of_ranks, strict=True), strict=True):
+        sizes.append(ShardSizes(0 if each is None else each[1] for each in column))
+        if {each[2] for each in column if each is not None} != {sizes[-1].total}:
+            raise ArgumentError(f"{what}: some ranks have not passed their part of {name}.")
+    if len(nouns := {each[0] for pair in of_ranks for each in pair if each is not None}) > 1:
+        raise ArgumentError(f"{what}: {' and '.join(sorted(nouns))} have no rows in common.")
+    device = next(each for each in pair if each is not None).ids.gaps.device
+    return _Sides(group, pair[0], pair[1], sizes[0], sizes[1], device), checked
+
+
+def _refuse(what: str, groups: list[Group]) -> NoReturn:
+    """Raise on the ranks of both groups, of which neither contains the other."""
+    error = ArgumentError(
+        f"{what}: neither group of ranks contains the other. Move rows by way of a group of all "
+        "ranks."
+    )
+
+    def call() -> NoReturn:
+        raise error
+
+    for group in groups:
+        with suppress(VarcommError):
+            agree(what, call, group)
+    raise error
