@@ -36,6 +36,10 @@ SLOW_RUNS = [
         "simulate.py --ranks 2 --sides 6 --width 4 --blocks 1 --steps 2",
         "bytes and messages are those that vc.trace counted",
     ),
+    (
+        "neighbours.py --atoms 400 --neighbours 8 --ranks 1 3 --rounds 1 --repeats 1",
+        "times as fast",
+    ),
     ("linears.py --rows 21 --inputs 8 --outputs 6 --repeats 2", "ratio, all ranks"),
     (
         "scaling.py --rows 20 --ranks 1 2 4 16 --width 8 --blocks 1 --plot {folder}/a.png",

@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-from crystal import BOLTZMANN, CUTOFF, MASS, MOTION, Crystal, as_graph
+from crystal import BOLTZMANN, CUTOFF, MASS, MOTION, Crystal
 from potential import energy_and_forces
 from torch import Tensor
+from torch_geometric.data import Data
 
 import varcomm as vc
 
@@ -32,27 +33,28 @@ class MovingAtoms:
     def __init__(
         self, model: torch.nn.Module, crystal: Crystal, skin: float, method: str | Tensor = "rcb"
     ) -> None:
-        self.model, self.box, self.skin = model, crystal.box, skin
-        self.owner, self.lists = method, 0
-        self._renew(crystal.pos)
-        ranks = torch.full((self.graph.num_owned,), self.graph.group.rank)
-        self.owner = self.graph.gather(ranks, dst=0)
+        self.model, self.skin, self.lists = model, skin, 0
+        self.cell, ranks = crystal.box.diag(), vc.init()
+        if isinstance(method, str):
+            method = vc.graph.assign(Data(pos=crystal.pos), ranks.size, method)
+        self.owner, self.ids = method, (method == ranks.rank).nonzero().view(-1)
+        self._renew(crystal.pos[self.ids])
 
     def _renew(self, pos: Tensor) -> None:
-        """Find neighbours on the first rank, which has all positions, and give each its part."""
-        data, owner = None, None
-        if vc.init().rank == 0:
-            data, owner = as_graph(Crystal(pos, self.box), CUTOFF + self.skin), self.owner
-        self.graph = vc.graph.partition(data, src=0, method=owner)
-        vc.graph.distribute(self.model, self.graph)
+        """Find neighbours of this rank's atoms, here and on other ranks."""
+        reach = CUTOFF + self.skin
+        self.graph = graph = vc.graph.radius(pos, reach, cell=self.cell, ids=self.ids)
+        types, shifts = torch.zeros(len(pos), dtype=torch.long), graph.shift.to(pos) @ self.cell
+        self.part = Data(types=types, edge_index=graph.edge_index, shifts=shifts)
+        vc.graph.distribute(self.model, graph)
         self.lists += 1
 
     def __call__(self, pos: Tensor) -> tuple[Tensor, Tensor]:
         """Return energies, (n,), and forces, (n, 3), of this rank's atoms at positions, (n, 3)."""
         moved = (pos - self.graph.pos).square().sum(1)
         if self.graph.max(moved) > (self.skin / 2) ** 2:
-            self._renew(self.graph.gather(pos, dst=0))
-        return energy_and_forces(self.model, self.graph, pos)
+            self._renew(pos)
+        return energy_and_forces(self.model, self.part, pos)
 
 
 def thermal(atoms: int, temperature: float, seed: int) -> Tensor:

@@ -124,6 +124,11 @@ def check_dtensors(one, other):
     assert (len(one["back"]), len(other["back"])) == (3, 2)
 
 
+def check_neighbours(one, other):
+    total = one["forces"].sum(0) + other["forces"].sum(0)
+    torch.testing.assert_close(total, torch.zeros_like(total), rtol=0, atol=1e-9)
+
+
 # A check of the tensors on 2 ranks, and the tensors that are equal on both.
 GUIDES = {
     "graphs.md": (check_graphs, ["mean", "logits"]),
@@ -131,6 +136,7 @@ GUIDES = {
     "tensor_parallel.md": (check_tensor_parallelism, ["norm", "kept"]),
     "checkpoints.md": (check_checkpoints, ["whole", "weight"]),
     "gradients.md": (check_gradients, ["mean", "weight", "up"]),
+    "neighbours.md": (check_neighbours, ["energy"]),
     "dtensor.md": (check_dtensors, ["of_weight", "summed"]),
 }
 

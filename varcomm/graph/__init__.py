@@ -18,6 +18,8 @@ from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.files.mesh import Mesh, read_mesh
 from varcomm.graph.moving.rebalance import rebalance
 from varcomm.graph.moving.transfer import Transfer, remap, transfer
+from varcomm.graph.neighbours.knn import knn
+from varcomm.graph.neighbours.radius import radius
 from varcomm.graph.nn.norms import global_norm
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.partitioners.assign import assign, assign_sharded
@@ -39,8 +41,10 @@ __all__ = [
     "exchange_before",
     "from_edges",
     "global_norm",
+    "knn",
     "message_passing",
     "partition",
+    "radius",
     "read_mesh",
     "rebalance",
     "remap",

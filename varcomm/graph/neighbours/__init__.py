@@ -1,0 +1,1 @@
+"""Neighbours by position: ghosts, local search, and graphs of radius and nearest neighbours."""

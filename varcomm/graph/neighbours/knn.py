@@ -1,0 +1,157 @@
+"""``knn``: a partitioned graph of the nearest nodes of each node, found on ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+from math import inf
+from typing import Any
+
+import numpy as np
+import torch
+
+from varcomm.errors import ArgumentError
+from varcomm.graph.neighbours.ghosts import Boxes, Frame, Ghosts
+from varcomm.graph.neighbours.links import Links, has_derivative, tree_of
+from varcomm.graph.neighbours.positions import (
+    Own,
+    agreed,
+    checked_positions,
+    shards,
+)
+from varcomm.graph.partitioned_graph import PartitionedGraph
+from varcomm.sizes import ShardSizes, at_least
+from varcomm.transport.agreement import agree, share
+from varcomm.transport.group import GroupLike, resolve
+
+__all__ = ["knn"]
+
+_WHAT = "graph.knn"
+
+_SLACK = 1 + 1e-9  # differences of rounding between distances stay below it
+
+
+def knn(pos: torch.Tensor, k: int, group: GroupLike = None) -> PartitionedGraph:
+    """Connect each node with its k nearest, each rank bringing the positions that it owns.
+
+    Collective; an error on one rank is raised on all ranks. As in :func:`radius`, ranks send each
+    other nodes near their boxes: as far as their own k-th neighbours are away, and farther until
+    the neighbours on every rank are certain.
+
+    Parameters
+    ----------
+    pos : torch.Tensor
+        Positions of the nodes that this rank owns, finite floats of shape (n, D); n may be zero.
+        The dtype and D are identical on all ranks.
+    k : int
+        Edges into each node: from the first by (distance, id) of all other nodes. Nodes at the same
+        position are neighbours.
+    group : ProcessGroup or DeviceMesh, optional
+        Ranks that take part; None is the whole world.
+
+    Returns
+    -------
+    PartitionedGraph
+        With `pos`, as given, and ``edge_attr``, (n * k, D), ``pos[source] - pos[target]``,
+        differentiable. Ids count the rows of rank 0, then those of rank 1, and so on.
+
+    Raises
+    ------
+    ArgumentError
+        On every rank, if an argument is invalid on one rank, or there are no k other nodes.
+    DisagreementError
+        On every rank, if ranks differ in k, dtypes or D.
+    MissingPackageError
+        On every rank, if SciPy is missing on one.
+
+    Notes
+    -----
+    Communication: at least three agreements; each node near another rank's box, with 8 bytes more,
+    and a byte back. A node far from all others makes its rank's ghosts many.
+
+    In one process: ``scipy.spatial.cKDTree(pos).query(pos, k + 1)``.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> def fn(rank):
+    ...     pos = torch.tensor([[0.0], [3.0]]) if rank == 0 else torch.tensor([[4.0], [9.0]])
+    ...     graph = varcomm.graph.knn(pos, 1)
+    ...     return graph.halo_ids.tolist(), graph.edge_attr.flatten().tolist()
+    >>> varcomm.launch(fn, 2)
+    [([2], [3.0, 1.0]), ([1], [-1.0, -5.0])]
+    """
+    ranks = resolve(group)
+
+    def check() -> tuple[Own, dict[str, object]]:
+        rows = checked_positions(pos, _WHAT, ranks)
+        dims = rows.shape[1]
+        return Own.of(rows, Frame.of(None, [False] * dims, rows.device)), {
+            "k": at_least(1, k, "k"),
+            "shape and dtype of pos": f"(n, {dims}) of {rows.dtype}",
+            "the kind of device": rows.device.type,
+            "use of derivatives": has_derivative(rows),
+        }
+
+    def outline(own: Own) -> list[Any]:
+        return [len(own.pos), own.bounds(), _farthest(own.points, own.points, k)]
+
+    own, outlines, identity = agreed(_WHAT, check, outline, ranks)
+    counts, bounds, needed = zip(*outlines, strict=True)
+    sizes, owned = ShardSizes(counts), len(own.pos)
+    if sizes.total <= k:
+        raise ArgumentError(f"{_WHAT}: {k} neighbours of each node need more than {sizes.total}.")
+    mine = sizes.range(ranks.rank)
+    own_ids = torch.arange(mine.start, mine.stop, device=own.pos.device)
+    low, high = (np.array(each) for each in zip(*bounds, strict=True))
+    extent = float(np.linalg.norm(high.max(0) - low.min(0)))
+    reach = [extent * (k / sizes.total) ** (1 / own.pos.shape[1])] * ranks.size
+    while True:
+        # at first where a rank has too few nodes to know, a guess; later twice as far
+        reach = [r * _SLACK if r < inf else 2 * r0 for r, r0 in zip(needed, reach, strict=True)]
+        boxes = Boxes.of(own.frame, bounds, reach)
+        ghosts = Ghosts.fetched(boxes, own.points, own.pos, own_ids, ranks)
+        points = torch.cat([own.points, ghosts.pos.double()])
+        farthest = share(_WHAT, partial(_farthest, points, own.points, k), ranks)
+        if all(far * _SLACK <= r for far, r in zip(farthest, reach, strict=True)):
+            break
+        needed = tuple(farthest)
+
+    def search() -> Links:
+        known = torch.cat([own_ids, ghosts.ids])
+        return _nearest(points, owned, k).limited(inf, k, points, None, known, owned)[0]
+
+    links = agree(_WHAT, search, ranks)
+    used = links.used(owned, len(ghosts.ids))
+    plan, halo_ids = ghosts.plan(used, owned, identity), ghosts.ids[used]
+    links.renumber(owned, used)
+    full = torch.cat([own.pos, plan(own.pos)]).double()
+    displacements = links.displacements(full, None)
+    edges = ShardSizes(count * k for count in counts)
+    parts = shards(own, own_ids, links, displacements, (sizes, edges), halo_ids, plan)
+    return PartitionedGraph(*parts, "block")
+
+
+def _farthest(points: torch.Tensor, own: torch.Tensor, k: int) -> float:
+    """Return the greatest distance of own nodes to their k-th neighbour; infinite if too few."""
+    if not len(own):
+        return 0.0
+    return float(tree_of(points).query(own.cpu().numpy(), [k + 1])[0].max())
+
+
+def _nearest(points: torch.Tensor, owned: int, k: int) -> Links:
+    """Return pairs of own nodes, which come first, with their k nearest and all as far as the k-th.
+
+    Which of several equally distant nodes a tree returns is unknown, so it is asked for more.
+    """
+    if not owned:
+        return Links(torch.zeros(2, 0, dtype=torch.int64, device=points.device), 0, None)
+    many, last, tree, own = k + 1, False, tree_of(points), points[:owned].cpu().numpy()
+    while not last:
+        many = min(2 * many, len(points))
+        distance, near = tree.query(own, many)
+        wanted = distance <= distance[:, k : k + 1] * _SLACK
+        last = many == len(points) or not wanted[:, -1].any()
+    wanted &= near != np.arange(owned)[:, None]
+    target, _ = np.nonzero(wanted)
+    ends = np.stack([near[wanted], target]).astype(np.int64)
+    return Links(torch.from_numpy(ends).to(points.device), 0, None)

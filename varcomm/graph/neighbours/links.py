@@ -1,0 +1,203 @@
+"""Links: pairs of nodes within a distance, found on one rank among its nodes and ghosts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch.autograd.forward_ad import unpack_dual
+
+from varcomm.graph.neighbours.ghosts import Boxes
+
+__all__ = ["Links", "has_derivative", "tree_of"]
+
+_ROWS = 1 << 15  # at a time, so that steps on them read from a core's cache
+
+
+@dataclass(frozen=True, eq=False)
+class Links:
+    """Directed edges: sources over targets, (2, E), where own nodes come before ghosts.
+
+    The last `mutual` edges are the first ones reversed, and all of own nodes; what is computed for
+    the edges before them, the pairs, gives theirs by its sign. `shift`, int32 of shape (E, D), is
+    None without a cell.
+    """
+
+    ends: torch.Tensor
+    mutual: int
+    shift: torch.Tensor | None
+
+    @classmethod
+    def found(
+        cls,
+        points: torch.Tensor,
+        coordinates: torch.Tensor,
+        home: torch.Tensor,
+        boxes: Boxes,
+        rank: int,
+    ) -> Self:
+        """Find all pairs within the reach of a rank.
+
+        `points` are its own nodes, which `home` brings together, and ghosts; `coordinates` are
+        those of the points in the frame.
+        """
+        frame, reach, owned = boxes.frame, float(boxes.reach[rank]), len(home)
+        rows, shift = boxes.images(coordinates, rank)
+        beyond = rows >= owned
+        if frame.cell is not None:  # own nodes, but where they are at home
+            own = (~beyond).nonzero().view(-1)
+            beyond[own] = (shift[own] != home[rows[own]]).any(1)
+        rows, shift = rows[beyond], shift[beyond]
+        tree = tree_of(frame.moved(points[:owned], home))
+        others = tree_of(frame.moved(points[rows], shift))
+        both = torch.from_numpy(tree.query_pairs(reach, output_type="ndarray")).to(rows.device)
+        near = tree.sparse_distance_matrix(others, reach, output_type="ndarray")
+        target, ghost = (torch.from_numpy(near[end].astype(np.int64)).to(rows) for end in "ij")
+        mutual, pairs = len(both), len(both) + len(near)
+        ends = _empty((2, pairs + mutual), rows)
+        for way, columns in ((0, slice(mutual)), (1, slice(pairs, None))):
+            ends[way, columns], ends[1 - way, columns] = both.unbind(1)
+        ends[0, mutual:pairs], ends[1, mutual:pairs] = rows[ghost], target
+        if frame.cell is None:
+            return cls(ends, mutual, None)
+        home, shift = home.to(torch.int32), shift.to(torch.int32)
+        # NumPy's zeros take no memory before they are written, and few are
+        zeros = np.zeros((ends.shape[1], points.shape[1]), np.int32)
+        shifts = torch.from_numpy(zeros).to(rows.device)
+        shifts[mutual:pairs] = shift[ghost]
+        if bool(home.any()):
+            shifts[:mutual] = home[ends[0, :mutual]]
+            shifts[pairs:] = home[ends[0, pairs:]]
+            shifts -= home[ends[1]]
+        return cls(ends, mutual, shifts)
+
+    @property
+    def count(self) -> int:
+        """Number of edges."""
+        return self.ends.shape[1]
+
+    @property
+    def pairs(self) -> int:
+        """Number of edges that are not reversed ones."""
+        return self.count - self.mutual
+
+    def displacements(self, pos: torch.Tensor, cell: torch.Tensor | None) -> torch.Tensor:
+        """Return source minus target of each edge, (E, D); differentiable, in fp64."""
+        out = self._away(slice(self.pairs), pos, cell)
+        return torch.cat([out, -out[: self.mutual]])
+
+    def measured(
+        self, points: torch.Tensor, cell: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return displacements without derivatives, and the squared lengths of pairs."""
+        out, square = _empty((self.count, points.shape[1]), points), points.new_empty(self.pairs)
+        for first in range(0, self.pairs, _ROWS):
+            part = slice(first, min(first + _ROWS, self.pairs))
+            out[part] = away = self._away(part, points, cell)
+            # bits must not depend on the number of rows, as those of a sum of a dimension may
+            length, *others = (axis * axis for axis in away.unbind(1))
+            for other in others:
+                length += other
+            square[part] = length
+        torch.neg(out[: self.mutual], out=out[self.pairs :])
+        return out, square
+
+    def _away(self, part: slice, pos: torch.Tensor, cell: torch.Tensor | None) -> torch.Tensor:
+        source, target = self.ends[:, part]
+        out = pos.index_select(0, source).sub_(pos.index_select(0, target))
+        if self.shift is None or cell is None:
+            return out
+        across = self.shift[part].any(1).nonzero().view(-1)
+        shift = self.shift[part][across].to(cell.dtype)
+        # a product of matrices may sum in another order for another number of rows
+        offset = sum(shift[:, k, None] * vector for k, vector in enumerate(cell))
+        return out.index_add_(0, across, offset)
+
+    def limited(
+        self,
+        most_square: float,
+        most: int | None,
+        points: torch.Tensor,
+        cell: torch.Tensor | None,
+        ids: torch.Tensor,
+        owned: int,
+    ) -> tuple[Links, torch.Tensor]:
+        """Return the edges up to a squared length, `most` per target, and their displacements.
+
+        `ids` are those of own nodes and ghosts, as `points`.
+        """
+        links, (away, square) = self, self.measured(points, cell)
+        inside = square <= most_square
+        if not bool(inside.all()):
+            index = inside.nonzero().view(-1)
+            mutual, square = index[index < self.mutual], square[index]
+            links, away = self._at(torch.cat([index, mutual + self.pairs]), len(mutual), away)
+        if most is not None:
+            square = torch.cat([square, square[: links.mutual]])
+            kept = links._nearest(most, square, ids, owned)
+            if not bool(kept.all()):
+                links, away = links._at(kept.nonzero().view(-1), 0, away)
+        return links, away
+
+    def _at(
+        self, index: torch.Tensor, mutual: int, away: torch.Tensor
+    ) -> tuple[Links, torch.Tensor]:
+        """Return some of the edges, and their displacements."""
+        shift = None if self.shift is None else self.shift.index_select(0, index)
+        return Links(self.ends.index_select(1, index), mutual, shift), away.index_select(0, index)
+
+    def _nearest(
+        self, most: int, square: torch.Tensor, ids: torch.Tensor, owned: int
+    ) -> torch.Tensor:
+        """Return a mask of the first edges per target by (distance, source's id, shift)."""
+        source, target = self.ends
+        crowded = (torch.bincount(target, minlength=owned) > most)[target]
+        among, kept = crowded.nonzero().view(-1), ~crowded
+        shift = () if self.shift is None else self.shift[among].t().flip(0)
+        keys = (*shift, ids[source[among]], square[among], target[among])
+        order = np.lexsort([key.cpu().numpy() for key in keys])
+        among = among[torch.from_numpy(order).to(among.device)]
+        # ordered by target: position among the edges of the same target
+        count = target[among].unique_consecutive(return_counts=True)[1]
+        first = (count.cumsum(0) - count).repeat_interleave(count)
+        nth = torch.arange(len(among), device=among.device) - first
+        kept[among[nth < most]] = True
+        return kept
+
+    def used(self, owned: int, ghosts: int) -> torch.Tensor:
+        """Return which ghosts are sources, bool of shape (ghosts,)."""
+        mask = torch.zeros(owned + ghosts, dtype=torch.bool, device=self.ends.device)
+        mask[self.ends[0, self.mutual : self.pairs]] = True
+        return mask[owned:]
+
+    def renumber(self, owned: int, used: torch.Tensor) -> None:
+        """Count ghosts among the used ones from now on."""
+        own = torch.arange(owned, device=used.device)
+        number = torch.cat([own, owned - 1 + used.cumsum(0)])
+        source = self.ends[0, self.mutual : self.pairs]
+        source.copy_(number[source])
+
+
+def has_derivative(x: torch.Tensor | None) -> bool:
+    """Return whether derivatives with respect to a tensor are asked for, in either mode."""
+    if x is None:
+        return False
+    return (x.requires_grad and torch.is_grad_enabled()) or unpack_dual(x).tangent is not None
+
+
+def tree_of(points: torch.Tensor) -> Any:
+    """Return a tree of SciPy, in the order in which it is built fastest."""
+    from scipy.spatial import cKDTree  # type: ignore[import-untyped]
+
+    return cKDTree(points.cpu().numpy(), balanced_tree=False, compact_nodes=False)
+
+
+def _empty(shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
+    """Return uninitialised rows; on a CPU by NumPy, whose huge pages are written faster."""
+    if like.device.type != "cpu" or not prod(shape):
+        return like.new_empty(shape)
+    memory = np.empty(prod(shape) * like.element_size(), np.uint8)
+    return torch.from_numpy(memory).view(like.dtype).view(shape)
