@@ -309,3 +309,17 @@ def test_adjoint_of_an_asynchronous_call_takes_one_round(worlds):
     at_root, *others = worlds.run(3, rounds)
     assert at_root == [(1, 3.0), (1, 3.0)]
     assert others == [[(1, 3.0), (1, 0.0)]] * 2
+
+
+def waits_in_another_order(rank):
+    """Adjoints begin in the order of the waits, which is another one on rank 1."""
+    x = torch.ones(2, 2, requires_grad=True)
+    handles = [varcomm.all_gather_v(x, [2, 2], async_op=True), varcomm.all_reduce(x, async_op=True)]
+    loss = sum(handle.wait().sum() for handle in handles[:: -1 if rank == 1 else 1])
+    message = r"ranks disagree on operation: rank 0 has 'all_reduce'; rank 1 has"
+    with varcomm.debug(), pytest.raises(varcomm.DisagreementError, match=message):
+        loss.backward()
+
+
+def test_waits_in_another_order_are_an_error_in_backward(worlds):
+    worlds.run(2, waits_in_another_order)

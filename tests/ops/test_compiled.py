@@ -271,7 +271,7 @@ def test_wrong_use_is_an_error(compiling):
     for rank, found in enumerate(compiling(2, messages)):
         here = f"on rank {rank} of 2: "
         parts = [
-            "index out of range",
+            f"{here}indices spans 0...5, out of range for 2 own rows.",
             f"{here}the tensor of shape (2,) has 2 rows along dim 0, but sizes[{rank}] is 3",
             f"a graph traced on rank {1 - rank} runs on rank {rank} of 2. Trace on each rank.",
             "the group 'no such group' of a traced or compiled graph does not exist",

@@ -69,22 +69,19 @@ def allowed(name, s, rank, y, x):
     summed.
     """
     other_dim, at_root = s.axis != 0, rank == s.root
-    kept = messages(name, s, to_itself=True)[rank][rank]
-    return (
-        kept
-        + {
-            "all_gather_v": y.numel() * other_dim,
-            "gather_v": y.numel() * other_dim,
-            "scatter_v": x.numel() * (other_dim and at_root),
-            "reduce_scatter_v": x.numel() * other_dim + s.ranks * y.numel(),
-            "all_to_all_v": x.numel() * other_dim,
-            "transpose_v": x.numel(),
-            "shard_v": 0,
-            "all_reduce": s.ranks * x.numel(),
-            "reduce": x.numel() * (1 + at_root),  # the sum of a piece, and at the root all pieces
-            "broadcast": x.numel() * at_root,
-        }[name]
-    )
+    copied = {
+        "all_gather_v": y.numel() * other_dim,
+        "gather_v": y.numel() * other_dim,
+        "scatter_v": x.numel() * (other_dim and at_root),
+        "reduce_scatter_v": x.numel() * other_dim + s.ranks * y.numel(),
+        "all_to_all_v": x.numel() * other_dim,
+        "transpose_v": x.numel(),
+        "shard_v": 0,
+        "all_reduce": s.ranks * x.numel(),
+        "reduce": x.numel() * (1 + at_root),  # the sum of a piece, and at the root all pieces
+        "broadcast": x.numel() * at_root,
+    }
+    return copied[name] + messages(name, s, to_itself=True)[rank][rank]
 
 
 def check_copies(rank):
@@ -153,10 +150,8 @@ def check_bytes(rank, name, ranks):
             with varcomm.trace() as backward:
                 y.sum().backward()
             m = messages(name, setting(pattern, ranks, 1))
-            sent, received = (
-                sum(m[rank]) * dtype.itemsize,
-                sum(row[rank] for row in m) * dtype.itemsize,
-            )
+            sent = sum(m[rank]) * dtype.itemsize
+            received = sum(row[rank] for row in m) * dtype.itemsize
             with failures.named(pattern, dtype):
                 assert total(forward) == (sent, received), forward
                 assert total(backward) == (received, sent), backward

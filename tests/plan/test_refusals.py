@@ -188,6 +188,28 @@ WRONG_INDEXED = [
 ]
 
 
+def compared(rank):
+    """Inside debug(), a call that is wrong on one rank or between ranks is an error on all."""
+    plan, said = all_to_all_needs(3).plan_of_indices(rank), []
+    x, sizes = torch.zeros(plan.num_rows, 2), [[1, 2, 1], ROWS, ROWS] if rank == 1 else [ROWS] * 3
+    fewer, narrower = x[1:] if rank == 0 else x, x[:, : 2 - rank % 2]
+    for wrong in (lambda: plan(fewer), lambda: plan(narrower), call(sizes=sizes)):
+        with varcomm.debug(), pytest.raises(VarcommError) as caught:
+            wrong()
+        said.append(str(caught.value).splitlines()[0])
+    return said, three_still_exchange(rank)
+
+
+def test_debug_compares_calls(worlds):
+    answers = worlds.run(3, compared)
+    assert answers == [answers[0]] * 3
+    (on_one, rows, counts), exchanged = answers[0]
+    assert "2 own rows" in on_one
+    assert "ranks disagree on shape of a row" in rows
+    assert counts == "indexed_all_to_all_v: rank 0 sends 1 rows to rank 1, which expects 2."
+    assert exchanged
+
+
 def called_without_a_plan(rank):
     """Rank 1 alone calls: each refusal comes before any communication, or it would hang."""
     if rank == 1:

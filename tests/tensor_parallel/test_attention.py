@@ -162,16 +162,9 @@ def cases(ranks, pattern):
     biases = [(drawn(5 + i, len(w)), Sharded(0, way.sizes)) for i, (w, way) in enumerate(weights)]
     biases[3] = (biases[3][0], REPLICATED)
     for name, in_parts in (("replicated", False), ("a sequence in parts", True)):
-        layer = ParallelAttention(
-            HIDDEN,
-            EACH * sizes.total,
-            sizes.total,
-            WIDTH,
-            sizes,
-            bias=True,
-            sequence_sizes=sequence if in_parts else None,
-            dtype=torch.float64,
-        )
+        heads, parts = (EACH * sizes.total, sizes.total), sequence if in_parts else None
+        options = {"bias": True, "sequence_sizes": parts, "dtype": torch.float64}
+        layer = ParallelAttention(HIDDEN, *heads, WIDTH, sizes, **options)
 
         def fn(x, q, k, v, across, of_q, of_k, of_v, of_out, layer=layer):
             given = {
@@ -220,9 +213,8 @@ def test_any_number_of_heads_and_ranks(worlds, ranks, heads, kv_heads, sizes):
     alone = worlds.run(1, shared_out, heads, kv_heads)[0][2]
     groups = kv_heads or heads
     each = heads // groups * WIDTH
-    for rank, (got, (qkv, out), result) in enumerate(
-        worlds.run(ranks, shared_out, heads, kv_heads)
-    ):
+    answers = worlds.run(ranks, shared_out, heads, kv_heads)
+    for rank, (got, (qkv, out), result) in enumerate(answers):
         own = ShardSizes(sizes).range(rank)
         keys = [(heads + n * groups + own.start) * WIDTH for n in (0, 1)]
         assert got == sizes

@@ -22,6 +22,7 @@ from varcomm.tensor_parallel import (
     FeatureParallelEmbedding,
     RowParallelLinear,
     VocabParallelEmbedding,
+    copy_to_tensor_model_parallel_region,
     sequence_parallel,
 )
 
@@ -93,10 +94,8 @@ def modules(rank, ranks):
     shape, options = (VOCABULARY, HIDDEN), {"padding_idx": int(ids[1, 1]), "dtype": torch.float64}
     own, columns = options | {"sizes": CLASSES[ranks]}, options | {"sizes": FEATURES[ranks]}
     parts = {"sequence_sizes": sequence}
-    of_ids = {
-        "columns": FeatureParallelEmbedding(*shape, **columns),
-    }
     made = partial(VocabParallelEmbedding, *shape, **own)
+    of_ids = {"columns": FeatureParallelEmbedding(*shape, **columns)}
     of_ids |= {"all": made(), "parts": made(**parts)}
     compare_layers(failures, "of ids", of_ids, ids)
     how = {"sizes": FEATURES[ranks], "dtype": torch.float64, **parts}
@@ -107,6 +106,8 @@ def modules(rank, ranks):
     }
     whole = drawn(0, LENGTH, BATCH, HIDDEN)
     rows = whole.split(sequence)[rank]
+    use = {"copy": lambda x: copy_to_tensor_model_parallel_region(x.transpose(0, 2)) * (2 + rank)}
+    compare(failures, "mapping", use, leaf(whole))
     compare_layers(failures, "first", {"column": column}, rows)
     frozen = {"column": column.requires_grad_(False)}
     compare_layers(failures, "of rows", norms | frozen, leaf(rows))

@@ -8,14 +8,8 @@ import varcomm
 from tests.worlds import WORLDS
 from varcomm.tensor_parallel.data import broadcast_data
 
-SHAPES = {
-    "plain": (2, 3),
-    "scalar": (),
-    "none": (0,),
-    "hole": (3, 0, 5),
-    "one": (1,),
-    "deep": (2, 1, 1, 3, 1, 1, 2),
-}
+SHAPES = {"plain": (2, 3), "scalar": (), "none": (0,), "hole": (3, 0, 5), "one": (1,)}
+SHAPES["deep"] = (2, 1, 1, 3, 1, 1, 2)
 
 
 def batch(dtype):

@@ -28,9 +28,8 @@ LAYOUTS = ("replicated", "part")
 
 def loss_of(rows, first=0):
     """A loss whose gradient depends on rows and places; of parts, it adds up to that of all."""
-    steps = torch.arange(first, first + len(rows), dtype=rows.dtype).view(
-        -1, *[1] * (rows.dim() - 1)
-    )
+    steps = torch.arange(first, first + len(rows), dtype=rows.dtype)
+    steps = steps.view(-1, *[1] * (rows.dim() - 1))
     return ((rows + steps / 7) ** 3 * torch.linspace(1, 2, H, dtype=rows.dtype)).sum()
 
 

@@ -7,7 +7,7 @@ import torch
 from tests.tensor_parallel.embeddings import H, V, drawn_ids, own_rows
 from tests.tensor_parallel.twins import drawn, traced
 from varcomm import ShardSizes
-from varcomm.tensor_parallel import vocab_parallel_embedding
+from varcomm.tensor_parallel import feature_parallel_embedding, vocab_parallel_embedding
 
 ROW = 8 * H
 
@@ -59,14 +59,14 @@ def test_each_distinct_row_travels_once_to_all(worlds):
 def many_copies(rank):
     """In bf16, 256 + 1 is 256: what is summed one by one stays there."""
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
-    answers = []
-    for parts in (None, [300, 700]):
-        rows = vocab_parallel_embedding(torch.full((1000,), 1), weight, [2, 2], None, parts)
+    ids, answers = torch.full((1000,), 1), []
+    calls = [vocab_parallel_embedding(ids, weight, [2, 2], None, p) for p in (None, [300, 700])]
+    for rows in (*calls, feature_parallel_embedding(ids, weight, [1, 1])):
         answers += torch.autograd.grad(rows, weight, torch.ones_like(rows))
     return [grad.view(-1).tolist() for grad in answers]
 
 
 def test_narrow_floats_are_summed_in_fp32(worlds):
     first, second = worlds.run(2, many_copies)
-    assert first == [[0.0, 1000.0]] * 2
-    assert second == [[0.0, 0.0]] * 2
+    assert first == [[0.0, 1000.0]] * 3
+    assert second == [[0.0, 0.0], [0.0, 0.0], [0.0, 1000.0]]

@@ -46,11 +46,7 @@ def compared(rank, sizes, norm_type):
     norm = clip_grad_norm_(own, 0.5, norm_type)
     expected = torch.nn.utils.clip_grad_norm_(twin, 0.5, norm_type)
     torch.testing.assert_close(before, expected.double(), rtol=1e-12, atol=0)
-    gathered = [
-        ShardSpec.of(sizes).gather(own[0].grad),
-        by_column.gather(own[1].grad),
-        own[2].grad,
-    ]
+    gathered = [ShardSpec.of(sizes).gather(own[0].grad), by_column.gather(own[1].grad), own[2].grad]
     for mine, one in zip(gathered, twin, strict=True):
         torch.testing.assert_close(mine, one.grad, rtol=1e-12, atol=0)
     return torch.equal(before, norm), norm.item(), own[3].grad is None

@@ -86,6 +86,21 @@ def test_what_travels_and_is_kept_is_the_least_possible(worlds, ranks):
         }
 
 
+def autocast(rank):
+    x, whole = drawn(1, 2, IN).float(), drawn(2, 3, IN).float()
+    weight = whole.split([1, 2])[rank].clone().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = column_parallel_linear(x, weight)
+        z = row_parallel_linear(y, weight.T)
+        torch.testing.assert_close(y, functional.linear(x, whole).split([1, 2], -1)[rank])
+    z.sum().backward()
+    return y.dtype, z.dtype, weight.grad.dtype
+
+
+def test_autocast(worlds):
+    assert worlds.run(2, autocast) == [(torch.bfloat16, torch.bfloat16, torch.float32)] * 2
+
+
 def narrow_sums(rank, ranks):
     """Gradients of bf16 are summed in fp32 and rounded once, unless use_fp32 is False."""
     x = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)

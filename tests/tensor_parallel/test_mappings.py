@@ -5,14 +5,7 @@ import torch
 
 import varcomm.tensor_parallel as tp
 from tests.ops.comparing import assert_none
-from tests.tensor_parallel.twins import (
-    REPLICATED,
-    SPLITS,
-    Sharded,
-    compare_all,
-    drawn,
-    split,
-)
+from tests.tensor_parallel.twins import REPLICATED, SPLITS, Sharded, compare_all, drawn, split
 from varcomm import ShardSizes
 
 

@@ -93,7 +93,7 @@ LOCAL = [
     (batched(tp.row_parallel_linear), "vmap"),
     # embeddings
     (lambda r: vocabulary(r, IDS + 1), "ids span 1...5"),
-    (lambda r: vocabulary(r, IDS - 1), "ids span -1...3"),
+    (lambda r: features(r, IDS - 1), "ids span -1...3"),
     (lambda r: vocabulary(r, IDS.float()), "ids"),
     (lambda r: vocabulary(r, IDS.to("meta")), "ids"),
     (lambda r: vocabulary(r, weight=torch.zeros(5, 2)), "sizes"),
@@ -145,7 +145,6 @@ LOCAL = [
     (forked(lambda s: s.add(3)), "name"),
     (forked(lambda s: s.add("sharded")), "sharded"),
     (forked(lambda s: s.add("expert", expert=0.5)), "expert"),
-    (lambda r: tp.checkpoint(torch.exp, X, distribute_saved_activations=True), "distribute_saved"),
     (lambda r: tp.CheckpointWithoutOutput().checkpoint(torch.exp, X), "block"),
 ]
 

@@ -9,10 +9,7 @@ from tests.ops.comparing import Failures, assert_none
 from tests.tensor_parallel.twins import drawn
 from tests.worlds import WORLDS
 from varcomm.sharding import ShardSpec
-from varcomm.tensor_parallel.mappings import (
-    split_tensor_along_last_dim,
-    vocab_range,
-)
+from varcomm.tensor_parallel.mappings import split_tensor_along_last_dim, vocab_range
 from varcomm.testing import gradgradcheck
 
 BLOCKS = {

@@ -14,6 +14,7 @@ import varcomm
 from tests.ops.primitives import PRIMITIVES, case
 from varcomm import ArgumentError, CommunicationError, DisagreementError, ExchangePlan
 from varcomm.transport.agreement import debugging
+from varcomm.transport.debug import debug_timeout
 
 F, ONE = torch.zeros, torch.ones(1)
 SPLIT = [[1, 1, 0], [2, 0, 0]]
@@ -209,9 +210,8 @@ def in_a_twin(rank):
 
 def test_a_rank_that_waits_in_another_group(worlds):
     for rank, (message, group, twin) in enumerate(worlds.run(3, in_a_twin)):
-        assert (
-            f"rank {rank} of 3: rank{'s 0, 2 have' if rank == 1 else ' 1 has'} not come" in message
-        )
+        late = "ranks 0, 2 have" if rank == 1 else "rank 1 has"
+        assert f"rank {rank} of 3: {late} not come" in message
         lines = [line.split() for line in message.splitlines()[1:4]]
         assert lines[0][:2] == ["rank", "group"]
         assert lines[1][:4] == ["0,", "2", group, "1"]
@@ -305,10 +305,10 @@ def test_a_call_that_fails_is_described(worlds, async_op):
 
 
 def test_blocks_may_be_nested_and_left_in_any_order():
-    with varcomm.debug():
+    with varcomm.debug(), varcomm.debug(5):
         with pytest.raises(KeyError), varcomm.debug():
             raise KeyError
-        assert debugging()
+        assert debug_timeout() == timedelta(seconds=5)
     begun, ended = Event(), Event()
 
     def beside():

@@ -31,10 +31,7 @@ SRUN = SBATCH | {
 }
 PORT = {"MASTER_PORT": "1234"}
 HOME = "tcp://127.0.0.1:29500"
-ON_TWO_HOSTS = [
-    OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
-    MPICH | {"MPI_LOCALNRANKS": "1"},
-]
+ON_TWO_HOSTS = [OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, MPICH | {"MPI_LOCALNRANKS": "1"}]
 
 
 def without(environ, *names):
@@ -107,6 +104,7 @@ REFUSALS = [
     (without(OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK"), "OMPI_COMM_WORLD_LOCAL_RANK"),
     (MPICH | {"PMI_SIZE": "x"}, "PMI_SIZE='x'"),
     (without(MPICH, "MPI_LOCALRANKID"), "MPI_LOCALRANKID"),
+    ({"MV2_COMM_WORLD_RANK": "0"}, "MV2_COMM_WORLD_RANK is set"),
     *((environ, "Export MASTER_ADDR") for environ in ON_TWO_HOSTS),
     (SRUN | {"SLURM_PROCID": "6"}, "SLURM_PROCID=6 and SLURM_STEP_NUM_TASKS=6"),
     (SRUN | MASTER | {"MASTER_PORT": "http"}, "MASTER_PORT='http'"),

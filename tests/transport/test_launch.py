@@ -117,8 +117,11 @@ def test_without_cloudpickle_functions_go_by_name(ranks, monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     assert ranks.run(rank_and_argument, 1) == [(0, 1), (1, 1)]
     assert ranks.run(Callable(), Callable) == [0, 1]
-    with pytest.raises(ArgumentError, match=r'pip install "varcomm\[launch\]"'):
-        ranks.run(lambda rank: rank)
+    monkeypatch.setattr(Callable, "__module__", "__main__")
+    monkeypatch.setattr("__main__.Callable", Callable, raising=False)
+    for fn in (lambda rank: rank, Callable()):
+        with pytest.raises(ArgumentError, match=r'pip install "varcomm\[launch\]"'):
+            ranks.run(fn)
 
 
 class Odd(Exception):

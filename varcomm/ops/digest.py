@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from varcomm.errors import DisagreementError
 from varcomm.ops import packing
+from varcomm.transport.failure import spans
 
 
 def digest(value: object) -> object:
@@ -44,7 +45,10 @@ def differing(given: Sequence[Mapping[str, object]]) -> tuple[list[int], list[st
 
 def require_equal(what: str, given: Sequence[Mapping[str, object]]) -> None:
     """Raise DisagreementError if the words of ranks differ; without communication."""
-    _, names = differing(given)
-    if names:
-        each = [f"rank {rank} has {words.get(names[0])}" for rank, words in enumerate(given)]
-        raise DisagreementError(f"{what}: ranks disagree on {names[0]}: {'; '.join(each)}.")
+    for name in differing(given)[1]:
+        values = [words.get(name, "nothing") for words in given]
+        others = [rank for rank, value in enumerate(values) if value != values[0]]
+        raise DisagreementError(
+            f"{what}: ranks disagree on {name}: rank 0 has {values[0]}; rank {others[0]} has "
+            f"{values[others[0]]}. Ranks that differ from rank 0: {spans(others)}."
+        )

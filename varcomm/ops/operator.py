@@ -63,7 +63,8 @@ class Operator(ABC):
 
     def describe(self, x: Tensor) -> dict[str, Any]:
         """Return the mapping that :func:`~varcomm.transport.agreement.compare` compares."""
-        found = {name: getattr(self, name) for name in self.names}
+        shown = [name for name in self.names if name not in ("elsewhere", "divisor")]
+        found = {name.replace("one_round", "async_op"): getattr(self, name) for name in shown}
         return {n: list(v) if isinstance(v, tuple) else v for n, v in found.items()}
 
     def arguments(self) -> tuple[Any, ...]:

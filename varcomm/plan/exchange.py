@@ -15,7 +15,8 @@ import torch
 from varcomm.errors import ArgumentError
 from varcomm.ops import packing
 from varcomm.ops.compilation import counts_in, extent_of
-from varcomm.ops.operator import Operator, torch_operator
+from varcomm.ops.operator import Operator, checking, torch_operator
+from varcomm.plan.checks import checked_range
 from varcomm.plan.row_sum import RowSum
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, named
@@ -204,6 +205,17 @@ class ExchangeAdjoint(_Planned):
         return self._like(x, self.plan.num_rows)
 
 
+class _Recorded(Routes):
+    """A plan for one call, recorded before its index has values."""
+
+    @property
+    def routes(self) -> Routes:
+        """Itself; ArgumentError if the index is out of range."""
+        with checking("indexed_all_to_all_v", self.group) as where:
+            checked_range(self.send_index, self.num_rows, "indices", "own rows", where)
+        return self
+
+
 class _Indexed(_Planned):
     """The pair if a graph holds the index, because no plan has been made."""
 
@@ -221,7 +233,7 @@ class _Indexed(_Planned):
     @classmethod
     def from_arguments(cls, group: str, rank: int, *fields: Any) -> Self:
         index, send, recv, num_rows, dim, use_fp32 = fields
-        plan = Routes(named(group, rank), index, tuple(send), tuple(recv), num_rows)
+        plan = _Recorded(named(group, rank), index, tuple(send), tuple(recv), num_rows)
         return cls(plan, dim, use_fp32)
 
 

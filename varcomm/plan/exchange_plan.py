@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from math import prod
 from typing import Any, Self
 from zlib import crc32
@@ -266,38 +265,39 @@ class ExchangePlan(Routes):
         return cls.from_indices(indices, state["num_rows"], group=group)
 
 
-def _operator(
-    kind: type[Exchange | ExchangeAdjoint],
-    plan: ExchangePlan,
-    x: torch.Tensor,
-    _: object,
-    dim: int,
-    use_fp32: bool,
-    __: object,
-) -> Exchange | ExchangeAdjoint:
-    received, owned = plan.rows()
-    with checking(kind.name, plan.group, use_fp32=use_fp32) as where:
-        if kind is Exchange:
-            rows, which = owned, "own"
-            checked_tensor(x, where)
-        else:
-            rows, which = received, "received"
-            checked_summable(x, where, use_fp32)
-        dim = checked_dim(dim, x.shape, where)
-        if x.shape[dim] != rows:
-            raise ArgumentError(
-                f"{where}the tensor of shape {tuple(x.shape)} has {x.shape[dim]} rows along dim "
-                f"{dim}, but the plan is for {rows} {which} rows."
-            )
-        if x.device != plan.extent.device:
-            raise ArgumentError(
-                f"{where}the tensor is on {x.device}, the plan on {plan.extent.device}. "
-                f"Move one of them: plan.to({str(x.device)!r})."
-            )
-    return kind(plan if in_graph(x) else plan.inner, dim, use_fp32)
+def _forward(
+    plan: ExchangePlan, x: torch.Tensor, _: object, dim: int, use_fp32: bool, *__: object
+) -> Exchange:
+    with checking("exchange", plan.group, use_fp32=use_fp32) as where:
+        checked_tensor(x, where)
+        dim = _checked_rows(plan, x, dim, plan.rows()[1], "own", where)
+    return Exchange(plan if in_graph(x) else plan.inner, dim, use_fp32)
 
 
-_forward, _adjoint = (partial(_operator, kind) for kind in (Exchange, ExchangeAdjoint))
+def _adjoint(
+    plan: ExchangePlan, x: torch.Tensor, _: object, dim: int, use_fp32: bool, *__: object
+) -> ExchangeAdjoint:
+    with checking("exchange_adjoint", plan.group, use_fp32=use_fp32) as where:
+        checked_summable(x, where, use_fp32)
+        dim = _checked_rows(plan, x, dim, plan.rows()[0], "received", where)
+    return ExchangeAdjoint(plan if in_graph(x) else plan.inner, dim, use_fp32)
+
+
+def _checked_rows(
+    plan: ExchangePlan, x: torch.Tensor, dim: int, rows: int, which: str, where: str
+) -> int:
+    dim = checked_dim(dim, x.shape, where)
+    if x.shape[dim] != rows:
+        raise ArgumentError(
+            f"{where}the tensor of shape {tuple(x.shape)} has {x.shape[dim]} rows along dim "
+            f"{dim}, but the plan is for {rows} {which} rows."
+        )
+    if x.device != plan.extent.device:
+        raise ArgumentError(
+            f"{where}the tensor is on {x.device}, the plan on {plan.extent.device}. "
+            f"Move one of them: plan.to({str(x.device)!r})."
+        )
+    return dim
 
 
 def _digest_of(*values: object) -> int:

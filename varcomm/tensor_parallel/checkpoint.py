@@ -66,8 +66,6 @@ def checkpoint(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     >>> varcomm.launch(fn, 2)
     [True, True]
     """
-    if "distribute_saved_activations" in kwargs:
-        raise ArgumentError("checkpoint: distribute_saved_activations is removed; see Notes.")
     run = Replay().around(lambda *own: function(*own, **kwargs))
     # torch would stop at the last tensor that is needed, maybe before a collective
     return torch_checkpoint(run, *args, use_reentrant=False, early_stop=False)  # type: ignore[no-any-return]

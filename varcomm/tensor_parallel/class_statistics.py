@@ -145,23 +145,31 @@ class _Statistics(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Three) -> None:
-        ctx.share, ctx.use = (*inputs[6:], None)[:2]
-        ctx.mark_non_differentiable(output[0])
-        ctx.save_for_backward(*inputs[:6], *output[:2])
+        *others, use = inputs
+        _keep(ctx, others, output, use)
 
     @staticmethod
     def backward(ctx: Any, *of: Tensor) -> tuple[Tensor | None, ...]:
-        saved, needed = ctx.saved_tensors, ctx.needs_input_grad
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            plain = partial(_plain, ctx.share, ctx.use)
-            return *recorded_gradients(plain, saved[:6], needed[:6], of), None, None
-        wanted = [needed[0], needed[3], needed[4]]
-        given = iter(_adjoint(*saved, *of[1:], wanted, ctx.share))
-        of_values, of_head, of_bias = (next(given) if flag else None for flag in wanted)
-        if of_values is not None and ctx.use is not None:
-            of_values = apply(ctx.use.adjoint, of_values)
-        found = of_values, None, None, of_head, of_bias, None, None, None
-        return found[: len(needed)]
+        return *_gradients(ctx, *of), None
+
+
+def _keep(ctx: Any, inputs: Any, output: Three, use: ReplicatedUse | None = None) -> None:
+    ctx.share, ctx.use = inputs[6], use
+    ctx.mark_non_differentiable(output[0])
+    ctx.save_for_backward(*inputs[:6], *output[:2])
+
+
+def _gradients(ctx: Any, *of: Tensor) -> tuple[Tensor | None, ...]:
+    saved, needed = ctx.saved_tensors, ctx.needs_input_grad
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        plain = partial(_plain, ctx.share, ctx.use)
+        return *recorded_gradients(plain, saved[:6], needed[:6], of), None
+    wanted = [needed[0], needed[3], needed[4]]
+    given = iter(_adjoint(*saved, *of[1:], wanted, ctx.share))
+    of_values, of_head, of_bias = (next(given) if flag else None for flag in wanted)
+    if of_values is not None and ctx.use is not None:
+        of_values = apply(ctx.use.adjoint, of_values)
+    return of_values, None, None, of_head, of_bias, None, None
 
 
 def _as_rows(x: Tensor) -> Tensor:
@@ -176,7 +184,7 @@ _in_graph = torch.library.custom_op(
     mutates_args=(),
     schema=f"({_OF}, float share) -> (Tensor, Tensor, Tensor)",
 )(_statistics)
-_in_graph.register_autograd(_Statistics.backward, setup_context=_Statistics.setup_context)
+_in_graph.register_autograd(_gradients, setup_context=_keep)
 
 
 @_in_graph.register_fake

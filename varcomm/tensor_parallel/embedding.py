@@ -13,7 +13,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from varcomm.errors import ArgumentError
 from varcomm.ops import packing
@@ -26,7 +25,7 @@ from varcomm.plan.row_sum import RowSum
 from varcomm.sizes import ShardSizes, exact_int
 from varcomm.tensor_parallel.layout import ShardedModule, agreed, random_seed
 from varcomm.tensor_parallel.mappings import gather_from_tensor_model_parallel_region, shard_sizes
-from varcomm.transport.agreement import agree, compare, debugging
+from varcomm.transport.agreement import agree
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
 
@@ -141,8 +140,8 @@ def feature_parallel_embedding(
     -----
     Communication: an all-gather of the result; nothing in backward.
 
-    In one process: ``torch.nn.functional.embedding(ids, weight)``, whose IndexError an id out of
-    range raises on every rank.
+    In one process: ``torch.nn.functional.embedding(ids, weight)``. Gradients narrower than 4 bytes
+    are summed in fp32, and an id out of range is an ArgumentError on every rank.
 
     Examples
     --------
@@ -159,10 +158,8 @@ def feature_parallel_embedding(
     with checking(name, ranks) as where:
         _check_operands(ids, weight, columns, 1, ranks, where)
         padding = _checked_padding(padding_idx, len(weight), where)
-    if not torch.compiler.is_compiling() and debugging():
-        compare(ranks, {"operation": name, "ids": digest(ids), "padding_idx": padding})
-    # of no ids, torch's embedding has no second derivative
-    rows = functional.embedding(ids, weight) if ids.numel() else weight[ids.long()]
+    operator = _LookUp(ranks, ids.reshape(-1).to(torch.int64), (len(weight),), padding, ())
+    rows = apply(operator, weight).view(*ids.shape, weight.shape[1])
     found = _without_padding(rows, ids, padding)
     return gather_from_tensor_model_parallel_region(found, columns, -1, group)
 
@@ -171,9 +168,9 @@ def feature_parallel_embedding(
 class _Lookup(Operator):
     """Fields of a lookup and of its adjoint.
 
-    `ids` are all ids, flat, identical on all ranks. `sizes` are rows of the table per rank, and
-    `parts` the number of ids whose rows are for each rank, empty if all ranks get all rows. The
-    caller makes constants of the rows of `padding`, an id or -1.
+    `ids` are all ids, flat, identical on all ranks. `sizes` are rows of the table per rank, one
+    size if each rank has all rows; `parts` the number of ids whose rows are for each rank, empty if
+    all ranks get all rows. The caller makes constants of the rows of `padding`, an id or -1.
     """
 
     group: Group
@@ -188,7 +185,7 @@ class _Lookup(Operator):
             "sizes": list(self.sizes),
             "padding_idx": self.padding,
             "sequence_sizes": list(self.parts),
-            "shape of a row": packing.rest(x.shape, 0),
+            "shape of a row": packing.rest(x.shape, 0) if self.sizes[1:] else [],
         }
 
     def _transposed(self, kind: Any) -> Any:
@@ -200,7 +197,7 @@ class _Lookup(Operator):
     @property
     def _rows(self) -> range:
         """The ids of this rank's rows."""
-        return ShardSizes(self.sizes).range(self.group.rank)
+        return ShardSizes(self.sizes).range(self.group.rank % len(self.sizes))
 
     @cached_property
     def exchange(self) -> tuple[ExchangePlan, Tensor]:
@@ -241,6 +238,8 @@ class _LookUp(_Lookup):
             plan, places = self.exchange
             found = plan(x).index_select(0, places)
             return Pending([], lambda: found)
+        if len(self.sizes) == 1:
+            return Pending([], lambda: x.index_select(0, self.ids))
         # gather each distinct row once; the only copy repeats it at all its places
         distinct, places = self.ids.unique(return_inverse=True)
         owners, rank, row = ShardSizes(self.sizes).owner(distinct), self.group.rank, x.shape[1:]
@@ -280,7 +279,7 @@ class _SumUp(_Lookup):
         return Pending([], lambda: total)
 
     def result(self, x: Tensor) -> Tensor:
-        return x.new_empty(self.sizes[self.group.rank], *x.shape[1:])
+        return x.new_empty(len(self._rows), *x.shape[1:])
 
     @property
     def adjoint(self) -> _LookUp:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.ops.digest import digest
+from varcomm.errors import ArgumentError
+from varcomm.ops.digest import digest, require_equal
 from varcomm.sharding import ShardSpec, mark, shard_spec
 from varcomm.sizes import ShardSizes, at_least, checked_sizes
 from varcomm.tensor_parallel.init import Fill, initialised
@@ -48,16 +48,8 @@ def agreed(
         return found, None if of_first is None else of_first()
 
     checked, told = agree_and_share(what, arguments, described, group)
-    first, shared = told[0]
-    for name in dict.fromkeys(name for given, _ in told for name in given):
-        values = [given.get(name) for given, _ in told]
-        others = [rank for rank, value in enumerate(values) if value != values[0]]
-        if others:
-            raise DisagreementError(
-                f"{what}: ranks disagree on {name}: rank 0 has {first.get(name)}; rank {others[0]} "
-                f"has {values[others[0]]}."
-            )
-    return dict(checked), shared
+    require_equal(what, [given for given, _ in told])
+    return dict(checked), told[0][1]
 
 
 def checked_number(
@@ -70,9 +62,9 @@ def checked_number(
 
 def checked_choice(value: object, name: str, where: str, choices: Sequence[object]) -> None:
     """Raise ArgumentError unless `value` is one of the choices; 1 is not True."""
-    allowed = list(map(repr, choices))
-    if repr(value) not in allowed:
-        raise ArgumentError(f"{where}{name} must be {' or '.join(allowed)}; got {value!r}.")
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
+        allowed = " or ".join(map(repr, choices))
+        raise ArgumentError(f"{where}{name} must be {allowed}; got {value!r}.")
 
 
 def random_seed() -> int:

@@ -65,7 +65,8 @@ def column_parallel_linear(
         Rows of the first dimension of `x` per rank; zeros allowed: sequence parallelism.
     save : {"input", "gathered"}
         Keep this rank's part for backward and gather it again, or keep the gathered input, which
-        takes P times the memory. Compiled graphs and transforms keep the gathered input.
+        takes P times the memory. Compiled graphs and transforms keep the gathered input. Its
+        gradient is then summed after that of `weight` is computed, not meanwhile.
     use_fp32 : bool
         Sum floats narrower than 4 bytes in fp32 and round once.
     group : ProcessGroup or DeviceMesh, optional

@@ -25,10 +25,10 @@ def checked_seconds(timeout: object) -> float:
 
 # Timeout of each open debug() block; threads may close them in another order. Backward runs in
 # threads of its own and must see them.
-_timeouts: list[float] = []
+_timeouts: list[list[float]] = []
 
 if os.environ.get("VARCOMM_DEBUG", "").lower() not in {"", "0", "false", "no", "off"}:
-    _timeouts.append(DEFAULT_TIMEOUT)
+    _timeouts.append([DEFAULT_TIMEOUT])
 
 
 @contextmanager
@@ -68,8 +68,8 @@ def debug(timeout: float | timedelta = DEFAULT_TIMEOUT) -> Iterator[None]:
     >>> print(varcomm.launch(fn, 2)[0].splitlines()[0])
     all_gather_v: ranks disagree on shape of a row: rank 0 has [3]; rank 1 has [4].
     """
-    seconds = checked_seconds(timeout)
-    _timeouts.append(seconds)
+    block = [checked_seconds(timeout)]
+    _timeouts.append(block)
     try:
         yield
     except BaseException as error:
@@ -79,7 +79,8 @@ def debug(timeout: float | timedelta = DEFAULT_TIMEOUT) -> Iterator[None]:
             leave_note({"left with": f"{type(error).__name__}: {brief(error)}"})
         raise
     finally:
-        _timeouts.remove(seconds)
+        # not the first equal one
+        del _timeouts[next(at for at, one in enumerate(_timeouts) if one is block)]
 
 
 def debugging() -> bool:
@@ -89,4 +90,4 @@ def debugging() -> bool:
 
 def debug_timeout() -> timedelta:
     """Return how long ranks wait for each other inside :func:`debug`: as the last block says."""
-    return timedelta(seconds=_timeouts[-1])
+    return timedelta(seconds=_timeouts[-1][0])

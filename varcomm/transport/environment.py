@@ -70,10 +70,11 @@ def read(environ: Mapping[str, str], mpi: bool = False) -> Place:
     environ = {name: value for name, value in environ.items() if value.strip()}
     launcher = next((one for one in _LAUNCHERS if _has_started(one, environ)), None)
     if launcher is None:
-        if "PMI_RANK" in environ or _integer(environ, "WORLD_SIZE", 1) != 1:
+        unknown = environ.keys() & {"PMI_RANK", "MV2_COMM_WORLD_RANK"}  # MVAPICH2 is not supported
+        if unknown or _integer(environ, "WORLD_SIZE", 1) != 1:
             raise LaunchError(
-                "PMI_RANK or WORLD_SIZE is set, but MPI_LOCALRANKID or RANK is not. Export RANK, "
-                "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for every rank."
+                f"{min(unknown, default='WORLD_SIZE')} is set, but MPI_LOCALRANKID or RANK is not. "
+                "Export RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for every rank."
             )
         return Place()
     *first, last = launcher.sizes.split()

@@ -468,7 +468,10 @@ def _pickled_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     if not callable(fn):
         raise ArgumentError(f"fn must be callable as fn(rank, *args); got {fn!r}.")
     try:
-        return _dumps((fn, args))
+        data = _dumps((fn, args))
+        if sys.modules.get("cloudpickle") is None and b"__main__" in data:
+            raise pickle.PicklingError("ranks have another module __main__")
+        return data
     except Exception as error:
         raise ArgumentError(
             f"{fn!r} or its arguments cannot be pickled to be sent to the ranks: {error!r}. "
