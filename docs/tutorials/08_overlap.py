@@ -217,7 +217,6 @@ plt.show()
 # - In a trace, look for long ``_Wait``. If the engine's entry begins long before that of another
 #   rank, it is the other rank that came late.
 #
-# Partitioned graphs have this built in: ``vc.graph.message_passing`` computes interior edges while
-# halos travel (:doc:`/graphs`), and ``ShardedGradients`` sums gradients during backward
-# (:doc:`/gradients`). Read next: :doc:`/sharp_bits`, then :doc:`from a laptop to a cluster
+# ``ShardedGradients`` has this built in: it sums gradients during backward (:doc:`/gradients`).
+# Read next: :doc:`/sharp_bits`, then :doc:`from a laptop to a cluster
 # </generated/tutorials/09_cluster>`.

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from tests.graph.batches import plain
+
 
 def contents(graph):
     """Everything in a part but its method: (nodes, edges or graph; type; name) -> value."""
@@ -22,7 +24,7 @@ def contents(graph):
         for name in ("send_index", "send_counts", "recv_counts", "num_rows"):
             local[f"plan {name}"] = getattr(edges.plan, name)
         found |= {("local", key, name): value for name, value in local.items()}
-    return found
+    return {key: plain(value) for key, value in found.items()}
 
 
 def by_hand(data, owner, rank, ranks):

@@ -10,6 +10,7 @@ from torch_geometric import EdgeIndex
 from torch_geometric.data import Data, HeteroData
 
 import varcomm
+from tests.graph.batches import plain
 from tests.graph.graphs import METHODS, WORLDS, rich, split_by, wild
 from tests.graph.parts import (
     Refused,
@@ -92,7 +93,7 @@ def local_attributes(rank, data, method):
     assert not graph.learned.requires_grad
     assert ("x" in graph, "z" in graph, "num_edges" in graph) == (True, False, False)
     counts = graph.num_nodes, graph.num_edges, graph.num_node_features, graph.num_edge_features
-    part = graph.data.to_dict()
+    part = {name: plain(value) for name, value in graph.data.to_dict().items()}
     del part["learned"]
     return graph.owned_ids, counts, part
 

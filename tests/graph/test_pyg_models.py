@@ -254,7 +254,10 @@ def changed_after_distribute(rank):
         model.head = part.double()
         with pytest.raises(ArgumentError, match=r"head \(.*put into the model after distribute"):
             model(graph.x, graph.edge_index)
-    model.head = pyg.BatchNorm(NODE).double()
+    model.norms = [pyg.BatchNorm(NODE)]
+    with pytest.raises(ArgumentError, match="norms in a list"):
+        distribute(model, graph)(graph.x, graph.edge_index)
+    model.norms, model.head = None, pyg.BatchNorm(NODE).double()
     out = distribute(model, graph)(graph.x, graph.edge_index)
     assert varcomm.all_reduce(out.sum(0)).abs().max() < 1e-10
 

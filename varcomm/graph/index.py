@@ -161,7 +161,7 @@ def plain(value: Any) -> Any:
 
 
 def _refuse(func: Callable[..., Any], kind: str, more: str = "") -> ArgumentError:
-    name = getattr(func, "__name__", str(func)).strip("_")
+    name = getattr(func, "__name__", str(func)).strip("_").replace("reduce_ex", "pickling")
     what = {
         "computed": "numbers computed from local ids of a partitioned graph",
         "graph": "a batch vector of a partitioned graph",

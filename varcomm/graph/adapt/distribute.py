@@ -132,6 +132,12 @@ def _check_parts(model: torch.nn.Module, args: object) -> None:
     if torch.compiler.is_compiling():
         return
     for name, module in model.named_modules():
+        lists = (value for value in vars(module).values() if isinstance(value, list | tuple))
+        if any(isinstance(each, OVER_ALL_NODES) for value in lists for each in value):
+            raise ArgumentError(
+                f"{name or 'the model'} has norms in a list or tuple, where torch does not find "
+                "them. Use torch.nn.ModuleList, and call distribute(model, graph) again."
+            )
         running = vars(module).get(_RUNNING)
         if running is None and isinstance(module, _ADAPTED):
             raise ArgumentError(
