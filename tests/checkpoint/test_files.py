@@ -100,14 +100,14 @@ def test_harmed_files(worlds, tmp_path):
             read(tmp_path / number)
 
 
-def resigned(folder, change):
+def resigned(folder, change, name=INDEX):
     """Change the index, and sign it."""
-    index = json.loads((folder / INDEX).read_text())
+    index = json.loads((folder / name).read_text())
     index.pop("digest")
     change(index)
     text = json.dumps(index, sort_keys=True).encode()
     index["digest"] = hashlib.sha256(text).hexdigest()
-    (folder / INDEX).write_text(json.dumps(index))
+    (folder / name).write_text(json.dumps(index))
 
 
 def entry(change):

@@ -119,8 +119,8 @@ def test_files_of_other_tools(worlds, tmp_path):
 
 
 def test_dtypes_of_other_tools(tmp_path):
-    tensors = {"half": torch.ones(3).bfloat16(), "z": torch.ones(2, dtype=torch.complex64)}
-    tensors |= {"scalar": torch.tensor(5), "none": torch.zeros(0, 4), "b": torch.tensor([True])}
+    tensors = {"w": torch.ones(3).bfloat16(), "w.z": torch.ones(2, dtype=torch.complex64)}
+    tensors |= {"scalar": torch.tensor(5), "none": torch.zeros(0, 4), "w.b": torch.tensor([True])}
     save_file(tensors, tmp_path / "x.safetensors")
     state = {name: torch.zeros_like(value) for name, value in tensors.items()}
     load(state, tmp_path / "x.safetensors")

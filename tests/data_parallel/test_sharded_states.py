@@ -164,3 +164,10 @@ def test_states_of_other_pieces_are_refused_on_all(rank, ranks):
     again = own.state_dict()["state"]
     for name, states in state["state"].items():
         assert torch.equal(again[name]["exp_avg"].local, states["exp_avg"].local)
+    own = ShardedGradients(model := Net(), adamw)
+    train(model, own, range(1), rank, ranks)
+    state = own.state_dict()
+    for states in (states for name, states in state["state"].items() if name == "scale"):
+        states["exp_avg"] = torch.zeros(1)  # would broadcast
+    with pytest.raises(ArgumentError, match="exp_avg of parameter 'scale', of shape"):
+        own.load_state_dict(state)

@@ -152,11 +152,18 @@ def test_errors_in_backward(worlds):
 
 @on(3)
 def test_bytes_are_those_of_a_sum(rank, ranks):
+    """Narrow floats travel narrow, and are summed in fp32."""
+    for dtype, big in ((torch.bfloat16, 256.0), (torch.float16, 2048.0)):
+        ddp, _ = wrapped(lambda dtype=dtype: slope().to(dtype))
+        with varcomm.trace() as calls:
+            ddp(torch.full((1, 1), 0.75 if rank else big, dtype=dtype)).sum().backward()
+        assert ddp.module.weight.grad.item() == big + 2
+        assert sum(call.sent for call in calls) == 2 * 2
     ddp, _ = wrapped(layers)
     loss = ddp(rows(1, 2)).sum()
     with varcomm.trace() as calls:
         loss.backward()
-    assert [call.name for call in calls] == 2 * ["all_reduce"]
+    assert [call.name for call in calls] == ["reduce_scatter_v", "all_gather_v"]
     numbers = 3 * 40 + 40 + 40 * 70 + 70
     assert abs(sum(call.sent for call in calls) - 2 * 2 / 3 * numbers * 8) <= 3 * 8
 

@@ -48,6 +48,12 @@ def test_no_point_of_the_sphere_is_out_of_reach():
     assert found == set(zip(*(ids.tolist() for ids in np.nonzero(far <= reach)), strict=True))
 
 
+def test_training_never_sees_the_months_held_out():
+    assert (climate.HELD_OUT, climate.TEST) == ((1, 5, 9), [0, 4, 8])
+    seen = {(start + months) % 12 for start in climate.TRAIN for months in (0, 1)}
+    assert not seen & set(climate.HELD_OUT)
+
+
 def test_grid_and_mesh_together_fetch_less():
     data = climate.load(3)
     rows = split.fetched(data, split.together(data, 4, 4), 4)

@@ -236,6 +236,9 @@ def test_results_go_back(tmp_path):
     results = {
         "stress": (-fields["stress"], -fields["stress"]),
         "gradient": (tensor, tensor.detach().numpy().reshape(count, 9)),
+        'a "name" <b> & c': (torch.arange(count).bfloat16(), np.arange(count, dtype=np.float32)),
+        "half": (np.arange(count, dtype=np.float16), np.arange(count, dtype=np.float32)),
+        "inside": (torch.arange(count) % 2 == 0, np.uint8(np.arange(count) % 2 == 0)),
     }
     mesh.write(tmp_path / "out.vtu", **{name: value for name, (value, _) in results.items()})
     out = meshio.read(tmp_path / "out.vtu")
@@ -339,13 +342,9 @@ def test_writing_is_refused(tmp_path):
     mesh = read_mesh(saved(tmp_path, np.eye(3), [("triangle", [[0, 1, 2]])]))
     (tmp_path / "folder.vtu").mkdir()
     wrong = [torch.rand(0, 2), torch.rand(3).to(torch.complex64), "word", torch.tensor(1.0)]
-    halves = {"a": torch.rand(3).half()}
     calls = [("out.vtk", "vtu", {"a": torch.rand(3)}), ("nowhere/out.vtu", "nowhere", {})]
     calls += [("out.vtu", "a must", {"a": value}) for value in wrong]
-    for name, words, fields in [
-        *calls,
-        *(("folder.vtu", "folder.vtu", {}), ("out.vtu", "float16", halves)),
-    ]:
+    for name, words, fields in [*calls, ("folder.vtu", "folder.vtu", {})]:
         with pytest.raises(varcomm.ArgumentError, match=f"^mesh.write: .*{words}"):
             mesh.write(tmp_path / name, **fields)
     assert not (tmp_path / "out.vtu").exists()

@@ -203,7 +203,7 @@ NO_EXACT = "Aggregation is not known to be exact"
 # arguments of message passing after the graph, and a part of the message
 REFUSED = [
     (lambda g: (g.x, difference), "a function of x_i, x_j"),
-    (lambda g: (difference, (g.x, g.x, g.x)), "x of length 3"),
+    (lambda g: (difference, (g.x, g.x, g.x)), "x must be a tensor or a pair"),
     (lambda g: (difference, None), "x of sources must be a torch.Tensor"),
     (lambda g: (difference, g.with_halo(g.x)), "x of sources must have 8 rows"),
     (lambda g: (difference, [g.x, g.x[1:]]), "x of targets must have 8 rows"),
@@ -253,7 +253,7 @@ def refused(rank):
     own, pygs = (message_passing(graph, difference, graph.x, aggr=a) for a in (OwnSum(), "sum"))
     assert torch.equal(own, pygs)
     several = partition(wild(), method="block", hops=2)
-    with pytest.raises(ArgumentError, match="got 2 hops"):
+    with pytest.raises(ArgumentError, match="has 2 hops"):
         message_passing(several, difference, several.x)
 
 
@@ -263,6 +263,9 @@ def test_refused_before_any_communication(worlds):
 
 def in_debug(rank):
     graph = partition(wild(), method="block")
+    for message in (lambda a, b: a[1:], lambda a, b: a.sum(), lambda a, b: [a]):
+        with pytest.raises(ArgumentError, match=r"message must return .*one row for each of"):
+            message_passing(graph, message, graph.x)
     with varcomm.debug(), pytest.raises(DisagreementError) as caught:
         message_passing(graph, difference, graph.x[rank % 2 :])
     return str(caught.value)

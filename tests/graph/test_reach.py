@@ -1,8 +1,6 @@
 """PyG's and torch's functions are exact on a partitioned graph's vectors, however reached."""
 
-import functools
 import pickle
-from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -20,15 +18,6 @@ from varcomm import ArgumentError
 from varcomm.graph import partition
 
 GRAPHS = 3
-CONFIG = SimpleNamespace(pool=global_add_pool, kinds=[pyg.global_mean_pool])
-
-
-class Helper:
-    def __init__(self):
-        self.pool = functools.partial(pyg.global_max_pool)
-
-    def __call__(self, x, batch):
-        return self.pool(x, batch)
 
 
 class Encoder(nn.Module):
@@ -66,11 +55,6 @@ def by_name(name):
 # each is a function of rows of nodes and the batch vector
 READ = {
     "by name": global_add_pool,
-    "a configuration": lambda x, batch: CONFIG.pool(x, batch),
-    "a list": lambda x, batch: CONFIG.kinds[0](x, batch),
-    "getattr": lambda x, batch: getattr(pyg, "global_" + "mean_pool")(x, batch),
-    "a helper": Helper(),
-    "an import inside": lambda x, batch: __import__("torch_geometric").nn.global_max_pool(x, batch),
     "an aggregation": lambda x, batch: by_name("mean")(x, batch),
     "several": lambda x, batch: by_name(["sum", "min", "var"])(x, batch),
     "scatter max": lambda x, batch: utils.scatter(x, batch, reduce="max"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch_geometric.data import Data
 
+from tests.checkpoint.test_files import flipped, resigned
 from tests.graph.graphs import split_by, wild
 from tests.graph.parts import by_hand, contents, different
 from tests.graph.typed import owners, typed
@@ -109,32 +110,24 @@ def part_of(folder):
     return path
 
 
-def one_bit_changed(folder):
-    path = part_of(folder)
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    path.write_bytes(bytes(content))
+def signed(change):
+    """Change the index, and sign it."""
+    return lambda folder: resigned(folder, change, "graph.json")
 
 
-def index(folder, text):
-    (folder / "graph.json").write_text(text)
-
-
-def altered(folder):
-    text = (folder / "graph.json").read_text()
-    assert text.count('"hops": 1') == 1
-    index(folder, text.replace('"hops": 1', '"hops": 3'))
-
-
+HOSTILE = [{"hops": 0}, {"node types": []}, {"edge types": [[None, [1, 2]]]}, {"arrays": {}}]
+HOSTILE += [{"files": {}}]
 DAMAGE = {  # with the name of a file in the message
-    "altered": (one_bit_changed, "rank-00001"),
+    "altered": (lambda folder: flipped(part_of(folder)), "rank-00001"),
     "of another graph": (
         lambda folder: shutil.copy(part_of(folder.parent / "other"), part_of(folder)),
         "rank-00001",
     ),
     "a part is missing": (lambda folder: os.remove(part_of(folder)), "rank-00001"),
     "no index": (lambda folder: (folder / "graph.json").unlink(), "graph.json"),
-    "an altered index": (altered, "graph.json"),
+    "an altered index": (lambda folder: flipped(folder / "graph.json"), "graph.json"),
+    "a wide row": (signed(lambda i: i["arrays"].update({"nodes 0.x": ["float64", [7]]})), "x'"),
+    **{str(one): (signed(lambda i, one=one: i.update(one)), "") for one in HOSTILE},
     "no folder": (shutil.rmtree, "there is no"),
     "another graph on each rank": (lambda folder: None, "different graphs"),
 }

@@ -141,10 +141,6 @@ def step(model, data, distributed=True, summed=True):
     return loss
 
 
-def in_turn(model, data):
-    return model(data.x, data.edge_index)
-
-
 def without_distribute(model, data):
     return step(model, data, distributed=False)
 
@@ -169,7 +165,7 @@ def test_right_models_pass():
         (Classifier(), data, {}),
         (Classifier(global_max_pool), data, {"loss": counted_once, "parts": 5}),
         (Typed(), papers(), {"loss": of_papers}),
-        (Sequential("x, edge_index", in_order), rows, {"call": in_turn}),
+        (Sequential("x, edge_index", in_order), rows, {}),
         (Pooled(), rows, {}),
         (Net(lambda x, edges: x * degree(edges[0], len(x), x.dtype)[:, None]), data, {}),
     ]
@@ -344,7 +340,7 @@ def test_models_of_other_forms():
     generator = torch.Generator().manual_seed(0)
     edges = torch.randint(9, (2, 40), generator=generator)
     data = Data(x=torch.randn(9, 4, generator=generator), edge_index=edges)
-    assert not same_as_one_process(sequential, data, in_turn).wrong
+    assert not same_as_one_process(sequential, data).wrong
     assert not same_as_one_process(Odd(), data).wrong
     with pytest.raises(AssertionError, match="not the same"):
         same_as_one_process(Local(), data)

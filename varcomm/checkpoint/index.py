@@ -136,7 +136,7 @@ class Checkpoint:
                 dtype, shape = file.stored(key)
                 part = Part(name, key, (0,) * len(shape), shape)
                 self.tensors[key] = SavedTensor(dtype, shape, (part,))
-                self.paths[key] = tuple(key.split("."))
+                self.paths[key] = (key,)
                 found[key] = name, str(dtype), shape
         return found
 
@@ -164,18 +164,21 @@ class Checkpoint:
             self._open[name] = TensorFile(self.folder / name)
         return self._open[name]
 
-    def _place(self, path: Keys) -> Keys:
-        """Return a path in the tree; other tools have only texts with dots."""
-        return path if self.files is not None else tuple(joined(path).split(".") if path else ())
-
     def keys(self, path: Keys) -> set[str]:
         """Return the keys at a path and inside it."""
-        start = self._place(path)
-        return {key for key, own in self.paths.items() if own[: len(start)] == start}
+        if self.files is not None:
+            return {key for key, own in self.paths.items() if own[: len(path)] == path}
+        name, start = joined(path), joined((*path, ""))
+        return {key for key in self.paths if key == name or key.startswith(start)}
 
     def at(self, path: Keys, default: Any = None) -> Any:
         """Return the saved tree at a path, with tensors on the meta device, or `default`."""
-        return at(self._tree, self._place(path), default)
+        if self.files is not None:
+            return at(self._tree, path, default)
+        # not nested: other tools have tensors "w" and "w.absmax" in one file
+        name, start = joined(path), joined((*path, ""))
+        below = {key.removeprefix(start): self._tree[key] for key in self.keys(path)}
+        return self._tree.get(name, below or default)
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
         """Raise ArgumentError if a file is missing, cut or altered; reads every P-th file."""

@@ -191,7 +191,14 @@ def export(
         _, tensors = _read_all(folder, start)
         if not tensors:
             raise ArgumentError(f"{folder} has no tensors below {name!r}.")
-        save_file({key.removeprefix(start): t for key, t in tensors.items()}, file)
+        coming = Path(file).with_name(f".{Path(file).name}.{os.getpid()}")
+        try:
+            save_file({key.removeprefix(start): t for key, t in tensors.items()}, coming)
+            with coming.open("rb") as written:
+                os.fsync(written.fileno())
+            os.replace(coming, file)
+        finally:
+            coming.unlink(missing_ok=True)
 
     alone("checkpoint.export", write)
 
@@ -211,7 +218,7 @@ def _read_all(
 def _check_fit(found: Checkpoint, fits: Sequence[Any]) -> None:
     """Raise, the same on all ranks, if the states of all ranks together do not match."""
     within, asked, problems, rows = zip(*fits, strict=True)
-    require_equal(_WHAT, [{"Rows, which may be without ids": own} for own in rows])
+    require_equal(_WHAT, [{"the keys of Rows": own} for own in rows])
     left = reduce(or_, within) & ~reduce(or_, asked)
     unexpected = [repr(key) for bit, key in enumerate(sorted(found.paths)) if left >> bit & 1]
     given = [*dict.fromkeys(chain.from_iterable(problems))]

@@ -4,7 +4,7 @@
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -12,8 +12,10 @@ import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from varcomm.errors import ArgumentError
+from varcomm.ops.all_gather_v import AllGatherV, ReduceScatterV
 from varcomm.ops.all_reduce import AllReduce
-from varcomm.ops.operator import begin, checking
+from varcomm.ops.operator import Operator, begin, checking
+from varcomm.ops.reduction import pieces
 from varcomm.transport.agreement import debugging
 from varcomm.transport.auxiliary_group import weakly
 from varcomm.transport.engine import Pending
@@ -48,8 +50,9 @@ def sum_hook(state: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch
     communicates by itself needs ``dist.new_group()`` for the ``DistributedDataParallel`` and here.
     If such a model leaves out parameters on some ranks, use :func:`sum_gradients`.
 
-    Communication: as in :func:`sum_gradients`, begun when the bucket is full; the second round
-    begins with the last bucket. Floats narrower than 4 bytes travel narrow and are summed in fp32.
+    Communication: as in :func:`sum_gradients`, begun when the bucket is full; the second rounds of
+    all buckets begin with the last one. Floats narrower than 4 bytes travel narrow and are summed
+    in fp32.
 
     In one process: nothing: backward from the sum of the losses of all ranks.
 
@@ -66,28 +69,57 @@ def sum_hook(state: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch
     [3.0, 3.0]
     """
     ranks = resolve(state)
-    # of all modules that share the group
-    jobs: list[tuple[Callable[[], Pending], torch.futures.Future[Any]]]
-    watched: dict[int, _Watch]
-    jobs, watched = ranks.auxiliary.setdefault("sum_hook", ([], {}))
+    sums: _Sums = ranks.auxiliary.setdefault("sum_hook", _Sums())
+    first = bucket.parameters()[0]
+    if any(job.first is first for job in sums.jobs):
+        sums.jobs.clear()  # an earlier backward has failed
     for parameter in bucket.parameters():
-        watch = watched.get(id(parameter))
+        watch = sums.watched.get(id(parameter))
         if watch is None or watch.parameter() is not parameter:
-            watch = watched[id(parameter)] = _Watch(weakref.ref(parameter), weakly(ranks))
+            watch = sums.watched[id(parameter)] = _Watch(weakref.ref(parameter), weakly(ranks))
             parameter.register_hook(watch)
         watch.summed = True
     values = bucket.buffer()
     on: list[int | str | torch.device] = [values.device] if values.is_cuda else []
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=on)
-    start = partial(begin, AllReduce(ranks, use_fp32=True), values, False)
+    counts = pieces(values, ranks, one_round=False)
+    operator: Operator = AllReduce(ranks, use_fp32=True)  # of a small bucket
+    second: Operator | None = None
+    if counts is not None:
+        how = ranks, tuple(counts), 0, True
+        operator, second = ReduceScatterV(*how), AllGatherV(*how)
+    start = partial(begin, operator, values, False)
     # comparing blocks, and ranks may be at other places of their backward
     begun = None if debugging() else start()
-    jobs.append((lambda: begun or start(), future))
+    sums.jobs.append(_Job(first, lambda: begun or start(), second, future))
     if bucket.is_last():
-        for started, done in [(job(), done) for job, done in jobs]:
-            done.set_result(started.wait())
-        jobs.clear()
+        for total, done in [(job.last_round(), job.future) for job in sums.jobs]:
+            done.set_result(total.wait())
+        sums.jobs.clear()
     return future
+
+
+@dataclass
+class _Job:
+    """Sum of a bucket, with its first parameter."""
+
+    first: torch.Tensor
+    begun: Callable[[], Pending]
+    second: Operator | None
+    future: torch.futures.Future[Any]
+
+    def last_round(self) -> Pending:
+        """Begin the second round, if any, after the first one."""
+        begun = self.begun()
+        return begin(self.second, begun.wait(), False) if self.second else begun
+
+
+@dataclass
+class _Sums:
+    """Sums of all modules that share a group, and the parameters that have been summed."""
+
+    jobs: list[_Job] = field(default_factory=list)
+    watched: dict[int, "_Watch"] = field(default_factory=dict)
 
 
 @dataclass

@@ -104,8 +104,10 @@ class OptimizerStates:
                     f"the state holds a part of parameter {name!r}, of which this rank has none. "
                     f"{_FIX}"
                 )
+            param, part = by_name[name]
+            own = self.optimizer.state.get(param, {})
             for key, value in values.items():
-                _check_part(value, *by_name[name], f"{key} of parameter {name!r}")
+                _check_part(value, param, part, f"{key} of parameter {name!r}", own.get(key))
 
     def _tree(
         self,
@@ -163,10 +165,11 @@ class OptimizerStates:
         return states
 
 
-def _check_part(value: Any, param: torch.Tensor, part: Part, what: str) -> None:
+def _check_part(value: Any, param: torch.Tensor, part: Part, what: str, own: object) -> None:
     """Raise ArgumentError if a saved value is of another part than this rank's.
 
-    Tensors with other shapes than the part and the full parameter are not checked.
+    `own` is the optimizer's present value, if any. Without one, tensors with other shapes than the
+    part and the full parameter are not checked.
     """
     like, fits = part.wrap(param.detach()), True
     if isinstance(value, Sharded):
@@ -174,6 +177,8 @@ def _check_part(value: Any, param: torch.Tensor, part: Part, what: str) -> None:
         fits = fits and value.local is not None and value.local.shape == param.shape
     elif isinstance(value, torch.Tensor) and isinstance(like, Sharded):
         fits = value.shape not in (like.shape, param.shape)
+    elif isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor):
+        fits = value.shape == own.shape
     if not fits:
         shape = tuple(value.shape)
         raise ArgumentError(f"{what}, of shape {shape}, is another part than {like}. {_FIX}")

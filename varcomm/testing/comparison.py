@@ -38,8 +38,8 @@ _CAUSES = {
         "it may use the number of this rank's rows in place of that of all. Use graph.num_nodes, "
         "or graph.num_edges."
     ),
-    r"": "it has other values on ranks: it looks at this rank's rows alone.",
 }
+_OTHER_CAUSE = "it has other values on ranks: it looks at this rank's rows alone."
 _ONCE = (
     "A loss that all ranks have counts once per rank: wrap a loss of pooled values in "
     "vc.graph.replicated(loss, graph), or use graph.mean."
@@ -266,4 +266,5 @@ def _cause(place: Place, of_pairs: bool) -> str:
             "vc.graph.partition, and pass them as edge_index."
         )
     name = (place.operation or place.module).lower()
-    return next(text.format(name) for pattern, text in _CAUSES.items() if re.search(pattern, name))
+    texts = (text for pattern, text in _CAUSES.items() if re.search(pattern, name))
+    return next(texts, _OTHER_CAUSE).format(name)

@@ -173,8 +173,14 @@ def _axes(graph: Any) -> list[Axis]:
 
 
 def _call(model: torch.nn.Module, data: Any) -> Any:
-    """Call a model with the attributes that its forward names; if there are none, with the data."""
+    """Call a model with the attributes that its forward names; if there are none, with the data.
+
+    A forward of ``*args``, as in PyG's Sequential, gets x and edge_index.
+    """
     _, *parameters = inspect.signature(type(model).forward).parameters.values()
+    if parameters and parameters[0].kind is inspect.Parameter.VAR_POSITIONAL:
+        of = "_dict" if hasattr(data, "x_dict") else ""
+        return model(getattr(data, f"x{of}"), getattr(data, f"edge_index{of}"))
     # a graph has batch and the dicts of types, also where `in` does not list them
     names = [
         p.name

@@ -90,8 +90,8 @@ class ShardedGradients:
     Communication: of ``N`` elements this rank owns ``n``. A sum sends ``N - n`` elements of the
     gradients' dtype and receives ``(P - 1) n``, and one value per peer for each parameter in a
     piece of a bucket. :meth:`step` sends ``(P - 1) n`` elements and receives ``N - n``. Each
-    collective method begins with a message of about 1 KiB per rank. Sums are in rank order, in fp32
-    for narrow gradients; parameters are equal on all ranks bit for bit.
+    collective method begins with a gather and a broadcast of 1 KiB per rank. Sums are in rank
+    order, in fp32 for narrow gradients; parameters are equal on all ranks bit for bit.
 
     In one process: ``optimizer_factory(params)``, and backward from the mean of the losses of all
     ranks.

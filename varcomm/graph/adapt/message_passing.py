@@ -13,6 +13,7 @@ from varcomm.errors import ArgumentError
 from varcomm.graph.adapt.checks import inexact
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.partitioned_graph import PartitionedGraph
+from varcomm.graph.shard import described
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.operator import checking
 
@@ -56,7 +57,8 @@ def message_passing(
     Raises
     ------
     ArgumentError
-        On this rank, before any communication, if an argument does not fit.
+        On this rank: before any communication, if an argument does not fit; after the call of
+        `message`, if its result does not have one row per edge.
 
     Notes
     -----
@@ -135,11 +137,16 @@ def _run(
     sources, _, targets = edges.layer_counts()
     pair = x if isinstance(x, tuple | list) else (x, x)
     with checking(name, edges.group) as where:
-        if not callable(message) or edges.hops > 1 or len(pair) != 2:
+        if not callable(message):
             raise ArgumentError(
-                f"{where}the arguments are a graph with halos of one hop, a function of x_i, x_j "
-                "and edge values, and x, a tensor or a pair for sources and targets; got "
-                f"{edges.hops} hops, {type(message).__name__} and x of length {len(pair)}."
+                f"{where}the message must be a function of x_i, x_j and the edge values; got "
+                f"{type(message).__name__}. The order is (graph, message, x, *edge_values)."
+            )
+        if edges.hops > 1:
+            raise ArgumentError(f"{where}the graph has {edges.hops} hops. Partition it with 1.")
+        if len(pair) != 2:
+            raise ArgumentError(
+                f"{where}x must be a tensor or a pair for sources and targets; got {len(pair)}."
             )
         rows = [("x of sources", pair[0], sources), ("x of targets", pair[1], targets)]
         count = edges.local_ids.shape[1]
@@ -155,7 +162,14 @@ def _run(
         aggregate = _aggregation(aggr, where)
     j, i = edges.local_ids
     x_j = edges.rows_and_halo(pair[0]).index_select(0, j)
-    return edges, message(pair[1].index_select(0, i), x_j, *edge_values), aggregate
+    messages = message(pair[1].index_select(0, i), x_j, *edge_values)
+    if not isinstance(messages, torch.Tensor) or messages.shape[:1] != j.shape:
+        with checking(name, edges.group) as where:
+            raise ArgumentError(
+                f"{where}the message must return a tensor with one row for each of the {len(j)} "
+                f"edges that it was called with; got {described(messages)}."
+            )
+    return edges, messages, aggregate
 
 
 # Aggregations that PyG made of names: constants to torch.compile.

@@ -162,6 +162,7 @@ def _hgt_forward(
         )
         return messages.new_zeros(len(q), self.out_channels).index_add(0, index, messages)
 
+    # PyG's forward then calls the function above; attach() has put the other one into the instance
     checked, self.propagate = self.propagate, propagate
     try:
         local = {key: plain(edges) for key, edges in edge_index_dict.items()}

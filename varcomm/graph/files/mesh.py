@@ -15,6 +15,7 @@ from math import prod
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, Literal, NamedTuple
+from xml.sax.saxutils import escape
 
 import numpy as np
 import torch
@@ -90,13 +91,18 @@ class Mesh:
         else:
             ends = np.cumsum([len(block.data) for block in cells])[:-1]
             cell_data |= {name: [*np.split(value, ends)] for name, value in values.items()}
+
+        def xml(fields: dict[str, Any]) -> dict[str, Any]:
+            # meshio does not escape names
+            return {escape(name, {'"': "&quot;"}): values for name, values in fields.items()}
+
         points = np.zeros((len(source.points), 3))
         points[:, : source.points.shape[1]] = source.points
         mesh = meshio.Mesh(
             points,
             [(block.type, block.data) for block in cells],
-            {name: v for name, v in point_data.items() if v is not None},
-            {name: v for name, v in cell_data.items() if all(p is not None for p in v)},
+            xml({name: v for name, v in point_data.items() if v is not None}),
+            xml({name: v for name, v in cell_data.items() if all(p is not None for p in v)}),
         )
         try:
             mesh.write(where, file_format="vtu")
@@ -104,7 +110,9 @@ class Mesh:
             raise ArgumentError(f"mesh.write: {where} cannot be written: {error!r}.") from error
 
     def _checked(self, name: str, value: Any) -> Array:
-        rows = _rows(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+        if isinstance(value, torch.Tensor):
+            value = (value.float() if value.dtype == torch.bfloat16 else value).detach().cpu()
+        rows = _rows(value)
         if rows is None or len(rows) != self.data.num_nodes:
             raise ArgumentError(
                 f"mesh.write: {name} must be real numbers, one row for each of the "
@@ -278,7 +286,9 @@ def _rows(given: Any) -> Array | None:
     values: Array = np.asarray(given)
     if values.dtype.kind not in "fiub" or values.ndim == 0:
         return None
+    stored = {np.dtype(np.bool_): np.uint8, np.dtype(np.float16): np.float32}
     values = _native(values)
+    values = values.astype(stored.get(values.dtype, values.dtype), copy=False)
     return values.reshape(len(values), prod(values.shape[1:])) if values.ndim > 2 else values
 
 

@@ -1,8 +1,9 @@
 """Saved partitions: one safetensors file per rank, and a JSON index.
 
 A file holds the owned rows of its rank; ends of edges count nodes rank by rank. The index also
-holds the graph's own values. Digests are no signature: files may be wrong on purpose, so sizes,
-dtypes and ids are checked before anything is made of them.
+holds the graph's own values as text that every rank reads; tensors take 1.25 times their bytes.
+Digests are no signature: files may be wrong on purpose, so sizes, dtypes and ids are checked before
+anything is made of them.
 """
 
 from __future__ import annotations
