@@ -163,8 +163,10 @@ def balances(rank, ranks):
     found["seconds", 0] = float(loads.max() / loads.mean()), 1.0
     for weights in (0.0, torch.zeros(graph.num_owned)):
         assert rebalance(graph, weights) is graph
-    empty = Data(edge_index=torch.zeros(2, 0, dtype=torch.int64), num_nodes=12)
-    lonely = rebalance(partition(empty, method=torch.zeros(12, dtype=torch.int64)), 1.0)
+    found["zeros", 0] = 1.0, nodes_of_cost_zero(ranks)
+    many = 20_000
+    empty = Data(edge_index=torch.zeros(2, 0, dtype=torch.int64), num_nodes=many)
+    lonely = rebalance(partition(empty, method=torch.zeros(many, dtype=torch.int64)), 1.0)
     assert max(lonely.node_sizes) - min(lonely.node_sizes) <= 1
     for wrong in (-1.0, torch.nan, torch.ones(3), "much", torch.ones(graph.num_owned) * torch.inf):
         with pytest.raises(ArgumentError, match="weights"):
@@ -174,12 +176,25 @@ def balances(rank, ranks):
     return found
 
 
+def nodes_of_cost_zero(ranks):
+    """Moved nodes at the border of ranks 1 and 2, which has no flow; rank 0 costs too much."""
+    nodes = 10 * ranks
+    path = torch.stack([torch.arange(nodes - 1), torch.arange(1, nodes)])
+    graph = partition(Data(edge_index=path, num_nodes=nodes), method="block")
+    cost = torch.ones(nodes, dtype=torch.float64)
+    cost[:10], cost[10:17], cost[17:23], cost[23:30] = 1.5, 5 / 7, 0, 10 / 7
+    new = rebalance(graph, cost[graph.owned_ids])
+    owner = new.nodes.gather(torch.full((new.num_owned,), varcomm.init().rank))
+    return float((owner != torch.arange(nodes) // 10)[17:].sum())
+
+
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_rebalance(worlds, ranks):
     for (name, hot), (imbalance, moved) in worlds.run(ranks, balances, ranks)[0].items():
         assert imbalance <= 1.05, (name, hot)
         # on more ranks costs cross ranks between the hot one and the last, and nodes of each move
         assert moved <= (1.5 if ranks <= 3 else 2.0) or name != "rcb", (hot, moved)
+        assert moved == 0 or name != "zeros"
 
 
 # what is passed on rank 1; the others pass what is right, and all raise
@@ -198,6 +213,7 @@ WRONG = {
         ArgumentError,
         "next_idx",
     ),
+    "attribute of edges": (lambda g: (right(g), {"edge_attr": g.x}), ArgumentError, "edge_attr"),
     "attribute no tensor": (lambda g: (right(g), {"v": [0] * len(g.x)}), ArgumentError, "v"),
     "attribute on one rank": (lambda g: (right(g), {"v": g.x}), DisagreementError, "v"),
     "attribute of another dtype": (
@@ -233,6 +249,8 @@ def refusals(rank):
     types = partition(typed(), method="block")
     with pytest.raises(ArgumentError, match="nobody"):
         types.migrate({"nobody": right(graph)})
+    with pytest.raises(ArgumentError, match="owner"):
+        types.migrate(False)
     return found + [
         name for name, value in contents(graph).items() if not same(value, before[name])
     ]

@@ -1,5 +1,6 @@
 """Neighbours found on ranks: edges of one process, derivatives, skins, refusals, bytes."""
 
+import numpy as np
 import pytest
 import torch
 from ase.geometry import complete_cell
@@ -124,8 +125,13 @@ def in_order(rank):
 
 def with_ties(rank):
     arguments = crystal()[1]
-    some = radius(in_order(rank), max_neighbours=4, **arguments)
-    few = [knn(in_order(rank), k) for k in (1, 4, 40, 63)]
+    number = int if rank else np.int64
+    some = radius(in_order(rank), max_neighbours=number(4), **arguments)
+    few = [knn(in_order(rank), number(k)) for k in (1, 4, 40, 63)]
+    few += [knn(in_order(rank) * 0.1 + 5e6, 4)]  # rounded by more than 1e-9 of a distance
+    far = in_order(rank)
+    far[: rank == 0, 0] = 1e9
+    few += [knn(far, 4)]
     return [edges_of(some, arguments["cell"]), *map(edges_of, few)]
 
 
@@ -137,8 +143,11 @@ def test_the_nearest_by_distance_id_and_shift(worlds, ranks):
     cell, all_ = arguments["cell"], by_ase(**arguments, pos=sites, pbc=ALL)
     assert found[0] == nearest(all_, sites, cell, 4)
     pairs = [(i, j, (0, 0, 0)) for i in range(64) for j in range(64) if i != j]
-    for k, edges in zip((1, 4, 40, 63), found[1:], strict=True):
+    for k, edges in zip((1, 4, 40, 63), found[1:-2], strict=True):
         assert edges == nearest(pairs, sites, cell, k)
+    assert found[-2] == nearest(pairs, sites * 0.1 + 5e6, cell, 4)
+    sites[0, 0] = 1e9
+    assert found[-1] == nearest(pairs, sites, cell, 4)
 
 
 def energies(graph):
@@ -218,6 +227,7 @@ WRONG = [
     *(({"max_neighbours": value}, "max_neighbours") for value in (0, 2.5)),
     *(({"ids": ids}, "ids") for ids in (torch.tensor([1, 0]), torch.tensor([3]), [2, 3])),
     ({"previous": object()}, "previous"),
+    ({"pos": torch.full((2, 3), 1e15, dtype=torch.float64)}, "too large"),
 ]
 DIFFERENT = [
     ({"cutoff": 1.25}, "cutoff"),

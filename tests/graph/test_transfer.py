@@ -8,7 +8,7 @@ import varcomm
 from tests.graph.graphs import WORLDS, rich, split_by, wild
 from tests.graph.parts import same
 from tests.graph.typed import WAYS, owners, typed
-from varcomm import ArgumentError
+from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import from_edges, partition, remap, transfer
 from varcomm.testing import dot_test, gradcheck, gradgradcheck
 
@@ -18,6 +18,7 @@ NODES = 24
 def wrong_rows(rank, ranks):
     """Attributes of every kind, of nodes and edges, move as one process selects them."""
     data, wrong = rich(), []
+    data.serial = torch.arange(NODES).to(torch.uint16)
     ways = [split_by(way, NODES, ranks) for way in ("block", "random", "a rank owns nothing")]
     parts = [partition(data, method=way) for way in ways]
     for i, old in enumerate(parts):
@@ -91,12 +92,16 @@ def apart(rank):
     wrong = (parents + NODES, parents - 2, parents[1:], parents.double(), parents[:, None, None])
     for each in wrong:
         refused(graph, graph, each if rank == 2 else parents, call=remap)
-    for weight in (parents + torch.nan, parents / 0, parents[1:].double()):
+    for weight in (parents + torch.nan, parents / 0, parents[1:].double(), parents + 1j):
         refused(graph, graph, parents, weight if rank == 2 else parents + 1.0, call=remap)
     refused(graph, graph, parents, parents - 1.0, True, call=remap)
+    with pytest.raises(ArgumentError, match=r"new\.edge_index"):
+        transfer(graph, graph)(graph.edge_index[0])
+    with pytest.raises(DisagreementError, match="conserve"):
+        remap(graph, graph, parents, conserve=rank == 1)
     refused(graph, graph, parents, None, True, call=remap)  # all but node 0 would be lost
     words = ["neither", "rows", "in common", "new", "part of old", "types", *["parents"] * 5]
-    words += [*["weights"] * 4, "no child"]
+    words += [*["weights"] * 5, "no child"]
     return [word for word, text in zip(words, said, strict=True) if word not in text]
 
 

@@ -24,14 +24,14 @@ from varcomm.sizes import ShardSizes
 from varcomm.transport.agreement import agree_and_share, share
 from varcomm.transport.group import Group
 
-__all__ = ["migrate", "migrated"]
+__all__ = ["SIGNED", "migrate", "migrated"]
 
 Rows = dict[str, torch.Tensor]
 
 _WHAT = "graph.migrate"
 
 # unsigned integers cannot be selected by index
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def migrate(graph: PartitionedGraph, owner: Any, node_attrs: Any = None) -> PartitionedGraph:
@@ -39,7 +39,9 @@ def migrate(graph: PartitionedGraph, owner: Any, node_attrs: Any = None) -> Part
     by_position = isinstance(owner, str)
 
     def by_type(given: Any, name: str) -> Mapping[NodeType, Any]:
-        given = {None: given} if None in graph.node_shards and given is not None else given or {}
+        if given is None:
+            return {}
+        given = {None: given} if None in graph.node_shards else given
         if not isinstance(given, Mapping) or not given.keys() <= graph.node_shards.keys():
             raise ArgumentError(
                 f"{name} must be given by type of node, of {graph.node_types}; got "
@@ -57,6 +59,12 @@ def migrate(graph: PartitionedGraph, owner: Any, node_attrs: Any = None) -> Part
             rows[nodes.noun, key] = _rows(nodes, {**nodes.attributes, **current.get(key, {})})
         for edge_type, edges in graph.edge_shards.items():
             rows[edges.noun, edge_type] = _rows(edges, edges.attributes)
+            others = graph.attributes.keys() | edges.attributes.keys()
+            if None in current and (taken_names := current[None].keys() & others):
+                raise ArgumentError(
+                    f"node_attrs: {sorted(taken_names)} are attributes of the graph or of edges. "
+                    "Rename them."
+                )
         shards = graph.node_shards.items()
         return {key: _checked_owner(nodes, owners.get(key)) for key, nodes in shards}, rows
 
@@ -137,8 +145,8 @@ class _Move:
     """Owned rows of one kind that leave for other ranks, and rows that arrive and are merged by id.
 
     `leaving` are old positions of rows by their new ranks. Arriving rows, in the order `arrival`,
-    stand at the positions `at`; `origin` is the old position of every new row, of an arriving one
-    that of some row. `ids` are the new ids, ascending.
+    stand at the positions `at`; `origin` is the old position of every new row, 0 of an arriving
+    one. `ids` are the new ids, ascending.
     """
 
     plan: ExchangePlan
@@ -150,27 +158,25 @@ class _Move:
 
     @classmethod
     def of(cls, ids: torch.Tensor, leaves: torch.Tensor, owner: torch.Tensor, group: Group) -> Self:
-        """Send ids; `owner` holds the new ranks of the rows that leave. Collective."""
+        """Send ids; `owner` holds the new ranks of the rows that leave. Collective.
+
+        For example, 20 leaves of ids 10, 20, 30, and 15 and 40 arrive: new ids are 10, 15, 30, 40;
+        kept rows 0 and 2 stand at 0 and 2, arrived ones `at` 1 and 3, and `origin` is 0, 0, 2, 0.
+        """
         device, pg = ids.device, group.process_group
-        gone = leaves.nonzero().view(-1)
+        gone, kept = leaves.nonzero().view(-1), (~leaves).nonzero().view(-1)
         leaving = gone[torch.sort(owner, stable=True).indices]
         counts = torch.bincount(owner, minlength=group.size).tolist()
         plan = ExchangePlan.from_indices(
             torch.arange(len(gone), device=device).split(counts), len(gone), group=pg
         )
         arrived, arrival = plan(ids[leaving]).sort()
-        # the number of kept rows before each arriving one, and before each leaving one
         before = torch.searchsorted(ids, arrived)
-        before -= torch.searchsorted(gone, before)
-        passed = gone - torch.arange(len(gone), device=device)
+        before -= torch.searchsorted(gone, before)  # kept rows before each arriving one
         at = before + torch.arange(len(arrived), device=device)
-        # old positions rise by one per row: less at arriving rows, more behind leaving ones
-        rows = len(ids) - len(gone) + len(arrived)
-        origin = torch.ones(rows + 1, dtype=torch.int32, device=device)
-        origin[at] = 0
-        behind = passed + torch.searchsorted(before, passed, right=True)
-        origin.index_add_(0, behind, torch.ones_like(behind, dtype=torch.int32))
-        origin = origin.cumsum_(0)[:-1].sub_(1).clamp_(min=0)
+        stays = torch.ones(len(kept) + len(at), dtype=torch.bool, device=device)
+        stays[at] = False
+        origin = torch.zeros_like(stays, dtype=torch.int32).masked_scatter_(stays, kept.int())
         move = cls(plan, leaving, arrival, at, origin, arrived)
         return replace(move, ids=move.merged(ids, arrived))
 
@@ -182,7 +188,7 @@ class _Move:
         """Return the new rows from old rows and arriving rows."""
         if len(self.origin) == len(self.at):
             return arriving
-        if (signed := _SIGNED.get(rows.dtype)) is not None:
+        if (signed := SIGNED.get(rows.dtype)) is not None:
             return self.merged(rows.view(signed), arriving.view(signed)).view(rows.dtype)
         return rows.index_select(0, self.origin).index_copy_(0, self.at, arriving)
 

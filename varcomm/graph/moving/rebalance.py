@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -25,6 +26,9 @@ _WHAT = "graph.rebalance"
 # most the nodes that it has, so far transport takes several.
 _EVEN, _ROUNDS = 1.02, 16
 
+# Smaller parts of the mean cost are rounding, which would move nodes of cost 0.
+_LEAST_FLOW = 1e-6
+
 
 def rebalance(graph: PartitionedGraph, weights: torch.Tensor | float) -> PartitionedGraph:
     """Return the graph with even costs per rank, by as few moved nodes as possible.
@@ -35,7 +39,8 @@ def rebalance(graph: PartitionedGraph, weights: torch.Tensor | float) -> Partiti
     largest cost. Deterministic. No rank holds the graph, only the costs of all ranks.
 
     Communication: a few numbers per rank, and that of :meth:`PartitionedGraph.migrate`; each round
-    also moves the structure of the graph, once more for the attributes.
+    also moves the structure of the graph, once more for the attributes. In each round every rank
+    solves a dense system with an equation per rank, which is for up to some thousand ranks.
 
     In one process: the graph itself.
 
@@ -109,7 +114,7 @@ def _checked_cost(graph: PartitionedGraph, weights: torch.Tensor | float) -> tor
         )
     rows, device = graph.num_owned, graph.nodes.ids.gaps.device
     if isinstance(weights, int | float) or getattr(weights, "shape", None) == ():
-        weights = torch.full((rows,), float(weights) / max(rows, 1))
+        weights = torch.full((rows,), float(weights) / max(rows, 1), dtype=torch.float64)
     if (
         not isinstance(weights, torch.Tensor)
         or weights.shape != (rows,)
@@ -145,8 +150,10 @@ def _flows(loads: Array, neighbours: list[list[int]]) -> Array:
         first = int(np.where(apart, loads, np.inf).argmin())
         links[top, first] = links[first, top] = 1
     laplacian = np.diag(links.sum(1)) - links
-    potential = np.linalg.lstsq(laplacian, loads - loads.mean(), rcond=None)[0]
-    flows: Array = np.clip(potential[:, None] - potential, 0, None) * links
+    # all ranks are linked, so the constant makes it regular, and leaves flows as they are
+    potential = np.linalg.solve(laplacian + 1 / ranks, loads - loads.mean())
+    flows: Array = (potential[:, None] - potential) * links
+    flows[flows < _LEAST_FLOW * loads.mean()] = 0
     return flows
 
 
@@ -160,38 +167,55 @@ def _reached(links: Array, start: int) -> Array:
 
 
 def _chosen(graph: PartitionedGraph, flows: Array) -> torch.Tensor:
-    """Return new owners: for the largest flow first, nodes by their distance from the receiver."""
+    """Return new owners: for the largest flow first, nodes by their distance from the receiver.
+
+    For example, a flow of 5, two nodes of cost 2 at the border, and two of cost 3 behind them: the
+    middles of their costs in a row, 1, 3, 5.5, 8.5, decide, so the first two go. The 1 that is
+    missing is added to the next flow.
+    """
     cost, plan, rank = graph.nodes.attributes["cost"], graph.plan, graph.group.rank
     source, target = graph.edges.local_ids[:, : graph.edges.num_owned]
+    next_to, is_isolated = _adjacency(source, target, graph.num_owned)
     owner = torch.full((graph.num_owned,), rank, device=cost.device)
-    inner = source < graph.num_owned
-    ends = torch.stack([source[inner], target[inner]])
-    here, there = torch.cat([ends, ends.flip(0)], dim=1)  # paths go both ways
-    order = here.argsort()
-    there, counts = there[order], torch.bincount(here, minlength=graph.num_owned)
-    starts = counts.cumsum(0) - counts
     sent = plan.send_index.split(plan.send_counts)
-    bounds = graph.num_owned + np.cumsum([0, *plan.recv_counts])
-    left = 0.0  # by which whole nodes fell short of the goals so far
-    for other in np.argsort(-flows, kind="stable")[: int((flows > 0).sum())].tolist():
-        goal, total = float(flows[other]) + left, 0.0
-        is_from = (source >= int(bounds[other])) & (source < int(bounds[other + 1]))
-        layer, seen = torch.cat([sent[other], target[is_from]]), owner != rank
-        while total < goal:
+    received = graph.num_owned + np.cumsum([0, *plan.recv_counts])
+    missing = 0.0
+    for receiver in np.argsort(-flows, kind="stable")[: int((flows > 0).sum())].tolist():
+        goal, passed = float(flows[receiver]) + missing, 0.0
+        is_from = (source >= int(received[receiver])) & (source < int(received[receiver + 1]))
+        layer, seen = torch.cat([sent[receiver], target[is_from]]), owner != rank
+        while passed < goal:
             layer = layer[~seen[layer]].unique()
-            if len(layer) == 0:  # no border, or another piece of this rank
+            if len(layer) == 0:  # no border, or no path on: nodes without edges, or a new start
+                layer = (is_isolated & ~seen).nonzero().view(-1)
+            if len(layer) == 0:
                 layer = (~seen).nonzero().view(-1)[:1]
             seen[layer] = True
-            # a node goes if its middle lies before the goal
-            ends_at = total + cost[layer].cumsum(0)
-            goes = ends_at - cost[layer] / 2 < goal
-            owner[layer[goes]] = other
+            ends = passed + cost[layer].cumsum(0)
+            goes = ends - cost[layer] / 2 < goal
+            owner[layer[goes]] = receiver
             if len(layer) == 0 or not bool(goes.all()):
                 break
-            total = float(ends_at[-1])
-            repeats = counts[layer]
-            nth = torch.arange(int(repeats.sum()), device=cost.device)
-            nth = nth - (repeats.cumsum(0) - repeats).repeat_interleave(repeats)
-            layer = there[starts[layer].repeat_interleave(repeats) + nth]
-        left = goal - float(cost[owner == other].sum())
+            passed = float(ends[-1])
+            layer = next_to(layer)
+        missing = goal - float(cost[owner == receiver].sum())
     return owner
+
+
+def _adjacency(
+    source: torch.Tensor, target: torch.Tensor, rows: int
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
+    """Return a function from nodes to those next to them, and a mask of nodes without any."""
+    inner = source < rows
+    one, other = source[inner], target[inner]
+    near, far = torch.cat([one, other]), torch.cat([other, one])  # paths go both ways
+    far, counts = far[near.argsort()], torch.bincount(near, minlength=rows)
+    starts = counts.cumsum(0) - counts
+
+    def next_to(nodes: torch.Tensor) -> torch.Tensor:
+        repeats = counts[nodes]
+        nth = torch.arange(int(repeats.sum()), device=nodes.device)
+        nth -= (repeats.cumsum(0) - repeats).repeat_interleave(repeats)
+        return far[starts[nodes].repeat_interleave(repeats) + nth]
+
+    return next_to, counts == 0

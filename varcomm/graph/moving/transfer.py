@@ -11,11 +11,13 @@ import torch
 
 from varcomm.errors import ArgumentError, VarcommError
 from varcomm.graph.directory import Directory
+from varcomm.graph.index import plain
+from varcomm.graph.moving.migrate import SIGNED
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.shard import Shard, described
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.sizes import ShardSizes
-from varcomm.transport.agreement import agree, agree_and_share
+from varcomm.transport.agreement import agree, agree_and_share, compare
 from varcomm.transport.group import Group
 
 __all__ = ["Transfer", "remap", "transfer"]
@@ -63,7 +65,14 @@ class Transfer:
 
         Rows of any dtype are copied; weighted sums are for floats and complex numbers.
         """
+        if plain(x) is not x:
+            raise ArgumentError(
+                "x holds local ids, or the batch vector, of a partitioned graph. Take them from "
+                "the new graph: new.batch, new.edge_index."
+            )
         if self.weights is None:
+            if (signed := SIGNED.get(x.dtype)) is not None:
+                return self(x.view(signed)).view(x.dtype)
             return self.plan(x).index_select(0, self.place)
         if not (x.is_floating_point() or x.is_complex()):
             raise ArgumentError(
@@ -111,8 +120,9 @@ class _Sides:
 def transfer(old: Side, new: Side) -> Transfer:
     """Plan how rows of one partition become those of another partition of the same graph.
 
-    Collective; an error on one rank is raised on all ranks. For fields, results and optimizer
-    states, which :func:`migrate` does not carry, and between different numbers of ranks.
+    Collective; an error on one rank is raised on all ranks, except that a rank must not pass None
+    for the larger partition: the other ranks then wait until the timeout. For fields, results and
+    optimizer states, which :func:`migrate` does not carry, and between different numbers of ranks.
 
     Parameters
     ----------
@@ -180,7 +190,7 @@ def remap(
 ) -> Transfer:
     """Plan how fields of a mesh become fields of its refinement or coarsening.
 
-    Collective; an error on one rank is raised on all ranks.
+    Collective; an error on one rank is raised on all ranks, except as in :func:`transfer`.
 
     Parameters
     ----------
@@ -247,6 +257,7 @@ def remap(
             )
 
     agree(what, in_range, sides.group)
+    compare(sides.group, {"operation": what, "conserve": bool(conserve)})
     ids, share, group = ids.to(sides.device), share.to(sides.device), sides.group
     has = ids >= 0
     plan, of_parent = sides.directory().fetching(ids[has])
@@ -290,9 +301,13 @@ def _checked_parents(
         )
     if weights is None:
         weights = torch.ones_like(parents, dtype=torch.float64)
-    if not isinstance(weights, torch.Tensor) or weights.shape != parents.shape:
+    if (
+        not isinstance(weights, torch.Tensor)
+        or weights.shape != parents.shape
+        or weights.is_complex()
+    ):
         raise ArgumentError(
-            f"weights must have the shape of parents, {tuple(parents.shape)}; got "
+            f"weights must be real and of the shape of parents, {tuple(parents.shape)}; got "
             f"{described(weights)}."
         )
     ids = parents.to(torch.int64).reshape(rows, parents.shape[1:].numel())

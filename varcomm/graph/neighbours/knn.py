@@ -27,7 +27,8 @@ __all__ = ["knn"]
 
 _WHAT = "graph.knn"
 
-_SLACK = 1 + 1e-9  # differences of rounding between distances stay below it
+# Factor of distances, and part of the largest coordinate: differences of rounding stay below these.
+_SLACK, _SLACK_AT = 1 + 1e-9, 1e-12
 
 
 def knn(pos: torch.Tensor, k: int, group: GroupLike = None) -> PartitionedGraph:
@@ -97,22 +98,27 @@ def knn(pos: torch.Tensor, k: int, group: GroupLike = None) -> PartitionedGraph:
 
     own, outlines, identity = agreed(_WHAT, check, outline, ranks)
     counts, bounds, needed = zip(*outlines, strict=True)
+    k = int(k)  # checked; may be an integer of NumPy
     sizes, owned = ShardSizes(counts), len(own.pos)
     if sizes.total <= k:
         raise ArgumentError(f"{_WHAT}: {k} neighbours of each node need more than {sizes.total}.")
     mine = sizes.range(ranks.rank)
     own_ids = torch.arange(mine.start, mine.stop, device=own.pos.device)
     low, high = (np.array(each) for each in zip(*bounds, strict=True))
-    extent = float(np.linalg.norm(high.max(0) - low.min(0)))
+    low, high = low.min(0), high.max(0)
+    extent = float(np.linalg.norm(high - low))
+    margin = _SLACK_AT * float(max(np.abs(low).max(), np.abs(high).max()))
     reach = [extent * (k / sizes.total) ** (1 / own.pos.shape[1])] * ranks.size
     while True:
         # at first where a rank has too few nodes to know, a guess; later twice as far
-        reach = [r * _SLACK if r < inf else 2 * r0 for r, r0 in zip(needed, reach, strict=True)]
+        reach = [
+            r * _SLACK + margin if r < inf else 2 * r0 for r, r0 in zip(needed, reach, strict=True)
+        ]
         boxes = Boxes.of(own.frame, bounds, reach)
         ghosts = Ghosts.fetched(boxes, own.points, own.pos, own_ids, ranks)
         points = torch.cat([own.points, ghosts.pos.double()])
         farthest = share(_WHAT, partial(_farthest, points, own.points, k), ranks)
-        if all(far * _SLACK <= r for far, r in zip(farthest, reach, strict=True)):
+        if all(far * _SLACK + margin <= r for far, r in zip(farthest, reach, strict=True)):
             break
         needed = tuple(farthest)
 
@@ -145,13 +151,16 @@ def _nearest(points: torch.Tensor, owned: int, k: int) -> Links:
     """
     if not owned:
         return Links(torch.zeros(2, 0, dtype=torch.int64, device=points.device), 0, None)
-    many, last, tree, own = k + 1, False, tree_of(points), points[:owned].cpu().numpy()
-    while not last:
+    many, tree, own, rows = k + 1, tree_of(points), points[:owned].cpu().numpy(), np.arange(owned)
+    found = []
+    while len(rows):
         many = min(2 * many, len(points))
-        distance, near = tree.query(own, many)
+        distance, near = tree.query(own[rows], many)
         wanted = distance <= distance[:, k : k + 1] * _SLACK
-        last = many == len(points) or not wanted[:, -1].any()
-    wanted &= near != np.arange(owned)[:, None]
-    target, _ = np.nonzero(wanted)
-    ends = np.stack([near[wanted], target]).astype(np.int64)
+        done = ~wanted[:, -1] | (many == len(points))
+        at, nth = np.nonzero(wanted & done[:, None] & (near != rows[:, None]))
+        found.append(np.stack([near[at, nth], rows[at]]))
+        rows = rows[~done]  # further rows may be as near, for these nodes alone
+    ends = np.concatenate(found, axis=1).astype(np.int64)
+    ends = ends[:, ends[1].argsort(kind="stable")]
     return Links(torch.from_numpy(ends).to(points.device), 0, None)

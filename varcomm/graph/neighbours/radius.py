@@ -89,10 +89,15 @@ class _Request:
         return bool(2 * moved <= scale * (self.cutoff + self.skin) - self.cutoff)
 
     def reach(self, largest: float) -> float:
-        """Return the reach of a search, for positions up to `largest` in size."""
+        """Return the reach of a search, for positions up to `largest`; raise if too wide."""
         reach, cell = self.cutoff + self.skin, self.fixed_cell
-        widest = 0.0 if cell is None else float(cell.abs().max())
-        return reach + _SLACK * reach + _SLACK_AT * (largest + widest)
+        largest += 0.0 if cell is None else float(cell.abs().max())
+        if (slack := _SLACK_AT * largest) > reach:
+            raise ArgumentError(
+                f"{_WHAT}: numbers up to {largest:g} are too large to find pairs within {reach:g}. "
+                "Bring positions into the cell, or near zero."
+            )
+        return reach + _SLACK * reach + slack
 
     def chosen(
         self, links: Links, points: torch.Tensor, ids: torch.Tensor
@@ -156,7 +161,8 @@ def radius(
     Raises
     ------
     ArgumentError
-        On every rank, if an argument is invalid on one rank; `previous` stays valid.
+        On every rank, if an argument is invalid on one rank, or a position or cell is larger than
+        1e12 times the reach; `previous` stays valid.
     DisagreementError
         On every rank, if ranks differ in arguments, dtypes or D, or an id is missing or repeated.
     MissingPackageError
@@ -196,21 +202,20 @@ def radius(
             raise ArgumentError("cutoff must be above zero; got 0.")
         vectors = _checked_cell(cell, rows)
         periodic = _checked_pbc(pbc, rows.shape[1], vectors is not None)
-        if max_neighbours is not None:
-            at_least(1, max_neighbours, "max_neighbours")
+        most = None if max_neighbours is None else at_least(1, max_neighbours, "max_neighbours")
         fixed = None if vectors is None else vectors.detach().clone()
         settings: dict[str, object] = {
             "cutoff": reach[0],
             "skin": reach[1],
             "pbc": periodic,
-            "max_neighbours": max_neighbours,
+            "max_neighbours": most,
             "shape and dtype of pos": f"(n, {rows.shape[1]}) of {rows.dtype}",
             "the kind of device": rows.device.type,
             "use of cell": cell is not None,
             "use of ids": ids is not None,
         }
         own = Own.of(rows, Frame.of(fixed, periodic, rows.device))
-        request = _Request(own, _checked_ids(ids, rows), vectors, *reach, max_neighbours, settings)
+        request = _Request(own, _checked_ids(ids, rows), vectors, *reach, most, settings)
         if previous is not None:
             _check_previous(previous, request, ranks)
         return request, settings | {
