@@ -60,9 +60,9 @@ def migrate(graph: PartitionedGraph, owner: Any, node_attrs: Any = None) -> Part
         for edge_type, edges in graph.edge_shards.items():
             rows[edges.noun, edge_type] = _rows(edges, edges.attributes)
             others = graph.attributes.keys() | edges.attributes.keys()
-            if None in current and (taken_names := current[None].keys() & others):
+            if None in current and (shadowed := current[None].keys() & others):
                 raise ArgumentError(
-                    f"node_attrs: {sorted(taken_names)} are attributes of the graph or of edges. "
+                    f"node_attrs: {sorted(shadowed)} are attributes of the graph or of edges. "
                     "Rename them."
                 )
         shards = graph.node_shards.items()

@@ -343,7 +343,10 @@ def _sides(
     for name, column in zip(("old", "new"), zip(*of_ranks, strict=True), strict=True):
         sizes.append(ShardSizes(0 if each is None else each[1] for each in column))
         if {each[2] for each in column if each is not None} != {sizes[-1].total}:
-            raise ArgumentError(f"{what}: some ranks have not passed their part of {name}.")
+            raise ArgumentError(
+                f"{what}: some ranks have not passed their part of {name}, or its ranks are not "
+                "among those of the other partition."
+            )
     if len(nouns := {each[0] for pair in of_ranks for each in pair if each is not None}) > 1:
         raise ArgumentError(f"{what}: {' and '.join(sorted(nouns))} have no rows in common.")
     device = next(each for each in pair if each is not None).ids.gaps.device
