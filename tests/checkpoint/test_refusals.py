@@ -126,7 +126,7 @@ def folders(rank, folder):
     (folder / f"machine {rank}").mkdir()
     if rank == 0:
         (folder / "link").symlink_to(folder / "none")
-    with pytest.raises(DisagreementError, match=r"on folder: rank 0 has .*/0; rank 1 has .*/1;"):
+    with pytest.raises(DisagreementError, match=r"on folder: rank 0 has .*/0; rank 1 has .*/1\."):
         save({"x": 1}, folder / str(rank))
     for name in ("none", "file", "empty"):
         with pytest.raises(ArgumentError, match=name):

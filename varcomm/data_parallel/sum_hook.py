@@ -71,7 +71,7 @@ def sum_hook(state: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch
     ranks = resolve(state)
     sums: _Sums = ranks.auxiliary.setdefault("sum_hook", _Sums())
     first = bucket.parameters()[0]
-    if any(job.first is first for job in sums.jobs):
+    if any(other is first for other, *_ in sums.jobs):
         sums.jobs.clear()  # an earlier backward has failed
     for parameter in bucket.parameters():
         watch = sums.watched.get(id(parameter))
@@ -82,43 +82,33 @@ def sum_hook(state: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch
     values = bucket.buffer()
     on: list[int | str | torch.device] = [values.device] if values.is_cuda else []
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=on)
-    counts = pieces(values, ranks, one_round=False)
-    operator: Operator = AllReduce(ranks, use_fp32=True)  # of a small bucket
-    second: Operator | None = None
-    if counts is not None:
-        how = ranks, tuple(counts), 0, True
-        operator, second = ReduceScatterV(*how), AllGatherV(*how)
+    counts = pieces(values, ranks, one_round=False)  # None for a small bucket
+    how = ranks, tuple(counts or ()), 0, True
+    operator: Operator = ReduceScatterV(*how) if counts else AllReduce(ranks, use_fp32=True)
     start = partial(begin, operator, values, False)
     # comparing blocks, and ranks may be at other places of their backward
     begun = None if debugging() else start()
-    sums.jobs.append(_Job(first, lambda: begun or start(), second, future))
+
+    def last_round() -> Pending:
+        total = begun or start()
+        return begin(AllGatherV(*how), total.wait(), False) if counts else total
+
+    sums.jobs.append((first, last_round, future))
     if bucket.is_last():
-        for total, done in [(job.last_round(), job.future) for job in sums.jobs]:
+        jobs, sums.jobs = sums.jobs, []  # none is left behind by an error
+        for total, done in [(last(), done) for _, last, done in jobs]:
             done.set_result(total.wait())
-        sums.jobs.clear()
     return future
-
-
-@dataclass
-class _Job:
-    """Sum of a bucket, with its first parameter."""
-
-    first: torch.Tensor
-    begun: Callable[[], Pending]
-    second: Operator | None
-    future: torch.futures.Future[Any]
-
-    def last_round(self) -> Pending:
-        """Begin the second round, if any, after the first one."""
-        begun = self.begun()
-        return begin(self.second, begun.wait(), False) if self.second else begun
 
 
 @dataclass
 class _Sums:
     """Sums of all modules that share a group, and the parameters that have been summed."""
 
-    jobs: list[_Job] = field(default_factory=list)
+    # first parameter of a bucket, start of its last round, and the future of its sum
+    jobs: list[tuple[torch.Tensor, Callable[[], Pending], torch.futures.Future[Any]]] = field(
+        default_factory=list
+    )
     watched: dict[int, "_Watch"] = field(default_factory=dict)
 
 

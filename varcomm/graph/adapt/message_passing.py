@@ -145,9 +145,7 @@ def _run(
         if edges.hops > 1:
             raise ArgumentError(f"{where}the graph has {edges.hops} hops. Partition it with 1.")
         if len(pair) != 2:
-            raise ArgumentError(
-                f"{where}x must be a tensor or a pair for sources and targets; got {len(pair)}."
-            )
+            raise ArgumentError(f"{where}x must be a tensor or a pair of them; got {len(pair)}.")
         rows = [("x of sources", pair[0], sources), ("x of targets", pair[1], targets)]
         count = edges.local_ids.shape[1]
         rows += [(f"edge value {at}", value, count) for at, value in enumerate(edge_values)]
