@@ -1,5 +1,8 @@
 """Neighbours found on ranks: edges of one process, derivatives, skins, refusals, bytes."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from ase.geometry import complete_cell
@@ -316,3 +319,16 @@ def test_the_graph_serves_models_means_and_files(worlds, tmp_path):
     for part in parts:
         torch.testing.assert_close(part[0], out, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(part[1], pos.mean(), rtol=1e-12, atol=1e-12)
+
+
+def freed(rank):
+    gc.disable()  # which would only run later
+    graph = radius(torch.rand(9, 3), 1.0)
+    index, edges = graph.edge_index, weakref.ref(graph.edges)
+    del graph, index
+    gc.enable()
+    return edges() is None
+
+
+def test_memory_is_freed_with_the_last_reference(worlds):
+    assert worlds.run(1, freed) == [True]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.index import How, Kind, Numbering, PartitionedIndex, ordinary, plain
+from varcomm.graph.index import How, Kind, Numbering, PartitionedIndex, ordinary
 from varcomm.graph.nn.graphs import STARTS_FROM_ZERO
 from varcomm.graph.shard import Shard
 from varcomm.ops.all_gather_v import all_gather_v
@@ -66,8 +66,9 @@ class EdgeShard(Numbering, Shard):
     ----------
     group, sizes, attributes, ids
         As of a :class:`NodeShard`: of the owned edges.
-    edge_index : torch.Tensor
-        Local ids, int64 of shape (2, E).
+    local_ids : torch.Tensor
+        Local ids of sources and targets as an ordinary tensor, int64 of shape (2, E). They select
+        from :meth:`with_halo`; ``x[row]`` of owned rows alone is out of range.
     halo_ids : torch.Tensor
         Ids of the halo's nodes in the whole graph; int64 of shape (h,).
     plan : ExchangePlan
@@ -96,7 +97,7 @@ class EdgeShard(Numbering, Shard):
     (3, 1, tensor([0, 1]))
     """
 
-    edge_index: torch.Tensor = field(repr=False)
+    local_ids: torch.Tensor = field(repr=False)
     plan: ExchangePlan = field(repr=False)
     num_targets: int
     counts: tuple[int, int] | None = field(default=None, repr=False)
@@ -108,6 +109,8 @@ class EdgeShard(Numbering, Shard):
     # the nodes of the source's type, and whether the target's are the same; set by the graph
     sources: NodeShard | None = field(init=False, repr=False, default=None)
     has_loops: bool = field(init=False, repr=False, default=True)
+    # whether edge_index is an ordinary tensor; set by varcomm.testing
+    is_plain: bool = field(init=False, repr=False, default=False)
 
     # see exchanges_for_no_edges; None outside propagate, and in compiled code
     _unused: list[torch.Tensor] | None = field(init=False, repr=False, default=None)
@@ -118,23 +121,22 @@ class EdgeShard(Numbering, Shard):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ids = plain(self.edge_index)
+        ids = self.local_ids
         source, target = ids
         counts = self.counts or (
             int((source < self.num_sources).sum()),
             int((source == target).sum()),
         )
         extent = extent_of(self.num_targets, *counts, device=ids.device)
-        edge_index = PartitionedIndex.make(varying(ids, 1), self, "edges", whole=True)
-        vars(self).update(counts=counts, extent=extent, edge_index=edge_index, _last=[])
+        vars(self).update(counts=counts, extent=extent, local_ids=varying(ids, 1), _last=[])
 
     @property
-    def local_ids(self) -> torch.Tensor:
-        """The numbers in ``edge_index`` as an ordinary tensor.
-
-        They select from :meth:`with_halo`; ``x[row]`` of owned rows alone is out of range.
-        """
-        return plain(self.edge_index)  # type: ignore[no-any-return]
+    def edge_index(self) -> torch.Tensor:
+        """Local ids, int64 of shape (2, E), which fetch the halo where they select rows."""
+        if self.is_plain:
+            return self.local_ids
+        # not kept: a cycle of references would keep the memory of old graphs until it is found
+        return PartitionedIndex.make(self.local_ids, self, "edges", whole=True)
 
     @property
     def num_sources(self) -> int:
@@ -205,7 +207,7 @@ class EdgeShard(Numbering, Shard):
         """Return the same on another device."""
         return replace(
             super().to(device),
-            edge_index=self.local_ids.to(device),
+            local_ids=self.local_ids.to(device),
             halo_ids=self.halo_ids.to(device),
             plan=self.plan.to(device),
         )

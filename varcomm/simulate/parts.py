@@ -185,7 +185,7 @@ class Parts(Counts):
                 sizes=ShardSizes(needs.edges.tolist()),
                 attributes=own.attributes,
                 ids=AscendingIds.of(own.ids),
-                edge_index=edge_index,
+                local_ids=edge_index,
                 halo_ids=source.order[halo],
                 plan=plan,
                 num_targets=target.sizes[rank],

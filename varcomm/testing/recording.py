@@ -158,7 +158,7 @@ def _require_gradients(graph: Any) -> dict[str, torch.Tensor]:
 def _use_ordinary_vectors(graph: Any) -> None:
     """Replace index vectors by ordinary tensors: PyG's own functions give what is right."""
     for shard in graph.edge_shards.values():
-        vars(shard)["edge_index"] = shard.local_ids
+        vars(shard)["is_plain"] = True
     for shard in graph.node_shards.values():
         if "batch" in shard.attributes:
             shard.attributes["batch"] = shard.attributes["batch"].as_subclass(torch.Tensor)

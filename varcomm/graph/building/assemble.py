@@ -126,7 +126,7 @@ def assemble(
             sizes=ShardSizes(sizes),
             attributes=own.attributes,
             ids=AscendingIds.of(own.ids),
-            edge_index=edge_index,
+            local_ids=edge_index,
             halo_ids=plan(sources.owned_ids),
             plan=plan,
             num_targets=targets.num_owned,
@@ -307,7 +307,7 @@ def deepened(graph: PartitionedGraph, hops: int) -> PartitionedGraph:
     shard = replace(
         edges,
         attributes={key: whole[f"attribute {key}"] for key in edges.attributes},
-        edge_index=torch.where(_is_own(numbers, first, owned), numbers - first, beyond),
+        local_ids=torch.where(_is_own(numbers, first, owned), numbers - first, beyond),
         halo_ids=plan(graph.owned_ids),
         plan=plan,
         hops=int(hops),

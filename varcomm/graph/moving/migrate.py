@@ -267,7 +267,7 @@ def _edges(
         sizes=ShardSizes.from_local(len(move.ids), group.process_group),
         attributes=move.rows(rows),
         ids=AscendingIds.of(move.ids),
-        edge_index=torch.stack([table.index_select(0, at) for table, at in pairs]),
+        local_ids=torch.stack([table.index_select(0, at) for table, at in pairs]),
         halo_ids=plan(sources.owned_ids),
         plan=plan,
         num_targets=targets.num_owned,

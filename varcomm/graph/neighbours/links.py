@@ -89,22 +89,6 @@ class Links:
         out = self._away(slice(self.pairs), pos, cell)
         return torch.cat([out, -out[: self.mutual]])
 
-    def measured(
-        self, points: torch.Tensor, cell: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return displacements without derivatives, and the squared lengths of pairs."""
-        out, square = _empty((self.count, points.shape[1]), points), points.new_empty(self.pairs)
-        for first in range(0, self.pairs, _ROWS):
-            part = slice(first, min(first + _ROWS, self.pairs))
-            out[part] = away = self._away(part, points, cell)
-            # bits must not depend on the number of rows, as those of a sum of a dimension may
-            length, *others = (axis * axis for axis in away.unbind(1))
-            for other in others:
-                length += other
-            square[part] = length
-        torch.neg(out[: self.mutual], out=out[self.pairs :])
-        return out, square
-
     def _away(self, part: slice, pos: torch.Tensor, cell: torch.Tensor | None) -> torch.Tensor:
         source, target = self.ends[:, part]
         out = pos.index_select(0, source).sub_(pos.index_select(0, target))
@@ -129,18 +113,22 @@ class Links:
 
         `ids` are those of own nodes and ghosts, as `points`.
         """
-        links, (away, square) = self, self.measured(points, cell)
-        inside = square <= most_square
+        links, out = self, _empty((self.count, points.shape[1]), points)
+        inside = points.new_empty(self.pairs, dtype=torch.bool)
+        for first in range(0, self.pairs, _ROWS):
+            part = slice(first, min(first + _ROWS, self.pairs))
+            out[part] = away = self._away(part, points, cell)
+            torch.le(_square(away), most_square, out=inside[part])
+        torch.neg(out[: self.mutual], out=out[self.pairs :])
         if not bool(inside.all()):
             index = inside.nonzero().view(-1)
-            mutual, square = index[index < self.mutual], square[index]
-            links, away = self._at(torch.cat([index, mutual + self.pairs]), len(mutual), away)
+            mutual = index[index < self.mutual]
+            links, out = self._at(torch.cat([index, mutual + self.pairs]), len(mutual), out)
         if most is not None:
-            square = torch.cat([square, square[: links.mutual]])
-            kept = links._nearest(most, square, ids, owned)
+            kept = links._nearest(most, _square(out), ids, owned)
             if not bool(kept.all()):
-                links, away = links._at(kept.nonzero().view(-1), 0, away)
-        return links, away
+                links, out = links._at(kept.nonzero().view(-1), 0, out)
+        return links, out
 
     def _at(
         self, index: torch.Tensor, mutual: int, away: torch.Tensor
@@ -179,6 +167,14 @@ class Links:
         number = torch.cat([own, owned - 1 + used.cumsum(0)])
         source = self.ends[0, self.mutual : self.pairs]
         source.copy_(number[source])
+
+
+def _square(away: torch.Tensor) -> torch.Tensor:
+    """Return squared lengths, whose bits do not depend on the number of rows, unlike sums."""
+    length, *others = (axis * axis for axis in away.unbind(1))
+    for other in others:
+        length += other
+    return length
 
 
 def has_derivative(x: torch.Tensor | None) -> bool:

@@ -131,7 +131,7 @@ def shards(
         sizes=counts[1],
         attributes=attributes,
         ids=_consecutive(first, links.count, ids),
-        edge_index=links.ends,
+        local_ids=links.ends,
         plan=plan,
         num_targets=len(ids),
         counts=(inside, int((source == target).sum())),
