@@ -221,7 +221,7 @@ def with_types(rank):
     x, edge_index = graph.x_dict, graph.edge_index_dict
     assert x.keys() == {"author", "paper", "editor", "reader"}
     assert all(x[key] is graph[key].x for key in x)
-    assert all(edge_index[key] is graph[key].edge_index for key in data.edge_types)
+    assert all(edge_index[key].plain is graph[key].local_ids for key in data.edge_types)
     assert graph.weight_dict.keys() == edge_index.keys() == set(data.edge_types)
     assert (graph.num_nodes, graph.num_edges) == (data.num_nodes, data.num_edges)
     assert all(graph[key].num_nodes == data[key].num_nodes for key in graph.node_types)
