@@ -223,5 +223,5 @@ print(vc.launch(reload, 2, str(folder / "parts"))[0])
 # - ``graph.report()`` says what each exchange will send, before you train.
 # - A saved partition can be loaded on any number of ranks.
 #
-# Next: :doc:`a PyG model in three lines <04_pyg_in_three_lines>`. The page :doc:`meshes, reports
+# Next: :doc:`train a PyG model on several ranks <04_pyg_on_ranks>`. The page :doc:`meshes, reports
 # and pictures </meshes>` has all formats and options.

@@ -1,6 +1,8 @@
 """The code on the pages and in the README runs, and prints what its comments say."""
 
+import ast
 import contextlib
+import importlib.util
 import io
 import re
 import subprocess
@@ -163,6 +165,18 @@ def test_guide_to_simulation(monkeypatch, tmp_path):
     assert found["rows"].shape == (512, 512)
     assert len(found["sent"]) == len(found["memory"]) == 512
     assert found["memory"].min() > 0
+
+
+@pytest.mark.parametrize(
+    "tutorial", sorted(DOCS.glob("tutorials/*.py")), ids=lambda page: page.stem
+)
+def test_tutorials_import_installed_packages(tutorial):
+    """A tutorial that is downloaded runs in an empty folder."""
+    nodes = list(ast.walk(ast.parse(tutorial.read_text())))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    roots = {name.partition(".")[0] for name in names}
+    assert [root for root in roots if importlib.util.find_spec(root) is None] == []
 
 
 def output_of(script):
