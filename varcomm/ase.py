@@ -21,7 +21,7 @@ try:  # varcomm.graph has found PyTorch Geometric
     from ase.stress import full_3x3_to_voigt_6_stress
     from torch_geometric.data import Data
 except ModuleNotFoundError as error:
-    raise MissingModuleError('varcomm.ase needs ASE: pip install "varcomm[ase]"') from error
+    raise MissingModuleError("varcomm.ase needs ASE: pip install ase") from error
 
 __all__ = ["Calculator"]
 

@@ -119,7 +119,7 @@ plt.show()
 # ---
 #
 # ``vc.init("mpi")`` runs varcomm's collectives and plans over MPI, with mpi4py and a stock PyTorch.
-# torch.distributed's own calls use Gloo. ``pip install "varcomm[mpi]"`` installs mpi4py and MPICH;
+# torch.distributed's own calls use Gloo. ``pip install mpi4py mpich`` installs mpi4py and MPICH;
 # mpi4py also loads the MPI of your cluster. It serves clusters of CPUs with a fast network that MPI
 # supports. Ranks find each other without an address. Start them with ``mpiexec`` or ``srun``, not
 # with torchrun.

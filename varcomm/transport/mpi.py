@@ -41,7 +41,7 @@ try:
     from mpi4py import MPI
 except (ImportError, RuntimeError) as error:  # a RuntimeError if no libmpi can be loaded
     raise MissingModuleError(
-        'backend "mpi" needs mpi4py and an MPI library: pip install "varcomm[mpi]". '
+        'backend "mpi" needs mpi4py and an MPI library: pip install mpi4py mpich. '
         f"The import of mpi4py.MPI says: {error}"
     ) from error
 

@@ -67,9 +67,7 @@ def checked_positions(pos: torch.Tensor, what: str, group: Group) -> torch.Tenso
     try:
         import scipy.spatial  # type: ignore[import-untyped]  # noqa: F401
     except ImportError as error:
-        raise MissingPackageError(
-            f'{what} needs SciPy: pip install "varcomm[neighbours]".'
-        ) from error
+        raise MissingPackageError(f"{what} needs SciPy: pip install scipy.") from error
     checked_tensor(pos, "", "pos")
     if not pos.is_floating_point() or pos.dim() != 2 or not pos.shape[1]:
         raise ArgumentError(f"pos must be floats of shape (n, D); got {described(pos)}.")
