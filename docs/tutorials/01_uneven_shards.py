@@ -28,9 +28,17 @@ import varcomm as vc
 # sphinx_gallery_start_ignore
 # Drawing, which the page does not show.
 
-COLOURS = ["#56b4e9", "#e69f00", "#cc79a7"]  # per rank, safe for colour-blind readers
+COLOURS = [
+    "#56b4e9",
+    "#e69f00",
+    "#cc79a7",
+]  # per rank, safe for colour-blind readers
 INK, PALE = "#22272b", "#6b747b"
-WIDTH, HEIGHT, GAP = 1.35, 0.62, 0.22  # of a rank's column, of a row, between columns
+WIDTH, HEIGHT, GAP = (
+    1.35,
+    0.62,
+    0.22,
+)  # of a rank's column, of a row, between columns
 BLOCK = 3 * WIDTH + 2 * GAP
 ARROW = 1.9  # length of an arrow
 PITCH = 1.08 * HEIGHT
@@ -45,12 +53,20 @@ def draw_entry(ax, x, y, width, marks, counts):
     sources = [k for k, count in enumerate(marks.int()) for _ in range(count)]
     x, width = x + 0.03, width - 0.06
     if not sources:
-        ax.add_patch(Rectangle((x, y), width, HEIGHT, facecolor="white", edgecolor=PALE, lw=0.7))
+        ax.add_patch(
+            Rectangle(
+                (x, y), width, HEIGHT, facecolor="white", edgecolor=PALE, lw=0.7
+            )
+        )
         words(ax, x + width / 2, y + HEIGHT / 2, "0", color=PALE)
     for place, source in enumerate(sources):
-        owner = next(rank for rank in range(len(counts)) if source in counts.range(rank))
+        owner = next(
+            rank for rank in range(len(counts)) if source in counts.range(rank)
+        )
         left, field = x + place * width / len(sources), width / len(sources)
-        ax.add_patch(Rectangle((left, y), field, HEIGHT, facecolor=COLOURS[owner], lw=0))
+        ax.add_patch(
+            Rectangle((left, y), field, HEIGHT, facecolor=COLOURS[owner], lw=0)
+        )
         words(ax, left + field / 2, y + HEIGHT / 2, source - counts.offsets[owner])
 
 
@@ -61,11 +77,26 @@ def draw_block(ax, left, top, title, found):
         x = left + rank * (WIDTH + GAP)
         words(ax, x + WIDTH / 2, top + 0.35, f"rank {rank}", color=PALE)
         if len(entries) == 0:
-            words(ax, x + WIDTH / 2, top - HEIGHT / 2, "no rows", 7, PALE, style="italic")
+            words(
+                ax,
+                x + WIDTH / 2,
+                top - HEIGHT / 2,
+                "no rows",
+                7,
+                PALE,
+                style="italic",
+            )
         for row, entry in enumerate(entries):
             width = WIDTH / len(entry)
             for column, marks in enumerate(entry):
-                draw_entry(ax, x + column * width, top - (row + 1) * PITCH, width, marks, counts)
+                draw_entry(
+                    ax,
+                    x + column * width,
+                    top - (row + 1) * PITCH,
+                    width,
+                    marks,
+                    counts,
+                )
 
 
 def draw_arrow(ax, y, label, start, end):
@@ -93,9 +124,16 @@ def draw_panel(ax, title, found, rows):
 def draw(panels, columns=2):
     """Return a figure with one panel per collective."""
     names = list(panels)
-    lines = [names[start : start + columns] for start in range(0, len(names), columns)]
+    lines = [
+        names[start : start + columns] for start in range(0, len(names), columns)
+    ]
     rows = [
-        max(len(part[0]) for name in line for of_rank in panels[name] for part in of_rank.values())
+        max(
+            len(part[0])
+            for name in line
+            for of_rank in panels[name]
+            for part in of_rank.values()
+        )
         for line in lines
     ]
     heights = [2 * count * PITCH + 4.9 for count in rows]
@@ -125,7 +163,15 @@ def explain(figure):
         "White: zeros.",
     ]
     ax = figure.axes[-1]
-    ax.text(0.1, 0.5, "\n\n".join(lines), transform=ax.transAxes, va="center", size=11, color=INK)
+    ax.text(
+        0.1,
+        0.5,
+        "\n\n".join(lines),
+        transform=ax.transAxes,
+        va="center",
+        size=11,
+        color=INK,
+    )
 
 
 # sphinx_gallery_end_ignore
@@ -139,7 +185,8 @@ def first_run(rank):
     whole = vc.all_gather_v(shard, SIZES)
     whole.sum().backward()
     gradient = shard.grad[:, 0].tolist()
-    return f"rank {rank}: holds {len(shard)} rows, gathers {len(whole)}, gradient {gradient}"
+    rows = f"holds {len(shard)} rows, gathers {len(whole)}"
+    return f"rank {rank}: {rows}, gradient {gradient}"
 
 
 print("\n".join(ranks.run(first_run)))
@@ -147,7 +194,7 @@ print("\n".join(ranks.run(first_run)))
 # %%
 # Every rank received all rows, although one rank had none. The gradient shows the difference from
 # a plain copy. All three ranks used every row in their own loss, so the gradient of a row is the
-# sum of three gradients, and two of them travelled back from other ranks. Therefore *backward is
+# sum of three gradients. Two of them travelled back from other ranks. Therefore *backward is
 # collective too*: every rank must call it.
 #
 # Rows with marks
@@ -161,14 +208,16 @@ MARKS = 16  # at least the number of rows
 
 
 def marked(shape, first):
-    """Return a tensor of this shape with one more dimension for the mark of each entry."""
+    """Return a tensor of this shape, with one more dimension for marks."""
     count = torch.Size(shape).numel()
     return torch.eye(MARKS)[first : first + count].view(*shape, MARKS)
 
 
 def follow(rank, primitive, shapes):
-    """Run a primitive forward and backward on marked rows; None is a rank without input."""
-    inputs = vc.ShardSizes(0 if shape is None else torch.Size(shape).numel() for shape in shapes)
+    """Run forward and backward on marked rows; None is a rank without input."""
+    inputs = vc.ShardSizes(
+        0 if shape is None else torch.Size(shape).numel() for shape in shapes
+    )
     x = None
     if shapes[rank] is not None:
         x = marked(shapes[rank], inputs.offsets[rank]).requires_grad_()
@@ -222,7 +271,9 @@ plt.show()
 
 pair = {
     "gather_v": ranks.run(
-        follow, lambda rank, x: vc.gather_v(x, SIZES, dst=0), [(n, 1) for n in SIZES]
+        follow,
+        lambda rank, x: vc.gather_v(x, SIZES, dst=0),
+        [(n, 1) for n in SIZES],
     ),
     "scatter_v": ranks.run(
         follow, lambda rank, x: vc.scatter_v(x, SIZES, src=0), [(4, 1), None, None]
@@ -241,8 +292,16 @@ drawn |= pair
 # and sums them: a row that is sent twice has two fields. A halo exchange uses this primitive.
 # :class:`varcomm.ExchangePlan` runs the checks once and is called at every step.
 
-BLOCKS = [[1, 2, 0], [1, 0, 1], [0, 1, 1]]  # BLOCKS[i][j]: rows from rank i to rank j
-CHOSEN = [[[], [2, 0], [2]], [[1], [], [1]], [[], [0], []]]  # CHOSEN[i][j]: which ones
+BLOCKS = [
+    [1, 2, 0],
+    [1, 0, 1],
+    [0, 1, 1],
+]  # BLOCKS[i][j]: rows from rank i to rank j
+CHOSEN = [
+    [[], [2, 0], [2]],
+    [[1], [], [1]],
+    [[], [0], []],
+]  # CHOSEN[i][j]: which ones
 
 
 def all_to_all(rank, x):
@@ -251,11 +310,15 @@ def all_to_all(rank, x):
 
 def indexed(rank, x):
     indices = [torch.tensor(rows, dtype=torch.int64) for rows in CHOSEN[rank]]
-    return vc.indexed_all_to_all_v(x, indices, [[len(rows) for rows in row] for row in CHOSEN])
+    return vc.indexed_all_to_all_v(
+        x, indices, [[len(rows) for rows in row] for row in CHOSEN]
+    )
 
 
 pair = {
-    "all_to_all_v": ranks.run(follow, all_to_all, [(sum(row), 1) for row in BLOCKS]),
+    "all_to_all_v": ranks.run(
+        follow, all_to_all, [(sum(row), 1) for row in BLOCKS]
+    ),
     "indexed_all_to_all_v": ranks.run(follow, indexed, [(3, 1), (2, 1), (1, 1)]),
 }
 draw(pair)
@@ -272,10 +335,14 @@ drawn |= pair
 # backward puts these rows into a tensor of zeros.
 
 four = {
-    "broadcast": ranks.run(follow, lambda rank, x: vc.broadcast(x, src=0), [(2, 1), None, None]),
+    "broadcast": ranks.run(
+        follow, lambda rank, x: vc.broadcast(x, src=0), [(2, 1), None, None]
+    ),
     "reduce": ranks.run(follow, lambda rank, x: vc.reduce(x, dst=0), [(2, 1)] * 3),
     "all_reduce": ranks.run(follow, lambda rank, x: vc.all_reduce(x), [(2, 1)] * 3),
-    "shard_v": ranks.run(follow, lambda rank, x: vc.shard_v(x, SIZES), [(4, 1)] * 3),
+    "shard_v": ranks.run(
+        follow, lambda rank, x: vc.shard_v(x, SIZES), [(4, 1)] * 3
+    ),
 }
 draw(four)
 plt.show()
@@ -302,9 +369,11 @@ plt.show()
 # Test an adjoint
 # ---------------
 #
-# A drawing shows one case. The adjoint :math:`A^*` of :math:`A` is defined by :math:`\langle
-# A x, y \rangle = \langle x, A^* y \rangle` for all :math:`x` and :math:`y`, with inner products
-# summed over ranks. :func:`varcomm.testing.dot_test` draws a random :math:`y` and raises on every
+# A drawing shows one case. An equation defines the adjoint :math:`A^*` of :math:`A`:
+# :math:`\langle A x, y \rangle = \langle x, A^* y \rangle` for all :math:`x` and :math:`y`. The
+# inner products are summed over ranks.
+#
+# :func:`varcomm.testing.dot_test` draws a random :math:`y` and raises on every
 # rank if the two sides differ by more than rounding. Use it for your own functions. Here it finds a
 # backward without the sum over ranks:
 
@@ -362,8 +431,8 @@ explain(overview)
 plt.show()
 
 # %%
-# What to take away
-# -----------------
+# Summary
+# -------
 #
 # - ``sizes`` lists the rows per rank; zeros are allowed.
 # - The backward of a copy is a sum, and the backward of a sum is a copy. Each backward is the

@@ -31,7 +31,9 @@ def plate(points=3000):
     pos = torch.rand(points, 2, generator=generator, dtype=torch.float64)
     pos = pos[(pos - 0.5).norm(dim=1) > 0.2]  # the hole
     triangles = torch.from_numpy(Delaunay(pos.numpy()).simplices).long()
-    edges = torch.cat([triangles[:, [0, 1]], triangles[:, [1, 2]], triangles[:, [2, 0]]])
+    edges = torch.cat(
+        [triangles[:, [0, 1]], triangles[:, [1, 2]], triangles[:, [2, 0]]]
+    )
     length = (pos[edges[:, 0]] - pos[edges[:, 1]]).norm(dim=1)
     edges = edges[length < 0.1]  # no edges across the hole
     y = torch.sin(6 * pos[:, :1]) * torch.cos(9 * pos[:, 1:])
@@ -50,9 +52,11 @@ print(data)
 
 
 def new_model():
-    """Return PyG's graph attention network; without biases, which the norms would cancel."""
+    """Return PyG's GAT, without biases, which the norms would cancel."""
     torch.manual_seed(0)  # the same parameters on every rank and in one process
-    model = GAT(3, 32, num_layers=3, out_channels=1, heads=4, norm="batch_norm", bias=False)
+    model = GAT(
+        3, 32, num_layers=3, out_channels=1, heads=4, norm="batch_norm", bias=False
+    )
     return model.double()  # fp64, so that differences are rounding only
 
 
@@ -114,7 +118,9 @@ def on_ranks(rank, data):  # 1
         losses.append(loss.item())
     return {
         "losses": losses,
-        "prediction": graph.gather(prediction.detach(), dst=0),  # all nodes, on rank 0
+        "prediction": graph.gather(
+            prediction.detach(), dst=0
+        ),  # all nodes, on rank 0
         "state": model.state_dict(),
         "owned": graph.owned_ids,
         "report": graph.report(),
@@ -135,7 +141,9 @@ print(found["report"])
 
 def worst(ours, theirs):
     """Return the largest difference relative to the largest entry."""
-    ours, theirs = (torch.as_tensor(values, dtype=torch.float64) for values in (ours, theirs))
+    ours, theirs = (
+        torch.as_tensor(values, dtype=torch.float64) for values in (ours, theirs)
+    )
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
@@ -144,21 +152,34 @@ print(f"loss, first and last: {losses[0]:.4f}, {losses[-1]:.4f}")
 print(f"losses differ by      {worst(found['losses'], losses):.1e}")
 print(f"predictions differ by {worst(found['prediction'], prediction):.1e}")
 print(f"parameters differ by  {apart:.1e}")
-print(f"equal on all ranks:   {all(r['losses'] == found['losses'] for r in results)}")
+print(
+    f"equal on all ranks:   {all(r['losses'] == found['losses'] for r in results)}"
+)
 
 # %%
 # Pictures
 # --------
 
 # sphinx_gallery_start_ignore
-COLOURS = ["#56b4e9", "#e69f00", "#cc79a7"]  # per rank, safe for colour-blind readers
-figure, axes = plt.subplots(1, 4, figsize=(14, 3.6), facecolor="white", layout="constrained")
+COLOURS = [
+    "#56b4e9",
+    "#e69f00",
+    "#cc79a7",
+]  # per rank, safe for colour-blind readers
+figure, axes = plt.subplots(
+    1, 4, figsize=(14, 3.6), facecolor="white", layout="constrained"
+)
 parts, measured, predicted, curve = axes
 for rank, (result, colour) in enumerate(zip(results, COLOURS, strict=True)):
     own = data.pos[result["owned"]]
     parts.scatter(*own.T, s=5, color=colour, label=f"rank {rank}")
 parts.set_title("Owner of each node")
-below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "ncols": 3, "frameon": False}
+below = {
+    "loc": "upper center",
+    "bbox_to_anchor": (0.5, 0),
+    "ncols": 3,
+    "frameon": False,
+}
 parts.legend(**below, markerscale=3, columnspacing=1)
 maps = {
     measured: (data.x[:, 2], "Measured"),
@@ -172,7 +193,9 @@ for ax in (parts, measured, predicted):
     ax.set_aspect("equal")
     ax.set_axis_off()
 curve.plot(losses, color="#22272b", lw=1.5, label="one process")
-curve.plot(found["losses"], "o", ms=5, mfc="none", color="#0072b2", label="three ranks")
+curve.plot(
+    found["losses"], "o", ms=5, mfc="none", color="#0072b2", label="three ranks"
+)
 curve.set_title("Training loss")
 curve.set_xlabel("step")
 curve.set_yscale("log")

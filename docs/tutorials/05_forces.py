@@ -34,12 +34,12 @@ beads, direction = torch.randn(2, SIZES.total, dtype=torch.float64)
 
 
 def ring_energy(own, before):
-    """Return the energy of the springs at own beads; `before` is the bead before the first."""
+    """Return the energy of springs at own beads; `before` is the bead before them."""
     return (own - torch.cat([before, own[:-1]])).pow(4).sum()
 
 
 def derivatives(own, energy_of, d):
-    """Return the gradient of the energy and the Hessian times d: the rows of own beads."""
+    """Return the gradient and the Hessian times d, for own beads."""
     own = own.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(energy_of(own), own, create_graph=True)
     (product,) = torch.autograd.grad(gradient, own, d)
@@ -50,14 +50,20 @@ def ring(rank, beads, direction):
     own = slice(SIZES.offsets[rank], SIZES.offsets[rank] + SIZES[rank])
     before = torch.tensor([(own.start - 1) % SIZES.total])
     plan = vc.ExchangePlan.from_needed(before, SIZES)
-    exact = derivatives(beads[own], lambda x: ring_energy(x, plan(x)), direction[own])
-    cut = derivatives(beads[own], lambda x: ring_energy(x, plan(x).detach()), direction[own])
+    exact = derivatives(
+        beads[own], lambda x: ring_energy(x, plan(x)), direction[own]
+    )
+    cut = derivatives(
+        beads[own], lambda x: ring_energy(x, plan(x).detach()), direction[own]
+    )
     return *exact, *cut
 
 
 whole = derivatives(beads, lambda x: ring_energy(x, x[-1:]), direction)
 shards = zip(*ranks.run(ring, beads, direction), strict=True)
-gradient, product, cut_gradient, cut_product = (torch.cat(shard) for shard in shards)
+gradient, product, cut_gradient, cut_product = (
+    torch.cat(shard) for shard in shards
+)
 print(f"gradient differs by        {(gradient - whole[0]).abs().max():.1e}")
 print(f"Hessian product differs by {(product - whole[1]).abs().max():.1e}")
 
@@ -98,7 +104,9 @@ def crystal(cells, seed):
     pos = (corners[:, None] + basis + 0.25).view(-1, 3) * 5.26
     draws = torch.Generator().manual_seed(seed)
     pos += 0.12 * torch.randn(pos.shape, generator=draws).double()
-    apart = pos[:, None] - pos  # from atom j to atom i; the box is larger than two cutoffs
+    apart = (
+        pos[:, None] - pos
+    )  # from atom j to atom i; the box is larger than two cutoffs
     images = -box * (apart / box).round()
     near = ((apart + images).norm(dim=2) < CUTOFF).fill_diagonal_(False)
     edge_index, shifts = near.nonzero().T, images[near]
@@ -123,7 +131,9 @@ def new_model(data):
     torch.manual_seed(0)
     scale = data.forces.square().mean().sqrt().item()
     mean = data.energies.mean().item()
-    model = PaiNN(1, CUTOFF, hidden_channels=16, num_blocks=2, mean=mean, scale=scale)
+    model = PaiNN(
+        1, CUTOFF, hidden_channels=16, num_blocks=2, mean=mean, scale=scale
+    )
     return model.double()
 
 
@@ -176,7 +186,13 @@ def on_ranks(rank, train_data, test_data):
     other = vc.graph.partition(test_data, method="rcb")
     vc.graph.distribute(model, other)  # use the model on the second crystal
     _, forces = energies_and_forces(model, other)
-    return losses, first, other.gather(forces, dst=0), other.owned_ids, graph.report()
+    return (
+        losses,
+        first,
+        other.gather(forces, dst=0),
+        other.owned_ids,
+        graph.report(),
+    )
 
 
 results = ranks.run(on_ranks, train_data, test_data)
@@ -198,15 +214,19 @@ _, alone_forces = energies_and_forces(alone, test_data)
 
 def worst(ours, theirs):
     """Return the largest difference relative to the largest entry."""
-    ours, theirs = (torch.as_tensor(values, dtype=torch.float64) for values in (ours, theirs))
+    ours, theirs = (
+        torch.as_tensor(values, dtype=torch.float64) for values in (ours, theirs)
+    )
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
-of_gradients = max(worst(ours, theirs) for ours, theirs in zip(first, alone_first, strict=True))
+of_gradients = max(
+    worst(ours, theirs) for ours, theirs in zip(first, alone_first, strict=True)
+)
 print(f"first gradients of a loss on forces differ by {of_gradients:.1e}")
-print(f"losses of all steps differ by                 {worst(losses, alone_losses):.1e}")
-print(f"forces on a new crystal differ by             {worst(forces, alone_forces):.1e}")
-print(f"sum of all forces, which should be zero:      {forces.sum(0).abs().max():.1e} eV/Å")
+print(f"losses of all steps differ by {worst(losses, alone_losses):.1e}")
+print(f"forces on a new crystal differ by {worst(forces, alone_forces):.1e}")
+print(f"sum of all forces: {forces.sum(0).abs().max():.1e} eV/Å")
 
 # %%
 # Pictures
@@ -224,30 +244,57 @@ for rank, result in enumerate(results):
 pos, truth = test_data.pos, test_data.forces
 layer = (pos[:, 2] - pos[:, 2].median()).abs() < 1.5
 
-figure, axes = plt.subplots(1, 3, figsize=(13, 4.4), facecolor="white", layout="constrained")
+figure, axes = plt.subplots(
+    1, 3, figsize=(13, 4.4), facecolor="white", layout="constrained"
+)
 layer_of_atoms, parity, curve = axes
 for rank, colour in enumerate(COLOURS):
     here = layer & (owner == rank)
-    layer_of_atoms.scatter(*pos[here, :2].T, s=130, color=colour, label=f"rank {rank}")
-style = {"angles": "xy", "scale_units": "xy", "scale": truth.abs().max().item() / 3.5}
+    layer_of_atoms.scatter(
+        *pos[here, :2].T, s=130, color=colour, label=f"rank {rank}"
+    )
+style = {
+    "angles": "xy",
+    "scale_units": "xy",
+    "scale": truth.abs().max().item() / 3.5,
+}
 layer_of_atoms.quiver(
-    *pos[layer, :2].T, *truth[layer, :2].T, color=PALE, width=0.014, **style, label="true"
+    *pos[layer, :2].T,
+    *truth[layer, :2].T,
+    color=PALE,
+    width=0.014,
+    **style,
+    label="true",
 )
 layer_of_atoms.quiver(
-    *pos[layer, :2].T, *forces[layer, :2].T, color=INK, width=0.006, **style, label="learned"
+    *pos[layer, :2].T,
+    *forces[layer, :2].T,
+    color=INK,
+    width=0.006,
+    **style,
+    label="learned",
 )
 layer_of_atoms.set_title("Forces in a layer of the crystal", loc="left")
 layer_of_atoms.set_aspect("equal")
 layer_of_atoms.set_xticks([])
 layer_of_atoms.set_yticks([])
 layer_of_atoms.spines[:].set_visible(False)
-below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "ncols": 4, "frameon": False}
+below = {
+    "loc": "upper center",
+    "bbox_to_anchor": (0.5, 0),
+    "ncols": 4,
+    "frameon": False,
+}
 layer_of_atoms.legend(**below, markerscale=0.6, handlelength=1, columnspacing=1)
 
 for rank, colour in enumerate(COLOURS):
     here = owner == rank
     parity.plot(
-        truth[here].flatten(), forces[here].flatten(), ".", color=colour, label=f"rank {rank}"
+        truth[here].flatten(),
+        forces[here].flatten(),
+        ".",
+        color=colour,
+        label=f"rank {rank}",
     )
 parity.axline((0, 0), slope=1, color=INK, lw=1)
 parity.set_title("Forces on a crystal not seen", loc="left")

@@ -68,7 +68,9 @@ def step(rank, mistake, log, group=None):
 
 def debugged(rank, mistake):
     log = []
-    group = torch.distributed.new_group()  # for each run its own: one may end closed
+    group = (
+        torch.distributed.new_group()
+    )  # for each run its own: one may end closed
     try:
         with vc.debug(timeout=3):
             step(rank, mistake, log, group)
@@ -80,10 +82,18 @@ def debugged(rank, mistake):
 def show(message):
     """Print it in lines of the width of a page, without the folders of this machine."""
     for folder in set(re.findall(r"\S*/(?=\w+\.py)", message)):
-        message = message.replace(folder, "").replace("at" + " " * len(folder), "at")
+        message = message.replace(folder, "").replace(
+            "at" + " " * len(folder), "at"
+        )
     for line in message.splitlines():
-        whole = re.sub(r", (?=\d+[],])", ",\N{NO-BREAK SPACE}", line)  # lists of numbers
-        print(textwrap.fill(whole, 100, subsequent_indent="    ") if len(line) > 100 else line)
+        whole = re.sub(
+            r", (?=\d+[],])", ",\N{NO-BREAK SPACE}", line
+        )  # lists of numbers
+        print(
+            textwrap.fill(whole, 100, subsequent_indent="    ")
+            if len(line) > 100
+            else line
+        )
 
 
 ranks = vc.Ranks(3)
@@ -95,7 +105,9 @@ show(ranks.run(debugged, "none")[0][1])
 
 another_size = ranks.run(debugged, "another size")
 show(another_size[0][1])
-print("\nThe same on all ranks:", len({message for _, message in another_size}) == 1)
+print(
+    "\nThe same on all ranks:", len({message for _, message in another_size}) == 1
+)
 
 # %%
 # A call left out. Rank 2 comes to its next call while the others are still at the one before it.
@@ -116,7 +128,11 @@ show(an_exception[0][1])
 # What each rank called, in its order; what does not fit is marked:
 
 # sphinx_gallery_start_ignore
-COLOURS = {"all_gather_v": "#a9d8f4", "all_reduce": "#f2cf80", "reduce_scatter_v": "#a6dccb"}
+COLOURS = {
+    "all_gather_v": "#a9d8f4",
+    "all_reduce": "#f2cf80",
+    "reduce_scatter_v": "#a6dccb",
+}
 INK, PALE, ODD = "#22272b", "#8a9299", "#d55e00"
 plt.rcParams |= {"font.size": 11, "figure.facecolor": "white", "text.color": INK}
 
@@ -125,7 +141,9 @@ def draw(ax, title, logs):
     for place, column in enumerate(zip(*logs, strict=True)):
         usual = max(column, key=column.count)
         for rank, call in enumerate(column):
-            box = FancyBboxPatch((place, rank - 0.36), 0.92, 0.72, "round,pad=0,rounding_size=0.05")
+            box = FancyBboxPatch(
+                (place, rank - 0.36), 0.92, 0.72, "round,pad=0,rounding_size=0.05"
+            )
             box.set(facecolor=COLOURS.get(call.split()[0], "white"), lw=0)
             if call != usual:
                 box.set(edgecolor=ODD, lw=2.5)
@@ -139,8 +157,14 @@ def draw(ax, title, logs):
     ax.set_title(title, loc="left", weight="bold", fontsize=12)
 
 
-runs = {"another size": another_size, "a call left out": left_out, "an exception": an_exception}
-figure, axes = plt.subplots(1, len(runs), figsize=(11, 2.7), sharey=True, layout="constrained")
+runs = {
+    "another size": another_size,
+    "a call left out": left_out,
+    "an exception": an_exception,
+}
+figure, axes = plt.subplots(
+    1, len(runs), figsize=(11, 2.7), sharey=True, layout="constrained"
+)
 for ax, (title, found) in zip(axes, runs.items(), strict=True):
     draw(ax, title, [log for log, _ in found])
 # sphinx_gallery_end_ignore
