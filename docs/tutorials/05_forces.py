@@ -34,7 +34,7 @@ beads, direction = torch.randn(2, SIZES.total, dtype=torch.float64)
 
 
 def ring_energy(own, before):
-    """Return the energy of springs at own beads; `before` is the bead before them."""
+    """Return the energy of own springs; `before` is the bead before the first."""
     return (own - torch.cat([before, own[:-1]])).pow(4).sum()
 
 
