@@ -34,11 +34,8 @@ COLOURS = [
     "#cc79a7",
 ]  # per rank, safe for colour-blind readers
 INK, PALE = "#22272b", "#6b747b"
-WIDTH, HEIGHT, GAP = (
-    1.35,
-    0.62,
-    0.22,
-)  # of a rank's column, of a row, between columns
+# of a rank's column, of a row, between columns
+WIDTH, HEIGHT, GAP = 1.35, 0.62, 0.22
 BLOCK = 3 * WIDTH + 2 * GAP
 ARROW = 1.9  # length of an arrow
 PITCH = 1.08 * HEIGHT

@@ -104,9 +104,8 @@ def crystal(cells, seed):
     pos = (corners[:, None] + basis + 0.25).view(-1, 3) * 5.26
     draws = torch.Generator().manual_seed(seed)
     pos += 0.12 * torch.randn(pos.shape, generator=draws).double()
-    apart = (
-        pos[:, None] - pos
-    )  # from atom j to atom i; the box is larger than two cutoffs
+    # from atom j to atom i; the box is larger than two cutoffs
+    apart = pos[:, None] - pos
     images = -box * (apart / box).round()
     near = ((apart + images).norm(dim=2) < CUTOFF).fill_diagonal_(False)
     edge_index, shifts = near.nonzero().T, images[near]

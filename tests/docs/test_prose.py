@@ -15,6 +15,7 @@ PAGES = [
     "docs/tutorials/01_uneven_shards.py",
     "docs/tutorials/04_pyg_on_ranks.py",
     "docs/tutorials/05_forces.py",
+    "docs/tutorials/10_finding_a_hang.py",
 ]
 COLUMNS = 84  # of code: wider lines are cut on the built page
 WORDS = 30  # per sentence
