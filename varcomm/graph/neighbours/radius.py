@@ -14,6 +14,8 @@ from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.graph.neighbours.ghosts import Boxes, Frame, Ghosts
 from varcomm.graph.neighbours.links import Links, has_derivative
 from varcomm.graph.neighbours.positions import (
+    SLACK,
+    SLACK_AT,
     Own,
     agreed,
     checked_positions,
@@ -30,9 +32,6 @@ from varcomm.transport.group import Group, GroupLike, resolve
 __all__ = ["radius"]
 
 _WHAT = "graph.radius"
-
-# Of the reach, and of the largest position: differences of rounding stay below these.
-_SLACK, _SLACK_AT = 1e-9, 1e-12
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +77,7 @@ class _Request:
     def serves(self, kept: _Kept) -> bool:
         """Return whether own nodes are so near to where they stood that no pair is missing.
 
-        Of a change of the cell, what moves all positions alike is no motion: it only scales the
+        A change of the cell that moves all positions with it is no motion: it only scales the
         distances that the skin guarantees.
         """
         points, scale, cell, then = kept.points, 1.0, self.fixed_cell, kept.cell
@@ -92,12 +91,12 @@ class _Request:
         """Return the reach of a search, for positions up to `largest`; raise if too wide."""
         reach, cell = self.cutoff + self.skin, self.fixed_cell
         largest += 0.0 if cell is None else float(cell.abs().max())
-        if (slack := _SLACK_AT * largest) > reach:
+        if (slack := SLACK_AT * largest) > reach:
             raise ArgumentError(
                 f"{_WHAT}: numbers up to {largest:g} are too large to find pairs within {reach:g}. "
                 "Bring positions into the cell, or near zero."
             )
-        return reach + _SLACK * reach + slack
+        return reach + SLACK * reach + slack
 
     def chosen(
         self, links: Links, points: torch.Tensor, ids: torch.Tensor
@@ -332,7 +331,7 @@ def _checked_cell(cell: Any, pos: torch.Tensor) -> torch.Tensor | None:
             f"{tuple(vectors.shape)}. For lengths of a box pass torch.diag(lengths)."
         )
     volume = torch.linalg.det(vectors.detach() / vectors.detach().norm(dim=1, keepdim=True))
-    if not bool(volume.abs() > _SLACK):  # NaN too, of a zero vector
+    if not bool(volume.abs() > SLACK):  # NaN too, of a zero vector
         raise ArgumentError(
             "cell is singular. A direction that is not periodic needs a vector too: pass "
             "ase.geometry.complete_cell(cell)."
