@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from math import inf
+from math import dist, inf
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from varcomm.errors import ArgumentError
 from varcomm.graph.neighbours.ghosts import Boxes, Frame, Ghosts
 from varcomm.graph.neighbours.links import Links, has_derivative, tree_of
 from varcomm.graph.neighbours.positions import (
+    FARTHEST,
     SLACK,
     SLACK_AT,
     Own,
@@ -105,7 +106,8 @@ def knn(pos: torch.Tensor, k: int, group: GroupLike = None) -> PartitionedGraph:
     own_ids = torch.arange(mine.start, mine.stop, device=own.pos.device)
     low, high = (np.array(each) for each in zip(*bounds, strict=True))
     low, high = low.min(0), high.max(0)
-    extent = float(np.linalg.norm(high - low))
+    if (extent := dist(low, high)) > FARTHEST:
+        raise ArgumentError(f"{_WHAT}: positions are {extent:g} apart. Use another unit of length.")
     margin = SLACK_AT * float(max(np.abs(low).max(), np.abs(high).max()))
 
     def certain(far: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.graph.neighbours.ghosts import Boxes, Frame, Ghosts
 from varcomm.graph.neighbours.links import Links, has_derivative
 from varcomm.graph.neighbours.positions import (
+    FARTHEST,
     SLACK,
     SLACK_AT,
     Own,
@@ -196,9 +197,7 @@ def radius(
 
     def check() -> tuple[_Request, dict[str, object]]:
         rows = checked_positions(pos, _WHAT, ranks)
-        reach = _checked_length(cutoff, "cutoff"), _checked_length(skin, "skin")
-        if not reach[0]:
-            raise ArgumentError("cutoff must be above zero; got 0.")
+        reach = _checked_length(cutoff, "cutoff", 1e-150), _checked_length(skin, "skin", 0.0)
         vectors = _checked_cell(cell, rows)
         periodic = _checked_pbc(pbc, rows.shape[1], vectors is not None)
         most = None if max_neighbours is None else at_least(1, max_neighbours, "max_neighbours")
@@ -304,13 +303,15 @@ def _count(found: Sequence[Any]) -> int:
     return found[0].count  # type: ignore[no-any-return]
 
 
-def _checked_length(value: Any, name: str) -> float:
+def _checked_length(value: Any, name: str, least: float) -> float:
     try:
         length = float(value)
     except (TypeError, ValueError):
         length = -inf
-    if not isfinite(length) or length < 0:
-        raise ArgumentError(f"{name} must be a finite number, not negative; got {value!r}.")
+    if not least <= length <= FARTHEST:
+        raise ArgumentError(
+            f"{name} must be a number from {least:g} to {FARTHEST:g}; got {value!r}."
+        )
     return length
 
 
@@ -319,9 +320,9 @@ def _checked_cell(cell: Any, pos: torch.Tensor) -> torch.Tensor | None:
     if cell is None:
         return None
     try:
-        vectors = (
-            cell if isinstance(cell, torch.Tensor) else torch.from_numpy(np.array(cell, float))
-        )
+        vectors = cell if isinstance(cell, torch.Tensor) else torch.from_numpy(np.array(cell))
+        if vectors.is_complex():
+            raise TypeError("these are complex")
         vectors = vectors.to(pos.device, torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ArgumentError(f"cell must hold numbers: {error}.") from error
