@@ -14,6 +14,8 @@ import torch
 from varcomm.transport.engine import Move, Schedule, Works, begin, broadcast_of, keep, recorders
 from varcomm.transport.group import Group
 
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
 
 def exchange(
     name: str,
@@ -125,6 +127,11 @@ def back(x: torch.Tensor, dim: int) -> torch.Tensor:
 def rest(shape: Sequence[int], dim: int) -> list[int]:
     """Return `shape` without `dim`: the shape of a row."""
     return [*shape[:dim], *shape[dim + 1 :]]
+
+
+def signed(rows: torch.Tensor) -> torch.Tensor:
+    """Return a view with signed integers for unsigned ones, which torch can neither set nor sum."""
+    return rows.view(_SIGNED.get(rows.dtype, rows.dtype))
 
 
 def taken(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
