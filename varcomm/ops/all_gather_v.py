@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import torch
 
-from varcomm.ops import packing
+from varcomm.ops import levels, packing
 from varcomm.ops.checks import checked_shard
 from varcomm.ops.operator import Operator, TensorOrHandle, call, checking, torch_operator
 from varcomm.ops.reduction import sum_in_rank_order
 from varcomm.transport.engine import Pending
-from varcomm.transport.group import Group, GroupLike, resolve
+from varcomm.transport.group import MANY, Group, GroupLike, resolve
 
 __all__ = ["AllGatherV", "ReduceScatterV", "all_gather_v"]
 
@@ -60,16 +60,21 @@ class AllGatherV(_Sharded):
 
 
 @torch_operator
+@dataclass(frozen=True)
 class ReduceScatterV(_Sharded):
     """From the rows of all on each rank to each rank's own rows of the sum over ranks."""
 
     name = "reduce_scatter_v"
+    one_round: bool = False
 
     def start(self, x: torch.Tensor) -> Pending:
         """Send each rank its rows in the narrow dtype; the receiver sums them."""
         send, rank, ranks = self._counts(x), self.group.rank, self.group.size
         shape = packing.like(x.shape, self.dim, self.sizes[rank])
         packed, recv = packing.pack(x, self.sizes, self.dim), [send[rank]] * ranks
+        if ranks >= MANY and not self.one_round:
+            how = self.name, self.group, packed, send, range(ranks), self.use_fp32
+            return levels.in_rounds(levels.reduce_scatter(*how), shape, x.dtype)
         works, values = packing.exchange(self.name, self.group, packed, send, recv)
         parts = values.view(ranks, *shape)
         return Pending(works, lambda: sum_in_rank_order(parts, self.use_fp32))
@@ -80,6 +85,10 @@ class ReduceScatterV(_Sharded):
     @property
     def adjoint(self) -> Operator:
         return AllGatherV(self.group, self.sizes, self.dim, self.use_fp32)
+
+    @property
+    def in_one_round(self) -> Self:
+        return replace(self, one_round=True)
 
 
 def all_gather_v(

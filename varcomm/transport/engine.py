@@ -34,15 +34,17 @@ Works: TypeAlias = Sequence[Any]
 Counts: TypeAlias = Sequence[int]
 
 # The messages of a call, as all ranks describe them: an all-gather; a broadcast; or an exchange
-# between most pairs of ranks, between few (as the neighbours of a plan), or of one with all others.
-Schedule: TypeAlias = Literal["all_gather", "broadcast", "all", "neighbours", "one"]
+# between most pairs of ranks, between few (as the neighbours of a plan; or copies of one piece to
+# each), or of one with all others.
+Schedule: TypeAlias = Literal["all_gather", "broadcast", "all", "neighbours", "copies", "one"]
 
 
 class Move(NamedTuple):
     """The bytes that one call moves: ``send[r]`` of `data` to rank r, and `out` sender by sender.
 
     Empty messages are not sent. An all-gather sends all of `data`, which may be this rank's place
-    in `out`, to every rank. A broadcast overwrites `data`, which is `out`; its root receives none.
+    in `out`, to every rank; copies go to ranks with a count. A broadcast overwrites `data`, which
+    is `out`; its root receives none.
     """
 
     schedule: Schedule

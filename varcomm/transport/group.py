@@ -17,6 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from varcomm.errors import GroupError
 
+# Ranks from which sums go by levels: as few as keep this many clusters from one merge, on average.
+MANY = 16
+
 GroupLike: TypeAlias = dist.ProcessGroup | DeviceMesh | None
 
 
@@ -33,6 +36,7 @@ class Group:
         self.label = f"rank {self.rank} of {self.size}"
         self.engines: dict[torch.device, Any] = {}  # as `engine_for` found them
         self.over_mpi = False  # of the world: whether MPI serves it and its subgroups
+        self.node_size = 0  # of the world: ranks on each node, if consecutive and known
         self.compared_calls = 0  # calls that this rank compared with the other ranks
         self.given_up = ""  # message of the call in which this rank stopped to wait for others
         self.note: dict[str, Any] = {}  # of the world: note of this rank on its last call
