@@ -90,7 +90,9 @@ def test_values_messages_and_bytes(size, node, merges):
         assert (calls, sent) == (4, 2 * messages)
         assert abs(nbytes - 2 * 4 * n * (size - 1) / size) <= 8 * size
         own = uneven(size, n)[rank]
-        assert counts["reduce_scatter_v", torch.float32, n] == (2, messages, 4 * (n - own))
+        calls, sent, nbytes = counts["reduce_scatter_v", torch.float32, n]
+        assert (calls, nbytes) == (2, 4 * (n - own))
+        assert sent <= messages  # fewer to ranks without rows
         # narrow on the first level, in fp32 above
         first = uneven(size, n)[rank % merges[0] :: merges[0]]
         narrow = 2 * (n - sum(first)) + 4 * (sum(first) - own)

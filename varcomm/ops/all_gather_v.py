@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -60,21 +60,19 @@ class AllGatherV(_Sharded):
 
 
 @torch_operator
-@dataclass(frozen=True)
 class ReduceScatterV(_Sharded):
     """From the rows of all on each rank to each rank's own rows of the sum over ranks."""
 
     name = "reduce_scatter_v"
-    one_round: bool = False
 
     def start(self, x: torch.Tensor) -> Pending:
         """Send each rank its rows in the narrow dtype; the receiver sums them."""
         send, rank, ranks = self._counts(x), self.group.rank, self.group.size
         shape = packing.like(x.shape, self.dim, self.sizes[rank])
         packed, recv = packing.pack(x, self.sizes, self.dim), [send[rank]] * ranks
-        if ranks >= MANY and not self.one_round:
+        if ranks >= MANY:
             how = self.name, self.group, packed, send, range(ranks), self.use_fp32
-            return levels.in_rounds(levels.reduce_scatter(*how), shape, x.dtype)
+            return levels.InRounds(levels.reduce_scatter(*how), shape, x.dtype)
         works, values = packing.exchange(self.name, self.group, packed, send, recv)
         parts = values.view(ranks, *shape)
         return Pending(works, lambda: sum_in_rank_order(parts, self.use_fp32))
@@ -85,10 +83,6 @@ class ReduceScatterV(_Sharded):
     @property
     def adjoint(self) -> Operator:
         return AllGatherV(self.group, self.sizes, self.dim, self.use_fp32)
-
-    @property
-    def in_one_round(self) -> Self:
-        return replace(self, one_round=True)
 
 
 def all_gather_v(

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 
 from varcomm.ops import levels, packing
-from varcomm.ops.levels import Rounds, all_gather, in_rounds
+from varcomm.ops.levels import InRounds, Rounds, all_gather
 from varcomm.ops.operator import Operator, TensorOrHandle, checking, run, torch_operator
 from varcomm.ops.reduction import checked_summable, pieces, sum_in_rank_order
 from varcomm.transport.engine import Pending
@@ -31,8 +31,8 @@ def start_sum(
     """Start to sum over ranks, on every rank or at `root`; others then get zeros of `elsewhere`."""
     rounds = _sum(name, group, packing.flat(x), use_fp32, one_round, root, divisor)
     if root in (None, group.rank):
-        return in_rounds(rounds, x.shape, x.dtype)
-    pending = in_rounds(rounds, (-1,), x.dtype)
+        return InRounds(rounds, x.shape, x.dtype)
+    pending = InRounds(rounds, (-1,), x.dtype)
     finish = pending.finish
     pending.finish = lambda: finish().new_zeros(elsewhere)
     return pending
@@ -48,8 +48,9 @@ def _sum(
     divisor: int,
 ) -> Rounds:
     """Return the sum as one dimension, on every rank or at `root`."""
-    counts, dtype, ranks = pieces(values, group, one_round), values.dtype, group.size
-    if ranks >= MANY and not one_round:
+    ranks, dtype = group.size, values.dtype
+    counts = pieces(values, group, one_round and ranks < MANY)
+    if ranks >= MANY:
         if counts is None:
             rounds = levels.all_sum(name, group, values, use_fp32, root)
         else:

@@ -7,7 +7,7 @@ the cluster, so a merge is a small reduce-scatter between members of its cluster
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from typing import TypeAlias
@@ -17,7 +17,7 @@ import torch
 from varcomm.ops import packing
 from varcomm.ops.reduction import accumulation_dtype
 from varcomm.sizes import ShardSizes
-from varcomm.transport.engine import Pending, Works, wait_for
+from varcomm.transport.engine import EngineFailure, Pending, Works, wait_for
 from varcomm.transport.group import MANY, Group, resolve
 
 # A function that yields after the start of each round, and returns its result.
@@ -52,19 +52,58 @@ def levels(group: Group) -> list[Level]:
     return found
 
 
-def in_rounds(rounds: Rounds, shape: Sequence[int], dtype: torch.dtype) -> Pending:
-    """Start the first round; ``wait()`` does the others, and returns the result in a shape."""
-    first = next(rounds)
+class InRounds(Pending):
+    """Rounds of messages, of which the first has started; ``wait()`` does the others.
 
-    def finish() -> torch.Tensor:
+    Its rounds must begin in one order on all ranks, even if these wait for their calls in different
+    orders. So the world keeps those that a Handle has started, and any later call completes them
+    before it waits for its own messages, which have started.
+    """
+
+    def __init__(self, rounds: Rounds, shape: Sequence[int], dtype: torch.dtype) -> None:
+        super().__init__(next(rounds), self._taken)
+        self._rounds, self._shape, self._dtype = rounds, shape, dtype
+        self._result: torch.Tensor | None = None
+        self._error: Exception | None = None
+        self.done = False
+
+    def complete(self) -> None:
+        """Begin and await all further rounds; an error is kept for ``wait()``."""
+        for each in self.earlier:
+            each.complete()
+        self.earlier = ()
+        self._advance(lambda: True)
+
+    def is_done(self) -> bool:
+        """Begin the rounds whose turn it is, without waiting, and return whether all are done."""
+        self._advance(super().is_done)
+        return self.done
+
+    def _advance(self, is_turn: Callable[[], bool]) -> None:
         try:
-            while True:
-                wait_for(next(rounds))
+            while not self.done and is_turn():
+                wait_for(self.works)
+                self.works = ()  # which keep the sent tensor in memory
+                self.works = next(self._rounds)
         except StopIteration as end:
-            total: torch.Tensor = end.value
-            return total.to(dtype).view(shape)
+            self._result = end.value.to(self._dtype).view(self._shape)
+            self.done, self.works = True, ()
+        except EngineFailure as error:
+            self._error = self.explained(error)
+            self._error.__cause__ = error.__cause__
+            self.done, self.works = True, ()
 
-    return Pending(first, finish)
+    def wait(self) -> torch.Tensor:
+        """Return the result, once."""
+        self.complete()
+        return self.finish()
+
+    def _taken(self) -> torch.Tensor:
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        result, self._result = self._result, None
+        return result
 
 
 def reduce_scatter(

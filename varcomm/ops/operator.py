@@ -298,6 +298,9 @@ def _started(operator: Operator, x: Tensor, recorded: bool, of: int | None = Non
     except EngineFailure as error:  # in the first of several rounds
         raise failed(error) from error.__cause__
     pending.number, pending.failed = number, failed
+    if in_flight := operator.group.in_flight:
+        in_flight[:] = [each for each in in_flight if not each.done]
+        pending.earlier = tuple(in_flight)
     return pending
 
 
@@ -404,7 +407,10 @@ class _Flight:
         self.result: Tensor | None = None  # of a backward that communicated at once
 
     def begin(self, operator: Operator, x: Tensor, recorded: bool, of: int | None = None) -> None:
-        self.sent = operator, x, _version(x), _started(operator, x, recorded, of)
+        pending = _started(operator, x, recorded, of)
+        if not pending.done:
+            operator.group.in_flight.append(pending)
+        self.sent = operator, x, _version(x), pending
 
     def wait(self, name: str, period: str) -> tuple[Tensor, int | None]:
         """Return the result, and the number of the call if ranks compare calls."""

@@ -72,15 +72,31 @@ class Pending:
     finish: Callable[[], Tensor]
     number: int | None = None  # of the call, if ranks compare calls
     failed: Callable[[EngineFailure], Exception] | None = None  # makes the error of the call
+    earlier: Sequence[Pending] = ()  # calls that must begin all rounds before this one waits
+    done: bool = True  # all rounds have begun
+
+    def is_done(self) -> bool:
+        """Return whether :meth:`wait` need not wait, if the engine knows it."""
+        return all(work.is_completed() for work in self.works)
+
+    def complete(self) -> None:
+        """Begin and await all further rounds; then :meth:`wait` only returns the result."""
 
     def wait(self) -> Tensor:
         """Wait until this rank's part is done, and return the result."""
+        for each in self.earlier:
+            each.complete()
+        self.earlier = ()
         try:
             wait_for(self.works)
             self.works = ()  # which keep the sent tensor in memory
             return self.finish()
         except EngineFailure as error:
-            raise self.failed(error) if self.failed else error from error.__cause__
+            raise self.explained(error) from error.__cause__
+
+    def explained(self, error: EngineFailure) -> Exception:
+        """Return the error of the call."""
+        return self.failed(error) if self.failed else error
 
 
 def wait_for(works: Works, timeout: timedelta = NO_LIMIT) -> None:

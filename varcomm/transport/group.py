@@ -40,6 +40,7 @@ class Group:
         self.compared_calls = 0  # calls that this rank compared with the other ranks
         self.given_up = ""  # message of the call in which this rank stopped to wait for others
         self.note: dict[str, Any] = {}  # of the world: note of this rank on its last call
+        self.in_flight: list[Any] = []  # of the world: calls of Handles with further rounds
         self.unfinished: list[Any] = []  # buffers and requests of calls that no caller waits for
         self.auxiliary: dict[Any, Any] = {}  # state of other modules; for example further groups
         self._ranks: tuple[int, ...] = ()
@@ -172,6 +173,8 @@ def _of(process_group: dist.ProcessGroup) -> Group:
             ) from error
         forget_destroyed()
         _groups[process_group] = found
+        if process_group is not dist.group.WORLD:
+            found.in_flight = resolve(None).in_flight
     return found
 
 
