@@ -70,6 +70,48 @@ def wrong(rank, size, node):
     return found, counts
 
 
+def waits(rank, size):
+    """Wait for calls in different orders, beside other calls; some ranks drop the last handle."""
+    parts = [draw(other, 20_000, torch.float64) for other in range(size)]
+    x, y = parts[rank], torch.arange(10) + rank
+    sizes, total = uneven(size, 20_000), sum(parts)
+    of_y = torch.arange(10) * size + sum(range(size))
+    calls = [
+        varcomm.all_reduce(x, async_op=True),
+        varcomm.all_reduce(y, async_op=True),
+        varcomm.reduce_scatter_v(x, sizes, async_op=True),
+        varcomm.reduce(x, async_op=True),
+    ]
+    first, second, third = ([0, 1, 2], [2, 0, 1])[rank % 2]
+    results = {first: calls[first].wait()}
+    assert torch.equal(varcomm.all_reduce(y), of_y)
+    results |= {second: calls[second].wait(), third: calls[third].wait()}
+    if rank < 2:
+        calls[3].wait()
+    del calls
+    assert torch.equal(varcomm.all_reduce(y), of_y)
+    torch.testing.assert_close(results[0], total)
+    assert torch.equal(results[1], of_y)
+    torch.testing.assert_close(results[2], total.split(sizes)[rank])
+    x.requires_grad_()
+    calls = [
+        varcomm.all_reduce(x, async_op=True),
+        varcomm.all_gather_v(x[: sizes[rank]], sizes, async_op=True),
+    ]
+    sum(call.wait().sum() for call in calls).backward()
+    want = torch.full_like(x, size)
+    want[: sizes[rank]] *= 2
+    torch.testing.assert_close(x.grad, want)
+    with varcomm.debug():
+        assert torch.equal(varcomm.all_reduce(y, async_op=True).wait(), of_y)
+
+
+def checked(rank, size, node):
+    results = wrong(rank, size, node)
+    waits(rank, size)
+    return results
+
+
 @pytest.mark.parametrize(
     ("size", "node", "merges"),
     [
@@ -80,7 +122,7 @@ def wrong(rank, size, node):
     ],
 )
 def test_values_messages_and_bytes(size, node, merges):
-    results = varcomm.launch(wrong, size, size, node)
+    results = varcomm.launch(checked, size, size, node)
     assert [found for found, _ in results] == [[]] * size
     n = 20_000
     for rank, (_, counts) in enumerate(results if merges else ()):

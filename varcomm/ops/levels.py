@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from typing import TypeAlias
 
 import torch
 
 from varcomm.ops import packing
-from varcomm.ops.reduction import accumulation_dtype
+from varcomm.ops.reduction import BLOCK, accumulation_dtype
 from varcomm.sizes import ShardSizes
 from varcomm.transport.engine import EngineFailure, Pending, Works, wait_for
 from varcomm.transport.group import MANY, Group, resolve
@@ -40,6 +41,16 @@ class Level:
     def ranks(self) -> range:
         """The merged cluster."""
         return range(self.clusters[0].start, self.clusters[-1].stop)
+
+    @cached_property
+    def leaving(self) -> list[int]:
+        """Pieces in the order in which they are sent."""
+        return [piece for pieces in self.send.values() for piece in pieces]
+
+    @cached_property
+    def arriving(self) -> list[list[int]]:
+        """Pieces in the order in which they are received, per cluster."""
+        return [[piece for pieces in of.values() for piece in pieces] for of in self.recv]
 
 
 def levels(group: Group) -> list[Level]:
@@ -88,9 +99,11 @@ class InRounds(Pending):
         except StopIteration as end:
             self._result = end.value.to(self._dtype).view(self._shape)
             self.done, self.works = True, ()
-        except EngineFailure as error:
-            self._error = self.explained(error)
-            self._error.__cause__ = error.__cause__
+        except Exception as error:
+            self._error = error
+            if isinstance(error, EngineFailure):
+                self._error = self.explained(error)
+                self._error.__cause__ = error.__cause__
             self.done, self.works = True, ()
 
     def wait(self) -> torch.Tensor:
@@ -120,21 +133,17 @@ def reduce_scatter(
     copied.
     """
     for level in levels(group):
-        leaving = [piece for pieces in level.send.values() for piece in pieces]
-        values = _arranged(values, order, leaving, sizes)
+        values = _arranged(values, order, level.leaving, sizes)
         send = {peer: _total(pieces, sizes) for peer, pieces in level.send.items()}
         recv = {p: _total(pieces, sizes) for of in level.recv for p, pieces in of.items()}
         works, values = _exchange(name, group, values, send, recv)
         yield works
         del works  # they hold the sent tensor
-        order = level.kept
-        arrived = [piece for of in level.recv for pieces in of.values() for piece in pieces]
-        if arrived != order * len(level.recv):
-            of_clusters = values.split([_total(order, sizes)] * len(level.recv))
-            froms = ([piece for pieces in of.values() for piece in pieces] for of in level.recv)
-            parts = [_arranged(v, f, order, sizes) for v, f in zip(of_clusters, froms, strict=True)]
-            values = torch.cat(parts)
-        values = _summed(values.view(len(level.recv), _total(order, sizes)), use_fp32)
+        order, count = level.kept, _total(level.kept, sizes)
+        if any(pieces != order for pieces in level.arriving):
+            parts = zip(values.split([count] * len(level.recv)), level.arriving, strict=True)
+            values = torch.cat([_arranged(*part, order, sizes) for part in parts])
+        values = _summed(values.view(len(level.recv), count), use_fp32)
     return values
 
 
@@ -160,8 +169,7 @@ def all_gather(
         yield works
         del works  # they hold the sent tensor
         if recv:
-            arrived = [piece for pieces in recv.values() for piece in pieces]
-            values = _arranged(got, arrived, level.held, sizes)
+            values = _arranged(got, level.leaving, level.held, sizes)
         del got
     return values
 
@@ -218,10 +226,19 @@ def _exchange(
 
 
 def _summed(parts: torch.Tensor, use_fp32: bool) -> torch.Tensor:
-    """Return the sum over dimension 0, by one kernel: the same bits for the same shape."""
-    if parts.dtype.is_floating_point and parts.dtype.itemsize == 1:  # torch cannot sum these
-        parts = parts.to(accumulation_dtype(parts.dtype, use_fp32))
-    return parts.sum(0, dtype=accumulation_dtype(parts.dtype, use_fp32))
+    """Return the sum over dimension 0, by one kernel: the same bits for the same shape.
+
+    torch adds up to 4 terms in order. The order of more is fixed, but it depends on the column.
+    """
+    dtype = accumulation_dtype(parts.dtype, use_fp32)
+    if parts.dtype.itemsize == 1 and parts.is_floating_point():  # torch cannot sum these
+        parts = parts.to(dtype)
+    if parts.dtype == dtype or not parts.is_cpu or parts.shape[1] <= BLOCK:
+        return parts.sum(0, dtype=dtype)
+    total = parts.new_empty(parts.shape[1], dtype=dtype)
+    for place, block in zip(total.split(BLOCK), parts.split(BLOCK, dim=1), strict=True):
+        torch.sum(block, 0, dtype=dtype, out=place)  # on the CPU it makes a wide copy of all
+    return total
 
 
 def _total(pieces: Sequence[int], sizes: Sequence[int]) -> int:

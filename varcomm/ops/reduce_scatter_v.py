@@ -46,12 +46,12 @@ def reduce_scatter_v(
     Communication: each rank sends every other rank its rows, in the dtype of `tensor`, and sums the
     received rows in rank order. For ``dim=0`` nothing is copied, for others once on departure.
 
-    From 16 ranks on the sum goes by levels, unless `async_op`: of the ranks of a node, then of
-    nodes; if nodes are not known or have different numbers of ranks, of about ``P ** (1/2)`` ranks
-    and then of such groups, or ``P ** (1/3)`` from 256 ranks on. A level of ``k`` ranks takes
-    ``k - 1`` messages and one kernel per rank. The levels together take the same bytes as one,
+    From 16 ranks on the sum goes by levels: over the ranks of a node, then over nodes. If nodes
+    have different numbers of ranks, or :func:`varcomm.init` cannot find them, the levels are groups
+    of about ``P ** (1/2)`` ranks, from 256 ranks on ``P ** (1/3)``. On a level of ``k`` ranks, each
+    rank sends ``k - 1`` messages and sums by one kernel. All levels together take the bytes of one,
     after one copy of `tensor`; but floats narrower than 4 bytes travel in fp32 above the first
-    level: a ``1 / k`` of the bytes, twice as wide.
+    level, which leaves ``1 / k`` of the elements.
     In one process: ``sum(tensors).split(sizes, dim)``, of which rank r has the r-th.
 
     Examples

@@ -101,6 +101,7 @@ def forget_destroyed(also_living: bool = False) -> None:
     for group in [*_groups.values()]:
         if also_living or not group.exists():
             vars(group).pop("operators", None)  # they hold the group in a cycle
+            group.in_flight = []  # and so do these
             del _groups[group.process_group]
 
 
