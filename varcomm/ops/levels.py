@@ -66,9 +66,9 @@ def levels(group: Group) -> list[Level]:
 class InRounds(Pending):
     """Rounds of messages, of which the first has started; ``wait()`` does the others.
 
-    Its rounds must begin in one order on all ranks, even if these wait for their calls in different
-    orders. So the world keeps those that a Handle has started, and any later call completes them
-    before it waits for its own messages, which have started.
+    Its rounds must begin in one order on all ranks, even if these wait for Handles in different
+    orders, or never. So the world keeps what a Handle has started. A wait first completes calls
+    that have started earlier, in their order, and a call without a Handle completes all.
     """
 
     def __init__(self, rounds: Rounds, shape: Sequence[int], dtype: torch.dtype) -> None:
