@@ -1,14 +1,16 @@
 """Sums over 16 and more ranks, which go by levels of few ranks."""
 
+import os
+import socket
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import varcomm
 from varcomm.ops import levels
-from varcomm.testing import dot_test
-from varcomm.transport.group import resolve
+from varcomm.testing import dot_test, gradcheck, gradgradcheck
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.complex64)
 
@@ -44,9 +46,17 @@ def sums(size, total):
     }
 
 
-def wrong(rank, size, node):
+def join_by_torchrun(rank, size, node, port):
+    """Join again, as torchrun would start `node` ranks on each host."""
+    dist.destroy_process_group()
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {"LOCAL_RANK": str(rank % node), "LOCAL_WORLD_SIZE": str(node)}
+    os.environ["MASTER_PORT"] = str(port)
+    varcomm.init("gloo")
+
+
+def wrong(rank, size):
     """Sum on all ranks; return the names of calls with a wrong value, and messages and bytes."""
-    resolve(None).node_size = node
     found, counts = [], {}
     for total in (0, 100, 20_000):
         for dtype in DTYPES:
@@ -106,8 +116,10 @@ def waits(rank, size):
         assert torch.equal(varcomm.all_reduce(y, async_op=True).wait(), of_y)
 
 
-def checked(rank, size, node):
-    results = wrong(rank, size, node)
+def checked(rank, size, node, port):
+    if node:
+        join_by_torchrun(rank, size, node, port)
+    results = wrong(rank, size)
     waits(rank, size)
     return results
 
@@ -122,7 +134,9 @@ def checked(rank, size, node):
     ],
 )
 def test_values_messages_and_bytes(size, node, merges):
-    results = varcomm.launch(checked, size, size, node)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    results = varcomm.launch(checked, size, size, node, port)
     assert [found for found, _ in results] == [[]] * size
     n = 20_000
     for rank, (_, counts) in enumerate(results if merges else ()):
@@ -153,8 +167,8 @@ def derivatives(rank, size):
         dot_test(call, x.detach())
         _, tangent = torch.func.jvp(call, (x.detach(),), (x.detach(),))
         torch.testing.assert_close(tangent, call(x.detach()))
-        torch.autograd.gradcheck(call, x, fast_mode=True)
-        torch.autograd.gradgradcheck(call, x, fast_mode=True)
+        gradcheck(call, x, fast_mode=True)
+        gradgradcheck(call, x, fast_mode=True)
     with varcomm.debug():
         total = varcomm.all_reduce(x.detach())
     compiled = torch.compile(varcomm.all_reduce, backend="aot_eager", fullgraph=True)
