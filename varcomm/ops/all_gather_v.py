@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from varcomm.ops import packing
+from varcomm.ops import levels, packing
 from varcomm.ops.checks import checked_shard
 from varcomm.ops.operator import Operator, TensorOrHandle, call, checking, torch_operator
 from varcomm.ops.reduction import sum_in_rank_order
 from varcomm.transport.engine import Pending
-from varcomm.transport.group import Group, GroupLike, resolve
+from varcomm.transport.group import MANY, Group, GroupLike, resolve
 
 __all__ = ["AllGatherV", "ReduceScatterV", "all_gather_v"]
 
@@ -70,6 +70,9 @@ class ReduceScatterV(_Sharded):
         send, rank, ranks = self._counts(x), self.group.rank, self.group.size
         shape = packing.like(x.shape, self.dim, self.sizes[rank])
         packed, recv = packing.pack(x, self.sizes, self.dim), [send[rank]] * ranks
+        if ranks >= MANY:
+            how = self.name, self.group, packed, send, range(ranks), self.use_fp32
+            return levels.InRounds(levels.reduce_scatter(*how), shape, x.dtype)
         works, values = packing.exchange(self.name, self.group, packed, send, recv)
         parts = values.view(ranks, *shape)
         return Pending(works, lambda: sum_in_rank_order(parts, self.use_fp32))

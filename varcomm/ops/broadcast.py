@@ -164,6 +164,8 @@ def reduce(
     Adjoint: :func:`broadcast` from `dst`.
     Communication: each rank sums a piece of ``1 / P`` and sends it to `dst`. Up to 16 KiB, and with
     `async_op`, `dst` sums all, in a single round. Each other rank sends the bytes of `tensor` once.
+    From 16 ranks on the sum goes by levels, as in :func:`reduce_scatter_v`, and so do its pieces:
+    some ranks forward pieces of others.
     In one process: ``sum(tensors)``.
 
     Examples

@@ -282,13 +282,26 @@ def begin(operator: Operator, x: Tensor, recorded: bool) -> Pending:
     if in_graph(x):
         result = _recorded(operator, x, None)[0]
         return Pending([], lambda: result)
-    return _started(operator, x, recorded)
+    return _started(operator, x, recorded, overlaps=True)
 
 
-def _started(operator: Operator, x: Tensor, recorded: bool, of: int | None = None) -> Pending:
-    """Start to communicate; inside :func:`varcomm.debug`, after ranks have compared the call."""
+def _started(
+    operator: Operator,
+    x: Tensor,
+    recorded: bool,
+    of: int | None = None,
+    overlaps: bool = False,
+) -> Pending:
+    """Start to communicate; inside :func:`varcomm.debug`, after ranks have compared the call.
+
+    Calls that do not overlap with others first complete those of Handles.
+    """
     number = _compared(operator, x, recorded, of) if debugging() else None
     failed = partial(_failed, operator, x.dtype, x.shape, time.monotonic())
+    if in_flight := operator.group.in_flight:
+        for each in () if overlaps else tuple(in_flight):
+            each.complete()
+        in_flight[:] = [each for each in in_flight if not each.done]
     try:
         if recorders:
             with span(operator.name):
@@ -298,6 +311,7 @@ def _started(operator: Operator, x: Tensor, recorded: bool, of: int | None = Non
     except EngineFailure as error:  # in the first of several rounds
         raise failed(error) from error.__cause__
     pending.number, pending.failed = number, failed
+    pending.earlier = tuple(operator.group.in_flight)
     return pending
 
 
@@ -404,7 +418,10 @@ class _Flight:
         self.result: Tensor | None = None  # of a backward that communicated at once
 
     def begin(self, operator: Operator, x: Tensor, recorded: bool, of: int | None = None) -> None:
-        self.sent = operator, x, _version(x), _started(operator, x, recorded, of)
+        pending = _started(operator, x, recorded, of, overlaps=True)
+        if not pending.done:
+            operator.group.in_flight.append(pending)
+        self.sent = operator, x, _version(x), pending
 
     def wait(self, name: str, period: str) -> tuple[Tensor, int | None]:
         """Return the result, and the number of the call if ranks compare calls."""

@@ -43,7 +43,11 @@ class Gloo(Engine):
             return [_broadcast(pg, place, src) for src, place in places.items()]
         if schedule == "all" or (schedule == "neighbours" and group.size <= _FEW_RANKS):
             return [pg.alltoall_base(out, data, list(recv), list(send), dist.AllToAllOptions())]
-        arriving, leaving = dict(pieces(out, recv, rank)), dict(pieces(data, send, rank))
+        arriving = dict(pieces(out, recv, rank))
+        if schedule == "copies":
+            leaving = {peer: data for peer, count in enumerate(send) if count}
+        else:
+            leaving = dict(pieces(data, send, rank))
         kept, own = arriving.pop(rank, None), leaving.pop(rank, None)
         works = [pg.recv([piece], peer, _TAG) for peer, piece in arriving.items()]
         works += [pg.send([piece], peer, _TAG) for peer, piece in leaving.items()]

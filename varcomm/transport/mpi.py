@@ -87,7 +87,7 @@ def _exchange(comm: MPI.Intracomm, move: Move) -> list[Any]:
     """Start to receive and to send the pieces that have bytes, and copy this rank's own piece."""
     schedule, group, out, data, recv, send = move
     rank, places = group.rank, _places(recv)
-    starts = [0] * group.size if schedule == "all_gather" else _places(send)
+    starts = [0] * group.size if schedule in ("all_gather", "copies") else _places(send)
     arriving, leaving = out.data_ptr(), data.data_ptr()
     others = (*range(rank + 1, group.size), *range(rank))
     receiving: tuple[Any, int, Counts, Counts] = comm.Irecv, arriving, places, recv
