@@ -134,7 +134,7 @@ def all_gather_v(
     >>> varcomm.launch(fn, 2)
     [([0.0, 1.0, 1.0], [2.0]), ([0.0, 1.0, 1.0], [2.0, 2.0])]
     """
-    return call(_operator, resolve(group), tensor, sizes, dim, use_fp32, async_op)
+    return call(_operator, resolve(group), tensor, sizes, (dim, use_fp32), async_op)
 
 
 def _operator(

@@ -120,6 +120,7 @@ _FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchMode
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _SIZES = frozenset((ShardSizes, tuple, list))
 _INT = frozenset((int,))
+_PLAIN = frozenset((int, bool, torch.Size))
 _MOST = 64  # operators that a group or plan keeps
 
 
@@ -128,29 +129,31 @@ def call(
     owner: Any,
     x: Tensor,
     sizes: Sequence[int],
-    dim: int,
-    use_fp32: bool,
+    how: tuple[Any, ...],
     async_op: bool,
 ) -> TensorOrHandle:
-    """Apply ``make(owner, x, sizes, dim, use_fp32, async_op)``, which checks its arguments.
+    """Apply ``make(owner, x, sizes, *how, async_op)``, which checks its arguments.
 
     The owner, a group or plan, keeps the operator for calls with equal arguments.
     """
+    types = tuple(map(type, how))
     if (
         torch.compiler.is_compiling()
         or type(x) not in _TENSORS
-        or not (type(dim) is int and type(use_fp32) is bool and type(async_op) is bool)
+        or type(async_op) is not bool
         or type(sizes) not in _SIZES
         or not _INT.issuperset(map(type, sizes))  # torch.jit.trace has tensors for ints
+        or not _PLAIN.issuperset(types)
         or x.is_nested
         or _dispatch_mode(_PROXY)
+        or debugging()
     ):
-        return run(make(owner, x, sizes, dim, use_fp32, async_op), x, async_op)
+        return run(make(owner, x, sizes, *how, async_op), x, async_op)
     kept: dict[Any, Operator] = vars(owner).setdefault("operators", {})
-    key = make, tuple(sizes), dim, use_fp32, async_op, x.shape, x.dtype, x.device, x.layout
+    key = make, tuple(sizes), how, types, async_op, x.shape, x.dtype, x.device, x.layout
     operator = kept.get(key)
     if operator is None:
-        operator = make(owner, x, sizes, dim, use_fp32, async_op)
+        operator = make(owner, x, sizes, *how, async_op)
         if len(kept) >= _MOST:
             kept.clear()
         kept[key] = operator

@@ -62,7 +62,7 @@ def reduce_scatter_v(
     >>> varcomm.launch(fn, 2)
     [tensor([3]), tensor([ 30, 300])]
     """
-    return call(_operator, resolve(group), tensor, sizes, dim, use_fp32, async_op)
+    return call(_operator, resolve(group), tensor, sizes, (dim, use_fp32), async_op)
 
 
 def _operator(

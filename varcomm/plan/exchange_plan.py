@@ -184,11 +184,11 @@ class ExchangePlan(Routes):
             ``sum(recv_counts)`` rows along `dim`, rank by rank, in the order of the sender. For
             ``dim != 0`` a transposed view of contiguous memory.
         """
-        return call(_forward, self, tensor, (), dim, use_fp32, False)
+        return call(_forward, self, tensor, (), (dim, use_fp32), False)
 
     def start(self, tensor: torch.Tensor, dim: int = 0, use_fp32: bool = True) -> Handle:
         """Begin a call of the plan; :meth:`Handle.wait` returns the received rows."""
-        return call(_forward, self, tensor, (), dim, use_fp32, True)
+        return call(_forward, self, tensor, (), (dim, use_fp32), True)
 
     def adjoint(self, tensor: torch.Tensor, dim: int = 0, use_fp32: bool = True) -> torch.Tensor:
         """Send received rows back, and sum at each owner the copies of each row.
@@ -206,7 +206,7 @@ class ExchangePlan(Routes):
             `num_rows` rows along `dim`, zeros for rows without a copy; the same bit for bit at
             every run.
         """
-        return call(_adjoint, self, tensor, (), dim, use_fp32, False)
+        return call(_adjoint, self, tensor, (), (dim, use_fp32), False)
 
     def nbytes(self, tensor: torch.Tensor, dim: int = 0) -> int:
         """Return the bytes that this rank sends to others when the plan is called with `tensor`."""
