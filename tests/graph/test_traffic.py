@@ -30,7 +30,7 @@ LAYERS = {
     "LEConv": (lambda: pyg.LEConv(4, 3), 3, 0),  # its b is read at the target
     "FiLMConv": (lambda: pyg.FiLMConv(4, 3), 3, 0),
     "TransformerConv": (lambda: pyg.TransformerConv(4, 5), 5 + 5, 0),  # keys, values
-    "GCNConv": (lambda: pyg.GCNConv(4, 5, add_self_loops=False), 5, 1),
+    "GCNConv": (lambda: pyg.GCNConv(4, 5, add_self_loops=False), 5, 0),
     "SGConv": (lambda: pyg.SGConv(4, 5, K=3), 3 * 4, 1),
 }
 
@@ -55,6 +55,46 @@ def cost(rank, method):
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_bytes_of_a_layer_are_those_of_the_report(worlds, ranks):
     worlds.run(ranks, cost, split_by("a rank owns nothing", 24, ranks))
+
+
+# propagations of a layer or network
+PROPAGATE = {
+    "GCNConv": (lambda: pyg.GCNConv(4, 5), 1),
+    "GCNConv, improved": (lambda: pyg.GCNConv(4, 5, improved=True, bias=False), 1),
+    "SAGEConv": (lambda: pyg.SAGEConv(4, 5), 1),
+    "GATConv": (lambda: pyg.GATConv(4, 5, heads=2), 1),
+    "GATv2Conv": (lambda: pyg.GATv2Conv(4, 5, heads=2), 1),
+    "TransformerConv": (lambda: pyg.TransformerConv(4, 5, heads=2), 1),
+    "3 GATConvs": (lambda: pyg.GAT(4, 6, 3, 2), 3),
+    "3 GCNConvs": (lambda: pyg.GCN(4, 6, 3, 2), 3),
+}
+
+
+def exchanges(rank, method):
+    """Check values and two derivatives, and count exchanges and messages of each network."""
+    graph, plain = partition(wild(), method=method), lambda m, g: m(g.x, g.edge_index)
+    for name, (make, propagations) in PROPAGATE.items():
+        assert compare(make, plain, wild(), graph, second=True) == [], name
+        layer, x = distribute(make().double(), graph), graph.x.clone().requires_grad_()
+        with varcomm.trace() as forward:
+            out = layer(x, graph.edge_index)
+        with varcomm.trace() as backward:
+            out.sum().backward()
+        assert [call.name for call in forward] == ["exchange"] * propagations, name
+        assert [call.name for call in backward] == ["exchange_adjoint"] * propagations, name
+    with varcomm.trace() as calls:
+        rows = graph.with_halo((graph.x, graph.x[:, 0]))
+    want = graph.with_halo(graph.x), graph.with_halo(graph.x[:, 0])
+    assert len(calls) == 1
+    assert all(map(torch.equal, rows, want))
+    attention = distribute(pyg.GATConv(4, 5, heads=2).double(), graph)
+    _, (edges, alpha) = attention(graph.x, graph.edge_index, return_attention_weights=True)
+    assert alpha.shape == (edges.shape[1], 2)
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_a_propagation_is_one_exchange(worlds, ranks):
+    worlds.run(ranks, exchanges, split_by("a rank owns nothing", 24, ranks))
 
 
 def nothing_at_source(rank):

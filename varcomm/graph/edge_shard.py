@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
@@ -181,21 +181,33 @@ class EdgeShard(Numbering, Shard):
         """Return the halo's rows, (h, *F), of owned rows, (n, *F)."""
         return self.plan(x)
 
-    def with_halo(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    @overload
+    def with_halo(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor: ...
+
+    @overload
+    def with_halo(self, x: Sequence[torch.Tensor], dim: int = 0) -> tuple[torch.Tensor, ...]: ...
+
+    def with_halo(self, x: Any, dim: int = 0) -> Any:
         """Append the halo's rows to the owned ones: (n, *F) to (n + h, *F) along `dim`.
+
+        A tuple or list of tensors gives a tuple; tensors of one dtype travel in one exchange.
 
         The adjoint adds the gradients of copies to the rows that they are copies of. Communication:
         ``plan.nbytes(x)`` from this rank; in backward, the halo's rows back to their owners.
         """
-        out = self.rows_and_halo(x, dim)
-        return out if in_graph(x) else out.as_subclass(_WithHalo)
+        one = isinstance(x, torch.Tensor)
+        rows = self.rows_and_halos([x] if one else x, dim)
+        rows = [out if in_graph(out) else out.as_subclass(_WithHalo) for out in rows]
+        return rows[0] if one else tuple(rows)
 
     def rows_and_halo(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """Return what :meth:`with_halo` does, as an ordinary tensor."""
-        if x.dim() == 1:
-            # torch.cat drops an empty tensor of one dimension from the autograd graph
-            return self.rows_and_halo(x.unsqueeze(1)).squeeze(1)
-        return torch.cat([x, self.plan(x, dim=dim)], dim=dim)
+        return self.rows_and_halos([x], dim)[0]
+
+    def rows_and_halos(self, xs: Sequence[torch.Tensor], dim: int = 0) -> list[torch.Tensor]:
+        """Return rows of several tensors with the halo's, from one exchange."""
+        halos = self.plan(*xs, dim=dim) if len(xs) > 1 else [self.plan(x, dim) for x in xs]
+        return [_joined(x, halo, dim) for x, halo in zip(xs, halos, strict=True)]
 
     def nbytes(self) -> int:
         """Return the bytes of edges, ids, halo ids and plan on this rank."""
@@ -231,6 +243,30 @@ class EdgeShard(Numbering, Shard):
         if empty and self._unused is not None and x.requires_grad:
             self._unused.append(x.narrow(dim, 0, 0).sum())
         return x
+
+    def fetched(
+        self, edge_index: PartitionedIndex, read: Sequence[torch.Tensor], dim: int
+    ) -> PartitionedIndex:
+        """Return edges that know the rows of these tensors at their sources, from one exchange.
+
+        A tensor that a layer reads twice occurs twice. One that it reads once needs no table.
+        """
+        if len(read) < 2 or self.hops > 1:
+            return edge_index
+        owned, reads = self.layer_counts()[0], 0
+        distinct: list[torch.Tensor] = []
+        for x in read:
+            is_owned = -x.dim() <= dim < x.dim() and x.shape[dim] == owned
+            if is_owned and not isinstance(x, _WithHalo):
+                reads += 1
+                if not any(x is other for other in distinct):
+                    distinct.append(x)
+        if reads < 2:
+            return edge_index
+        rows = self.rows_and_halos(distinct, dim)
+        if self._unused is not None and edge_index.plain.shape[1] == 0:
+            self._unused.extend(x.narrow(dim, 0, 0).sum() for x in rows if x.requires_grad)
+        return edge_index.knowing(zip(distinct, rows, strict=True))
 
     def _has_halo(self, kind: Kind, x: torch.Tensor, given: int, where: str) -> bool:
         """Return whether rows have the halo's behind the owned ones; raise unless they fit."""
@@ -417,6 +453,13 @@ def _self_loops(edges: torch.Tensor, targets: int) -> torch.Tensor:
             "partitioned."
         )
     return edges
+
+
+def _joined(x: torch.Tensor, halo: torch.Tensor, dim: int) -> torch.Tensor:
+    if x.dim() == 1:
+        # torch.cat drops an empty tensor of one dimension from the autograd graph
+        return torch.cat([x.unsqueeze(1), halo.unsqueeze(1)]).squeeze(1)
+    return torch.cat([x, halo], dim=dim)
 
 
 def _positions(mask: torch.Tensor, count: int) -> torch.Tensor:

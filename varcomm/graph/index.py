@@ -14,8 +14,8 @@ operation that would take the local numbers for those of the full graph raises A
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -28,6 +28,7 @@ __all__ = ["Numbering", "PartitionedIndex", "ordinary", "plain"]
 # numbers computed from local ones, which select nothing.
 Kind = Literal["edges", "reversed", "source", "target", "graph", "loops", "no loops", "computed"]
 How = Literal["sum", "amax", "amin", "prod"]
+Known: TypeAlias = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 _KNOWN = ("sum", "amax", "amin", "prod")
 
 _ENDS: dict[str, tuple[Kind, Kind]] = {
@@ -98,6 +99,8 @@ class PartitionedIndex(torch.Tensor):
     whole : bool
         Whether this is the complete vector of this rank: for masks and parts of it, counts are not
         kept and compiled code does not know the number of self loops.
+    known : tuple of pairs of torch.Tensor
+        Rows of owned nodes, and the same with the halo's: what sources select from, fetched before.
     """
 
     plain: torch.Tensor
@@ -105,6 +108,7 @@ class PartitionedIndex(torch.Tensor):
     kind: Kind
     line: torch.Tensor | None
     whole: bool
+    known: Known
 
     @staticmethod
     def make(
@@ -113,6 +117,7 @@ class PartitionedIndex(torch.Tensor):
         kind: Kind,
         whole: bool = False,
         line: torch.Tensor | None = None,
+        known: Known = (),
     ) -> PartitionedIndex:
         """Let a tensor of numbers carry what these stand for."""
         if not torch.compiler.is_compiling() and type(plain) is not torch.Tensor:
@@ -122,8 +127,13 @@ class PartitionedIndex(torch.Tensor):
             )
         out = plain.as_subclass(PartitionedIndex)
         out.plain, out.of, out.kind, out.whole = plain, of, kind, whole
-        out.line = plain if plain.dim() == 1 else line
+        out.line, out.known = plain if plain.dim() == 1 else line, known
         return out
+
+    def knowing(self, known: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> PartitionedIndex:
+        """Return the same numbers beside rows that have been fetched for their sources."""
+        own = self.plain, self.of, self.kind, self.whole, self.line
+        return PartitionedIndex.make(*own, known=tuple(known))
 
     @classmethod
     def __torch_function__(
@@ -333,7 +343,7 @@ def _part(func: Callable[..., Any], x: PartitionedIndex, key: Any) -> Any:
     if isinstance(chosen, PartitionedIndex) and chosen.kind == "loops" and kind == "source":
         kind = "target"  # both ends of a self loop
     whole = x.whole and isinstance(key, int)
-    return PartitionedIndex.make(out, x.of, kind, whole)
+    return PartitionedIndex.make(out, x.of, kind, whole, known=x.known)
 
 
 def _selecting(key: Any) -> Any:
@@ -351,6 +361,10 @@ def _rows(func: Callable[..., Any], index: PartitionedIndex, x: torch.Tensor, di
     """Return the rows that an index selects from."""
     if index.kind == "computed":
         raise _refuse(func, "computed")
+    if index.kind == "source":
+        for owned, rows in index.known:
+            if x is owned:
+                return rows
     empty = index.plain.numel() == 0 if not torch.compiler.is_compiling() else False
     return index.of.selected_from(index.kind, x, dim % max(1, x.dim()), empty)
 

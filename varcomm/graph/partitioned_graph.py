@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch_geometric.data import Data, HeteroData
@@ -239,7 +239,13 @@ class PartitionedGraph:
         """Fetch the halo's rows, (h, *F), of owned ones, (n, *F)."""
         return self.edges.halo(x)
 
-    def with_halo(self, x: torch.Tensor) -> torch.Tensor:
+    @overload
+    def with_halo(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    @overload
+    def with_halo(self, x: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]: ...
+
+    def with_halo(self, x: Any) -> Any:
         """Append the halo's rows to owned ones; see :meth:`EdgeShard.with_halo`."""
         return self.edges.with_halo(x)
 

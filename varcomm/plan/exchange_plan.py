@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from math import prod
-from typing import Any, Self
+from typing import Any, Self, overload
 from zlib import crc32
 
 import torch
@@ -18,6 +18,7 @@ from varcomm.ops.operator import Handle, call, checking, in_graph
 from varcomm.ops.reduction import checked_summable
 from varcomm.plan.checks import checked_count_matrix, checked_index, checked_indices
 from varcomm.plan.exchange import Exchange, ExchangeAdjoint, Routes, numbered
+from varcomm.plan.packed import exchange_packed
 from varcomm.sizes import ShardSizes, checked_dim, checked_sizes
 from varcomm.transport.agreement import agree_and_share
 from varcomm.transport.engine import Pending, Schedule, is_simulated
@@ -168,23 +169,52 @@ class ExchangePlan(Routes):
         send_index = _exchanged(what, ids, recv_counts, send_counts, ranks)
         return cls(ranks, send_index, send_counts, recv_counts, owned[ranks.rank], identity)
 
-    def __call__(self, tensor: torch.Tensor, dim: int = 0, use_fp32: bool = True) -> torch.Tensor:
+    @overload
+    def __call__(
+        self, tensor: torch.Tensor, dim: int = 0, use_fp32: bool = True
+    ) -> torch.Tensor: ...
+
+    @overload
+    def __call__(
+        self,
+        tensor: torch.Tensor,
+        second: torch.Tensor,
+        /,
+        *more: torch.Tensor,
+        dim: int = 0,
+        use_fp32: bool = True,
+    ) -> tuple[torch.Tensor, ...]: ...
+
+    def __call__(
+        self, tensor: torch.Tensor, *more: Any, dim: int = 0, use_fp32: bool = True
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Send own rows to the ranks that need them, and return the received rows.
 
         Parameters
         ----------
         tensor : torch.Tensor
             `num_rows` rows along `dim`; any dtype. The other dimensions are the same on all ranks.
+        *more : torch.Tensor
+            Further tensors, of any row shapes. Those of one dtype travel in one message per
+            neighbour.
         dim, use_fp32
-            As in :func:`all_gather_v`.
+            As in :func:`all_gather_v`; with a single tensor also by position.
 
         Returns
         -------
-        torch.Tensor
-            ``sum(recv_counts)`` rows along `dim`, rank by rank, in the order of the sender. For
-            ``dim != 0`` a transposed view of contiguous memory.
+        torch.Tensor or tuple of torch.Tensor
+            ``sum(recv_counts)`` rows along `dim`, rank by rank, in the order of the sender; one
+            tensor for each given. For ``dim != 0`` a transposed view of contiguous memory; of
+            several tensors, views of the memory that they arrive in.
         """
-        return call(_forward, self, tensor, (), (dim, use_fp32), False)
+        if more and not isinstance(more[0], torch.Tensor):
+            by_name: Any = zip(("dim", "use_fp32")[: len(more)], more, strict=True)
+            return self(tensor, **dict(by_name))
+        if not more:
+            return call(_forward, self, tensor, (), (dim, use_fp32), False)
+        tensors = tensor, *more
+        operators = [_forward(self, x, (), dim, use_fp32) for x in tensors]
+        return exchange_packed(self, tensors, [one.dim for one in operators], use_fp32)
 
     def start(self, tensor: torch.Tensor, dim: int = 0, use_fp32: bool = True) -> Handle:
         """Begin a call of the plan; :meth:`Handle.wait` returns the received rows."""

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from varcomm.errors import ArgumentError
 from varcomm.graph.adapt.propagate import Running
 from varcomm.graph.edge_shard import EdgeShard
-from varcomm.graph.index import PartitionedIndex
+from varcomm.graph.index import PartitionedIndex, plain
 from varcomm.graph.nn.graphs import Graphs
 from varcomm.ops.compilation import kept_from_compilation
 from varcomm.ops.operator import checking
@@ -103,16 +103,15 @@ class _Block:
                         f"{where}a tensor of shape {tuple(leaf.shape)} stands where one with a row "
                         f"for each of the {edges.num_sources} owned nodes stood before."
                     )
-        pairs = zip(leaves, of_nodes, strict=True)
-        return tree_unflatten([_with_halo(edges, x) if flag else x for x, flag in pairs], spec)
-
-
-def _with_halo(edges: EdgeShard, x: torch.Tensor) -> torch.Tensor:
-    """Append the halo's rows, which do not count in readouts by a batch vector."""
-    if not isinstance(x, PartitionedIndex):
-        return edges.rows_and_halo(x)
-    graphs = Graphs(edges.group, num_owned=edges.num_sources)
-    return PartitionedIndex.make(edges.rows_and_halo(x.plain), graphs, x.kind, whole=True)
+        places = [at for at, flag in enumerate(of_nodes) if flag]
+        rows = edges.rows_and_halos([plain(leaves[at]) for at in places])
+        graphs = Graphs(edges.group, num_owned=edges.num_sources)
+        for at, x in zip(places, rows, strict=True):
+            own = leaves[at]
+            if isinstance(own, PartitionedIndex):  # halo rows do not count in readouts
+                x = PartitionedIndex.make(x, graphs, own.kind, whole=True)
+            leaves[at] = x
+        return tree_unflatten(leaves, spec)
 
 
 def _unwrap_forward(module: torch.nn.Module) -> Callable[..., Any] | None:

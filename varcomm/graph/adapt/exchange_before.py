@@ -64,7 +64,8 @@ def exchange_before(
     ``graph.edge_index`` becomes ordinary local ids in the call. Ranks agree at the first call on
     the results that have a row per node.
 
-    Communication: one exchange per named argument and call, and its adjoint in backward.
+    Communication: one exchange per call, of the named arguments of one dtype together, and its
+    adjoint in backward.
 
     In one process: nothing.
 
@@ -202,11 +203,9 @@ class _Exchange:
                         f"graph.batch; got {described(value)}."
                     )
         self.exchanged[:] = [name for name in self.names if given.get(name) is not None]
-        for name in given:
-            if name in self.exchanged:
-                given[name] = self.edges.rows_and_halo(given[name])
-            else:
-                given[name] = tree_map(plain, given[name])
+        rows = self.edges.rows_and_halos([given[name] for name in self.exchanged])
+        given.update({name: tree_map(plain, value) for name, value in given.items()})
+        given.update(zip(self.exchanged, rows, strict=True))
         return call.args, call.kwargs
 
     def after(self, module: torch.nn.Module, args: Any, out: Any) -> Any:

@@ -1,14 +1,17 @@
-"""Checks before ``propagate`` and ``edge_updater`` of a layer on a partitioned graph."""
+"""``propagate`` and ``edge_updater`` of a layer on a partitioned graph: checks, one exchange."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch_geometric import nn as pyg
 from torch_geometric.nn import MessagePassing
+from torch_geometric.nn.models.attentive_fp import GATEConv
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.edge_shard import EdgeShard
@@ -16,7 +19,7 @@ from varcomm.graph.index import PartitionedIndex
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.ops.operator import checking
 
-__all__ = ["Running", "attach", "is_attached"]
+__all__ = ["SCORES_FIRST", "Running", "Scores", "attach", "is_attached"]
 
 
 @dataclass(eq=False)
@@ -74,23 +77,38 @@ class Running:
 
 
 def attach(layer: MessagePassing, running: Running) -> None:
-    """Let a layer check the edges that it propagates along.
+    """Let a layer check the edges that it propagates along, and exchange once to propagate.
 
     The instance's methods are replaced, because torch.compile skips PyG's hooks.
     """
-    layer.propagate = _Checked(layer, "propagate", running)
+    layer.propagate = _Adapted(layer, "propagate", running)
     if layer.inspector.implements("edge_update"):
-        layer.edge_updater = _Checked(layer, "edge_updater", running)
+        layer.edge_updater = _Adapted(layer, "edge_updater", running)
 
 
 def is_attached(layer: MessagePassing) -> bool:
     """Return whether a layer checks its edges; PyG replaces its methods to explain a model."""
-    return isinstance(vars(layer).get("propagate"), _Checked)
+    return isinstance(vars(layer).get("propagate"), _Adapted)
+
+
+# Layers whose forward does nothing with the result of edge_updater but give it to propagate, and
+# return it.
+SCORES_FIRST = (pyg.GATConv, pyg.GATv2Conv, GATEConv)
+
+
+@dataclass(eq=False)
+class Scores:
+    """A call of ``edge_updater``, which ``propagate`` makes after the exchange of both."""
+
+    own: Callable[..., Any]
+    values: dict[str, Any]
+    read: list[torch.Tensor]
+    result: Any = None
 
 
 @dataclass(frozen=True, eq=False)
-class _Checked:
-    """A method of a layer after a check of the edges."""
+class _Adapted:
+    """A method of a layer after a check of the edges and one exchange for all that it reads."""
 
     layer: MessagePassing
     method: str
@@ -101,21 +119,57 @@ class _Checked:
             self.running.check(edge_index, where)
             if self.method == "propagate":
                 self.running.step(where)
-        own: Callable[..., Any] = getattr(type(self.layer), self.method)
-        if torch.compiler.is_compiling() or not isinstance(edge_index.of, EdgeShard):
-            return own(self.layer, edge_index, size=size, **values)
-        with edge_index.of.exchanges_for_no_edges() as unused:
-            out = own(self.layer, edge_index, size=size, **values)
+        layer, edges = self.layer, edge_index.of
+        assert isinstance(edges, EdgeShard)
+        read = self._at_sources(edge_index, values)
+        own = partial(getattr(type(layer), self.method), layer, size=size)
+        forward = type(layer).forward
+        if self.method == "edge_updater" and any(forward is one.forward for one in SCORES_FIRST):
+            return Scores(own, values, read)
+        waiting = {name: one for name, one in values.items() if isinstance(one, Scores)}
+        for scores in waiting.values():
+            read += scores.read
+
+        def run() -> Any:
+            known = edges.fetched(edge_index, read, layer.node_dim)
+            for name, scores in waiting.items():
+                values[name] = scores.result = scores.own(known, **scores.values)
+            return own(known, **values)
+
+        if torch.compiler.is_compiling():
+            return run()
+        with edges.exchanges_for_no_edges() as unused:
+            out = run()
         if edge_index.plain.shape[1] == 0 and isinstance(out, torch.Tensor):
             # backward is collective: what the values of no edges depend on must be in it
-            out = sum([*unused, *_nothing_of(values.values())], out)
+            given = [*values.values(), *(one.values for one in waiting.values())]
+            out = sum([*unused, *_nothing_of(given)], out)
         return out
+
+    def _at_sources(
+        self, edge_index: PartitionedIndex, values: dict[str, Any]
+    ) -> list[torch.Tensor]:
+        """Return the tensors that the method takes rows of at the sources of edges."""
+        layer, place = self.layer, 0 if edge_index.kind == "edges" else 1
+        names = layer._user_args if self.method == "propagate" else layer._edge_user_args
+        if layer.decomposed_layers > 1:  # it takes rows of parts of these
+            names = []
+        end = "_j" if (layer.flow == "source_to_target") == (place == 0) else "_i"
+        found = [values.get(name[:-2]) for name in names if name.endswith(end)]
+        found = [one[place] if isinstance(one, tuple | list) else one for one in found]
+        return [
+            one
+            for one in found
+            if isinstance(one, torch.Tensor) and not isinstance(one, PartitionedIndex)
+        ]
 
 
 def _nothing_of(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     """Yield a zero that depends on each tensor among these, and in pairs of them."""
     for value in values:
-        if isinstance(value, tuple | list):
+        if isinstance(value, dict):
+            yield from _nothing_of(value.values())
+        elif isinstance(value, tuple | list):
             yield from _nothing_of(value)
         elif isinstance(value, torch.Tensor) and value.requires_grad:
             yield value.reshape(-1)[:0].sum()

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.nn.functional import dropout
 from torch_geometric import nn as pyg
-from torch_geometric.utils import get_laplacian, one_hot
+from torch_geometric.utils import add_remaining_self_loops, get_laplacian, one_hot, scatter
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.adapt.propagate import Running
-from varcomm.graph.index import plain
+from varcomm.graph.adapt.propagate import SCORES_FIRST, Running, Scores
+from varcomm.graph.index import PartitionedIndex, plain
 from varcomm.graph.nn.graphs import extreme, largest
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_reduce import all_reduce
@@ -59,6 +59,46 @@ class _Method:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(self.module, self.running, *args, **kwargs)
+
+
+def _attend(self: Any, running: Running, *args: Any, **kwargs: Any) -> Any:
+    """Return the scores that ``propagate`` has computed, if they are asked for."""
+    out = type(self).forward(self, *args, **kwargs)
+    if isinstance(out, tuple) and isinstance(out[1][1], Scores):
+        return out[0], (out[1][0], out[1][1].result)
+    return out
+
+
+def _gcn_forward(
+    self: Any,
+    running: Running,
+    x: torch.Tensor,
+    edge_index: torch.Tensor,
+    edge_weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Scale rows before they travel, and sums behind them: degrees need no exchange of their own.
+
+    Each edge counts by the inverse roots of the degrees of both ends: Kipf and Welling, 2017.
+    """
+    is_plain = type(self) is pyg.GCNConv and self.normalize and not self.cached
+    summed = is_plain and self.aggr == "add" and self.flow == "source_to_target"
+    edges = edge_index if isinstance(edge_index, PartitionedIndex) else None
+    if not summed or edges is None or edges.kind != "edges" or edges.of.hops > 1:
+        return pyg.GCNConv.forward(self, x, edge_index, edge_weight)  # type: ignore[no-any-return]
+    nodes = x.size(self.node_dim)
+    if self.add_self_loops:
+        weight_of_loops = 2.0 if self.improved else 1.0
+        edge_index, edge_weight = add_remaining_self_loops(
+            edge_index, edge_weight, weight_of_loops, nodes
+        )
+    if edge_weight is None:
+        edge_weight = x.new_ones(edge_index.shape[1])
+    degrees = scatter(edge_weight, edge_index[1], dim=0, dim_size=nodes, reduce="sum")
+    scale = degrees.pow(-0.5)
+    scale = scale.masked_fill(scale == float("inf"), 0).unsqueeze(1)
+    rows = self.lin(x) * scale
+    out = self.propagate(edge_index, x=rows, edge_weight=edge_weight) * scale
+    return out if self.bias is None else out + self.bias  # type: ignore[no-any-return]
 
 
 def _gps_forward(
@@ -227,6 +267,8 @@ def _these(names: str) -> dict[str, Callable[..., Any]]:
 
 
 _METHODS: dict[type[torch.nn.Module], dict[str, Callable[..., Any]]] = {
+    **{kind: {"forward": _attend} for kind in SCORES_FIRST},
+    pyg.GCNConv: {"forward": _gcn_forward},
     pyg.GPSConv: {"forward": _gps_forward},
     pyg.HANConv: {"forward": _han_forward},
     pyg.HGTConv: {"forward": _hgt_forward},
