@@ -201,11 +201,11 @@ def test_models_with_torchscript():
     atoms, other = crystal((2, 2, 1)), crystal((2, 2, 1))
     other.calc = own_calculator()
     with (
-        Calculator(Compiled, ranks=2) as atoms.calc,
+        Calculator(Compiled, ranks=1) as atoms.calc,
         pytest.raises(LaunchError, match="TorchScript"),
     ):
         atoms.get_forces()
-    with Calculator(Compiled, ranks=2, adapt=False) as atoms.calc:
+    with Calculator(Compiled, ranks=1, adapt=False) as atoms.calc:
         close(atoms.get_forces(), other.get_forces())
 
 
