@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -43,13 +43,21 @@ class AllGatherV(_Sharded):
 
     name = "all_gather_v"
 
-    def start(self, x: torch.Tensor) -> Pending:
+    def prepared(self, x: torch.Tensor) -> Callable[[torch.Tensor], Pending]:
         """Send the shard as it lies in memory; for dim != 0, copy once on arrival."""
-        shape = packing.like(x.shape, self.dim, sum(self.sizes))
-        room = x.new_empty(shape) if self.dim == 0 else None
-        packed = packing.flat(x) if room is None else packing.plain(x)
-        works, values = packing.all_gather(self.name, self.group, packed, self._counts(x), room)
-        return Pending(works, lambda: packing.unpack(values, shape, self.sizes, self.dim))
+        group, sizes, dim, recv = self.group, self.sizes, self.dim, self._counts(x)
+        shape, send = packing.like(x.shape, dim, sum(sizes)), [recv[group.rank]] * group.size
+        width = x.element_size()
+        begin = packing.exchanger(self.name, group, send, recv, width, "all_gather")
+        received = shape if dim == 0 else (sum(recv),)
+        laid_out = packing.plain if dim == 0 else packing.flat
+
+        def start(x: torch.Tensor) -> Pending:
+            out = x.new_empty(received)
+            works = begin(laid_out(x), out)
+            return Pending(works, lambda: packing.unpack(out, shape, sizes, dim))
+
+        return start
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         return x.new_empty(packing.like(x.shape, self.dim, sum(self.sizes)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -40,19 +40,23 @@ class GatherV(_Rooted):
 
     name = "gather_v"
 
-    def start(self, x: torch.Tensor) -> Pending:
-        row = prod(packing.rest(self.shape, self.dim))
-        counts = [rows * row for rows in self.sizes]
-        works, values = packing.all_gather(
-            self.name, self.group, packing.flat(x), counts, root=self.root
-        )
+    def prepared(self, x: torch.Tensor) -> Callable[[torch.Tensor], Pending]:
+        group, shape, sizes, dim = self.group, self.shape, self.sizes, self.dim
+        elsewhere = self.elsewhere
+        row, at_root = prod(packing.rest(shape, dim)), group.rank == self.root
+        send = [sizes[group.rank] * row * (rank == self.root) for rank in range(group.size)]
+        recv = [rows * row * at_root for rows in sizes]
+        begin = packing.exchanger(self.name, group, send, recv, x.element_size(), "one")
+        received = sum(recv)
 
-        def finish() -> torch.Tensor:
-            if self.group.rank != self.root:
-                return x.new_zeros(self.elsewhere)
-            return packing.unpack(values, self.shape, self.sizes, self.dim)
+        def start(x: torch.Tensor) -> Pending:
+            out = x.new_empty(received)
+            works = begin(packing.flat(x), out)
+            if at_root:
+                return Pending(works, lambda: packing.unpack(out, shape, sizes, dim))
+            return Pending(works, lambda: x.new_zeros(elsewhere))
 
-        return Pending(works, finish)
+        return start
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         return x.new_empty(self.shape if self.group.rank == self.root else self.elsewhere)
@@ -69,14 +73,20 @@ class ScatterV(_Rooted):
 
     name = "scatter_v"
 
-    def start(self, x: torch.Tensor) -> Pending:
-        rank, shape = self.group.rank, self._own_shape()
-        row, at_root = prod(packing.rest(self.shape, self.dim)), rank == self.root
-        packed = packing.pack(x, self.sizes, self.dim) if at_root else x.new_empty(0)
-        send = [rows * row * at_root for rows in self.sizes]
-        recv = [prod(shape) * (other == self.root) for other in range(self.group.size)]
-        works, values = packing.exchange(self.name, self.group, packed, send, recv, "one")
-        return Pending(works, lambda: values.view(shape))
+    def prepared(self, x: torch.Tensor) -> Callable[[torch.Tensor], Pending]:
+        group, sizes, dim, shape = self.group, self.sizes, self.dim, self._own_shape()
+        row, at_root = prod(packing.rest(self.shape, dim)), group.rank == self.root
+        send = [rows * row * at_root for rows in sizes]
+        received = prod(shape)
+        recv = [received * (other == self.root) for other in range(group.size)]
+        begin = packing.exchanger(self.name, group, send, recv, x.element_size(), "one")
+
+        def start(x: torch.Tensor) -> Pending:
+            out = x.new_empty(received)
+            works = begin(packing.pack(x, sizes, dim) if at_root else out[:0], out)
+            return Pending(works, lambda: out.view(shape))
+
+        return start
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         return x.new_empty(self._own_shape())

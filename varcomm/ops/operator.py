@@ -43,9 +43,16 @@ class Operator(ABC):
     names: ClassVar[tuple[str, ...]]  # of the fields that are arguments there
     group: Group
 
-    @abstractmethod
     def start(self, x: Tensor) -> Pending:
         """Begin to communicate; return this rank's part of the result, once it is waited for."""
+        return self.prepared(x)(x)
+
+    def prepared(self, x: Tensor) -> Callable[[Tensor], Pending]:
+        """Return :meth:`start` for tensors with the shape, dtype and device of `x`.
+
+        A subclass defines this method or :meth:`start`.
+        """
+        return self.start
 
     @abstractmethod
     def result(self, x: Tensor) -> Tensor:
@@ -153,13 +160,31 @@ def call(
     key = make, tuple(sizes), how, types, async_op, x.shape, x.dtype, x.device, x.layout
     operator = kept.get(key)
     if operator is None:
-        operator = make(owner, x, sizes, *how, async_op)
+        operator = _kept(make(owner, x, sizes, *how, async_op), x)
         if len(kept) >= _MOST:
             kept.clear()
         kept[key] = operator
     if async_op:
         return start(operator, x)  # type: ignore[return-value]
     return _apply(operator, x, is_plain=True)[0]  # type: ignore[return-value]
+
+
+def _kept(operator: Operator, x: Tensor) -> Operator:
+    """Return the operator, prepared for tensors like `x` alone; as its adjoint will be."""
+    own: dict[str, Any] = vars(operator)
+    own["kept_adjoint"] = None
+    if type(operator).prepared is not Operator.prepared:
+        own["start"] = operator.prepared(x)
+    return operator
+
+
+def _adjoint(operator: Operator, gradient: Tensor) -> Operator:
+    own: dict[str, Any] = vars(operator)
+    if "kept_adjoint" not in own:
+        return operator.adjoint
+    if own["kept_adjoint"] is None:
+        own["kept_adjoint"] = _kept(operator.adjoint, gradient)
+    return own["kept_adjoint"]  # type: ignore[no-any-return]
 
 
 def run(operator: Operator, x: Tensor, async_op: bool) -> TensorOrHandle:
@@ -218,8 +243,8 @@ class _Rule(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, of_token: Tensor) -> tuple[Tensor | None, ...]:
         (token,) = ctx.saved_tensors
-        adjoint = ctx.operator.adjoint
-        _check_gradient(adjoint, gradient)
+        _check_gradient(ctx.operator, gradient)
+        adjoint = _adjoint(ctx.operator, gradient)
         result, passed_on = _apply(adjoint, gradient, (token, of_token), ctx.number)
         return result, None, None, None, *[passed_on] * (len(ctx.needs_input_grad) - 4)
 
@@ -263,8 +288,9 @@ def _token(x: Tensor) -> Tensor:
     return x.new_empty(0, dtype=torch.float32)
 
 
-def _check_gradient(adjoint: Operator, gradient: Tensor) -> None:
+def _check_gradient(operator: Operator, gradient: Tensor) -> None:
     if type(gradient) is not Tensor or gradient.layout is not torch.strided:
+        adjoint = operator.adjoint
         with checking(adjoint.name, adjoint.group) as where:
             checked_tensor(gradient, f"{where.removesuffix(': ')}, in backward: ", "gradient")
 
@@ -491,8 +517,9 @@ class _Wait(torch.autograd.Function):
         ctx: Any, gradient: Tensor, of_token: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None]:
         (token,) = ctx.saved_tensors
-        flight, adjoint = ctx.flight, ctx.operator.adjoint
-        _check_gradient(adjoint, gradient)
+        flight = ctx.flight
+        _check_gradient(ctx.operator, gradient)
+        adjoint = _adjoint(ctx.operator, gradient)
         if not ctx.needs_input_grad[1]:  # the call started under no_grad()
             return _apply(adjoint, gradient, (token, of_token), ctx.number)[0], None, None
         if is_recorded(gradient, (token, of_token)) or in_graph(gradient):

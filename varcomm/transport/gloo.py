@@ -21,7 +21,8 @@ from torch import Tensor
 from varcomm.transport.engine import NO_LIMIT, Engine, Move, Works, pieces
 from varcomm.transport.group import Group
 
-# Ranks up to which an all-to-all serves neighbours too: most pairs are neighbours.
+# Ranks up to which an all-to-all serves neighbours too: with 2 and 3 its median time was lower in
+# 22 of 24 cases of 256 bytes to 1 MiB, in loops and with work between calls.
 _FEW_RANKS = 4
 
 # Tag of varcomm's messages, apart from those of users.
