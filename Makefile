@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-for-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-all test-sample test-mpi fuzz docs demo demo-text demo-resume lint types imports check clean
+.PHONY: help test test-all test-sample test-mpi test-gpu fuzz docs demo demo-text demo-resume lint types imports check clean
 
 help:  ## show this list
 	@echo "varcomm: variable-size collectives, partitioned graph networks, tensor parallelism"
@@ -32,6 +32,12 @@ test-sample: $(STAMP)  ## run one in 20 tests of the second tier, drawn by SEED
 # Without tests that compile, and without refusals: no message reaches the engine in these.
 test-mpi: $(STAMP)  ## run the tests of primitives and plans on MPI
 	@$(BIN)/python -m pytest --engine mpi -k "not compiled and not refus" tests/ops tests/plan
+
+# NCCL needs one GPU per rank; two ranks share a GPU through pinned memory.
+test-gpu: $(STAMP)  ## on GPUs: tests of NCCL and CUDA graphs, then docs/benchmarks/gpu.md
+	@$(BIN)/python -c 'import torch, sys; torch.cuda.is_available() or sys.exit("test-gpu needs a GPU that torch can use")'
+	@$(BIN)/python -m pytest --all tests/transport/test_nccl.py tests/transforms/test_cuda_graphs.py
+	@$(BIN)/python benchmarks/gpu.py
 
 fuzz: $(STAMP)  ## draw programs and faulty calls at random, for half an hour
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.run --minutes 30

@@ -149,7 +149,7 @@ plt.show()
 # torch.distributed's own calls use Gloo. ``pip install mpi4py mpich`` installs mpi4py and MPICH;
 # mpi4py also loads the MPI of your cluster. It serves clusters of CPUs with a fast network that MPI
 # supports. Ranks find each other without an address. Start them with ``mpiexec`` or ``srun``, not
-# with torchrun.
+# with torchrun. On CPUs, ``vc.init()`` chooses MPI by itself under ``mpiexec`` and ``mpirun``.
 
 places = [
     str(Path(sys.executable).parent),
@@ -162,7 +162,7 @@ else:
     print("There is no MPI on this machine.")
 
 # %%
-# ``mpiexec`` may also start ranks that use Gloo or NCCL: leave out ``"mpi"``. On several hosts,
+# ``mpiexec`` may also start ranks that use Gloo or NCCL: ``vc.init("gloo")``. On several hosts,
 # they need ``MASTER_ADDR`` and ``MASTER_PORT`` then.
 #
 # SLURM

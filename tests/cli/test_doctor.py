@@ -77,3 +77,19 @@ def test_engines(monkeypatch, gpus, nccl, gloo):
     found = {(e.backend, e.device): 0 if e.absent else e.ranks for e in doctor.engines()}
     expected = {("gloo", "cpu"): 2, ("nccl", "cuda"): nccl, ("mpi", "cpu"): 0}
     assert found == expected | ({("gloo", "cuda"): gloo} if gloo else {})
+
+
+def test_engines_that_are_timed(worlds, capsys, monkeypatch):
+    for of_ranks in worlds.run(3, doctor.times):
+        assert len(of_ranks) == len(doctor.SIZES)
+        assert 0 < of_ranks[0] < 1
+    both = {GLOO: {}, Engine("MPI", "mpi"): {}}
+    seconds = {"Gloo": [2e-4, 2e-3], "MPI": [1e-5, 1e-3]}
+    monkeypatch.setattr(doctor, "engines", lambda: both)
+    monkeypatch.setattr(doctor, "tried", lambda engine, found: found.update(seconds) or {})
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert "`varcomm.init()` here: MPI under mpiexec and mpirun, Gloo under torchrun" in shown
+    assert shown.endswith(
+        "| 1 KiB | 200 us | 10 us | 20.0 times |\n| 1024 KiB | 2000 us | 1000 us | 2.0 times |\n"
+    )

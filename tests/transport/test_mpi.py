@@ -218,6 +218,33 @@ def test_ends_of_mpiexec(start):
     assert missing.returncode != 0
 
 
+DEFAULT = """
+import os, torch, varcomm
+from varcomm.transport.engine import engine_for
+from varcomm.transport.group import resolve
+world = varcomm.init(timeout=40)
+total = varcomm.all_reduce(torch.tensor(world.rank + 1)).item()
+name = type(engine_for(resolve(None), torch.device("cpu"))).__name__
+os.write(1, f"{world.rank} {world.size} {total} {name}\\n".encode())
+"""
+
+
+def test_the_default_under_mpiexec(start):
+    done = start([*MPIEXEC, "2"], DEFAULT)
+    assert sorted(done.stdout.splitlines()) == ["0 2 3 MPIEngine", "1 2 3 MPIEngine"]
+    assert "Gloo" not in done.stderr
+
+
+@pytest.mark.slow
+def test_other_defaults(start):
+    """Where MPI's library cannot be loaded, and where torchrun started the ranks."""
+    done = start([*MPIEXEC, "2"], DEFAULT, MPI4PY_LIBMPI="/nowhere/libmpi.so")
+    assert sorted(done.stdout.splitlines()) == ["0 2 3 Gloo", "1 2 3 Gloo"]
+    assert done.stderr.count("varcomm runs over Gloo under MPICH: ") == 1
+    one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    assert start([*MPIEXEC, "1"], DEFAULT, **one).stdout == "0 1 1 Gloo\n"
+
+
 REFUSED = """
 import os, varcomm
 def refused(backend, **variables):

@@ -1,9 +1,10 @@
-"""Every primitive on GPUs, one rank a GPU, against one process."""
+"""Every primitive on GPUs against one process: one rank a GPU, and two ranks that share one."""
 
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import varcomm
 from tests.ops.comparing import Failures, assert_none
@@ -28,15 +29,15 @@ ON_GPU = [name for name in PRIMITIVES if "ind" not in name and "needed" not in n
 
 
 def check_on_gpu(rank):
-    failures, device = Failures(), torch.device("cuda", rank)
+    failures, device, ranks = Failures(), torch.device("cuda", rank % GPUS), dist.get_world_size()
     for name in ON_GPU:
         for pattern in PATTERNS:
             for dim in (0, 1):
                 for dtype in DTYPES:
-                    c = case(name, pattern, GPUS, dim)
+                    c = case(name, pattern, ranks, dim)
                     compare(failures, c, dtype, (name, pattern, dim), device=device)
     for name in ("all_reduce", "reduce", "broadcast", "all_gather_v"):
-        c = PRIMITIVES[name](Setting((50_001, *[7] * (GPUS - 1)), 0, (3,)))
+        c = PRIMITIVES[name](Setting((50_001, *[7] * (ranks - 1)), 0, (3,)))
         compare(failures, c, torch.float32, ("large", name), device=device)
     return failures
 
@@ -80,3 +81,9 @@ def test_values_and_gradients(ranks):
     assert_none(ranks.run(check_plan))
     whole = [float(rank) for rank in range(GPUS) for _ in range(rank + 1)]
     assert ranks.run(check_asynchronous) == [(whole, float(GPUS))] * GPUS
+
+
+def test_two_ranks_on_one_gpu():
+    """Gloo serves them, through pinned memory; NCCL refuses two ranks on a GPU."""
+    with varcomm.Ranks(2, timeout=200, backend="gloo") as pool:
+        assert_none(pool.run(check_on_gpu))

@@ -141,10 +141,16 @@ def cases(
                 yield case, on_ranks
 
 
-def measure(rank: int, case: Case, seconds: float, repetitions: int | None) -> dict[str, Any]:
+def measure(
+    rank: int,
+    case: Case,
+    seconds: float,
+    repetitions: int | None,
+    device: torch.device | None = None,
+) -> dict[str, Any]:
     """Time varcomm's call of a case; collective, with the same result on all ranks."""
     torch.set_num_threads(1)
-    device = vc.init().device
+    device = vc.init().device if device is None else device
     load = workload(case, rank, device)
     call, rows = load.call(case.operation)
     x = torch.randn(rows, load.width, device=device).to(load.dtype).requires_grad_()

@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,7 +27,8 @@ __all__ = ["CHECKS", "DESCRIPTION", "Engine", "add_arguments", "engines", "machi
 DESCRIPTION = """\
 Print versions, machine, GPUs and network interfaces, and test each installed
 engine on 2 ranks of this machine: primitives must move the right rows, and
-their backward must be the adjoint. The output is Markdown, for an issue.
+their backward must be the adjoint. Where both serve CPUs, Gloo and MPI are timed.
+The output is Markdown, for an issue.
 
 The status is 1 if an installed engine does not work. An engine takes at most
 180 s to start its ranks, and 60 s for each check.
@@ -55,8 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Collect, test, and print."""
-    results = {engine: tried(engine) for engine in engines()}
-    print("\n".join(_page(results)))
+    seconds: dict[str, list[float]] = {}
+    results = {engine: tried(engine, seconds) for engine in engines()}
+    print("\n".join(_page(results, seconds)))
     return 1 if any(why for found in results.values() for why in found.values()) else 0
 
 
@@ -83,10 +86,10 @@ def engines() -> Iterator[Engine]:
     yield Engine("MPI", "mpi", absent="" if has_mpi else "pip install mpi4py mpich")
 
 
-def tried(engine: Engine) -> dict[str, str]:
+def tried(engine: Engine, seconds: dict[str, list[float]]) -> dict[str, str]:
     """Start ranks and run each check on them; return the reasons of failures by check, or "".
 
-    A check that ends the ranks is the last one.
+    A check that ends the ranks is the last one. Put the `seconds` of an engine for CPUs that works.
     """
     found: dict[str, str] = {}
     if engine.absent:
@@ -101,7 +104,28 @@ def tried(engine: Engine) -> dict[str, str]:
                 text = f"{type(cause).__name__}: {cause}" if cause else str(error).splitlines()[0]
                 found[name] = " ".join(text.split())
                 break
+        if engine.device == "cpu" and not any(found.values()):
+            seconds[engine.name] = ranks.run(times)[0]
     arguments.progress("")
+    return found
+
+
+def times(rank: int) -> list[float]:
+    """Return the seconds of all_gather_v for each of SIZES, of the slowest rank; takes 1 s."""
+    torch.set_num_threads(1)
+    found, ranks = [], dist.get_world_size()
+    for nbytes in SIZES:
+        x, best = torch.zeros(nbytes // ranks // 4), float("inf")
+        end = time.monotonic() + 0.5
+        for _ in range(1000):
+            start = time.perf_counter()
+            for _ in range(10):
+                vc.all_gather_v(x, [len(x)] * ranks)
+            best = min(best, (time.perf_counter() - start) / 10)
+            late = vc.all_reduce(torch.tensor([best, float(time.monotonic() > end)]).double())
+            if late[1] > 0:
+                break
+        found.append(float(vc.all_gather_v(torch.tensor([best]).double(), [1] * ranks).max()))
     return found
 
 
@@ -145,6 +169,7 @@ _CALLS: dict[str, tuple[Callable[[int, vc.ShardSizes, torch.Tensor], torch.Tenso
     "ExchangePlan": (_first_rows, False),
 }
 CHECKS = (*_CALLS, "every dtype")
+SIZES = (1024, 1 << 20)  # bytes of the gathered tensor that engines are timed with
 
 
 def versions() -> dict[str, str]:
@@ -174,14 +199,38 @@ def machine() -> dict[str, str]:
     }
 
 
-def _page(results: Mapping[Engine, Mapping[str, str]]) -> Iterator[str]:
+def _page(
+    results: Mapping[Engine, Mapping[str, str]], seconds: Mapping[str, Sequence[float]]
+) -> Iterator[str]:
     chosen = {k: v for k, v in sorted(os.environ.items()) if k.startswith(_PREFIXES)}
     yield "### varcomm doctor\n"
     yield from _table(["", ""], {**versions(), **machine(), **chosen}.items())
     yield ""
     yield from _table(["engine", "ranks", "result"], (_summary(*each) for each in results.items()))
+    yield from _chosen(results, seconds)
     for engine, found in results.items():
         yield from (f"\n{engine.name}, {name}: {why}" for name, why in found.items() if why)
+
+
+def _chosen(
+    results: Mapping[Engine, Mapping[str, str]], seconds: Mapping[str, Sequence[float]]
+) -> Iterator[str]:
+    """Yield which engine runs under which launcher, and how much faster the other is."""
+    works = {e.name for e, found in results.items() if not (e.absent or any(found.values()))}
+    if "NCCL" in works:
+        under = "NCCL for tensors on GPUs, Gloo for those on CPUs"
+    else:
+        under = "MPI under mpiexec and mpirun, " if "MPI" in works else ""
+        under += "Gloo under torchrun and srun" if under else "Gloo under any launcher"
+    yield f"\n`varcomm.init()` here: {under}."
+    if {"Gloo", "MPI"} <= seconds.keys():
+        pairs = [*zip(SIZES, seconds["Gloo"], seconds["MPI"], strict=True)]
+        yield "\nall_gather_v on 2 ranks:\n"
+        rows = [
+            (f"{size // 1024} KiB", f"{a * 1e6:.0f} us", f"{b * 1e6:.0f} us", f"{a / b:.1f} times")
+            for size, a, b in pairs
+        ]
+        yield from _table(["bytes", "Gloo", "MPI", "MPI is faster"], rows)
 
 
 def _summary(engine: Engine, found: Mapping[str, str]) -> list[str]:

@@ -1,9 +1,9 @@
 """Uneven bytes on MPI, through mpi4py, for the ranks of a Gloo group.
 
-``init(backend="mpi")`` starts MPI under ``mpiexec`` or ``srun``, joins the ranks in a Gloo world
-and marks it: groups, objects and DDP use Gloo, the engine here moves varcomm's bytes. Messages go
-from and to the memory of tensors, at the speed of MPI's own Allgatherv and Alltoallv for small ones
-and in half their time from 1 MB on (MPICH 5.0.2).
+``init("mpi")``, the default for ranks of ``mpiexec`` on CPUs, starts MPI, joins the ranks in a Gloo
+world and marks it: groups, objects and DDP use Gloo, the engine here moves varcomm's bytes.
+Messages go from and to the memory of tensors, at the speed of MPI's own Allgatherv and Alltoallv
+for small ones and in half their time from 1 MB on (MPICH 5.0.2).
 """
 
 # ruff: noqa: D102, Engine documents its methods
@@ -175,8 +175,8 @@ def _is_finished(requests: list[MPI.Request] | None) -> bool:
         return False
 
 
-def start(place: Place, limit: timedelta) -> Store:
-    """Start MPI, unless it runs, and return a store of its ranks; collective.
+def start(place: Place, limit: timedelta) -> None:
+    """Start MPI, unless it runs; collective. LaunchError unless its ranks are those of `place`.
 
     If another rank never starts it, the process ends with code 1 after `limit`.
     """
@@ -199,7 +199,6 @@ def start(place: Place, limit: timedelta) -> Store:
             f"rank {place.rank}: MPI was started without support for threads, in which backward "
             "communicates. Let varcomm.init start it, or ask for MPI.THREAD_MULTIPLE."
         )
-    return _store(limit)
 
 
 def _unlink_shared_memory() -> None:
@@ -211,7 +210,7 @@ def _unlink_shared_memory() -> None:
         Path(name).unlink(missing_ok=True)
 
 
-def _store(limit: timedelta) -> Store:
+def store_of(limit: timedelta) -> Store:
     """Open a store on the first rank's host, and send its address to the others by MPI."""
     world = MPI.COMM_WORLD
     neighbours = world.Split_type(MPI.COMM_TYPE_SHARED)

@@ -28,7 +28,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     rendezvous,
 )
 
-from varcomm.errors import ArgumentError, LaunchError, VarcommError
+from varcomm.errors import ArgumentError, LaunchError, MissingPackageError, VarcommError
 from varcomm.transport import environment
 from varcomm.transport.debug import checked_seconds
 from varcomm.transport.environment import Place
@@ -75,8 +75,9 @@ def init(backend: str | None = None, timeout: float | timedelta = 600.0) -> Worl
     ----------
     backend : str, optional
         As in :func:`torch.distributed.init_process_group`. By default NCCL and Gloo if there are
-        GPUs, else Gloo. ``"mpi"`` is Gloo for groups and objects, and MPI by mpi4py for varcomm's
-        collectives and plans, under ``mpiexec`` or ``srun``; ``MPI4PY_LIBMPI`` names its library.
+        GPUs, ``"mpi"`` if there are none and ``mpiexec`` or ``mpirun`` started ranks that mpi4py
+        serves, else Gloo. ``"mpi"`` is Gloo for groups and objects, and MPI by mpi4py for varcomm's
+        collectives and plans, also under ``srun``; ``MPI4PY_LIBMPI`` names its library.
     timeout : float or timedelta
         Seconds after which joining, and each collective, gives up; at most 24 days.
 
@@ -102,6 +103,8 @@ def init(backend: str | None = None, timeout: float | timedelta = 600.0) -> Worl
     [2, 2]
     """
     if not dist.is_initialized():
+        if backend is None and _has_mpi(timeout):
+            backend = "mpi"
         join(environment.read(os.environ, uses_mpi(backend)), backend, timeout)
     rank = local_rank = dist.get_rank()
     with suppress(LaunchError):  # without a launcher, all ranks are on one host
@@ -110,6 +113,22 @@ def init(backend: str | None = None, timeout: float | timedelta = 600.0) -> Worl
     on_gpu = "nccl" in dist.get_backend_config()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     return World(rank, dist.get_world_size(), local_rank, device)
+
+
+def _has_mpi(timeout: float | timedelta) -> bool:
+    """Return whether a launcher of MPI started ranks on CPUs that mpi4py serves; starts MPI."""
+    place = environment.read(os.environ, mpi=True)
+    if place.launcher not in ("Open MPI", "MPICH") or torch.cuda.is_available():
+        return False
+    try:
+        from varcomm.transport import mpi  # mpi4py is an optional package
+
+        mpi.start(place, timedelta(seconds=checked_seconds(timeout)))
+    except (MissingPackageError, LaunchError) as error:
+        if place.rank == 0:
+            logger.warning("varcomm runs over Gloo under %s: %s", place.launcher, error)
+        return False
+    return True
 
 
 def uses_mpi(backend: str | None) -> bool:
@@ -133,9 +152,10 @@ def join(place: Place, backend: str | None, timeout: float | timedelta) -> None:
     node_size = 0
     try:
         if mpi:
-            from varcomm.transport.mpi import start  # mpi4py is an optional package
+            from varcomm.transport.mpi import start, store_of  # mpi4py is an optional package
 
-            store = start(place, limit)
+            start(place, limit)
+            store = store_of(limit)
         else:
             store = meeting_store(place, limit)
         dist.init_process_group(

@@ -29,7 +29,9 @@ def replace_methods(module: torch.nn.Module, running: Running) -> None:
         if isinstance(module, kind):
             for name, function in methods.items():
                 if getattr(type(module), name) is getattr(kind, name):
-                    vars(module)[name] = _Method(function, module, running)
+                    method = _Method(function, module, running)
+                    if vars(module).get(name) != method:  # compiled code knows the former one
+                        vars(module)[name] = method
 
     if isinstance(module, pyg.HeteroDictLinear | pyg.GMMConv) and hasattr(module, "_hook"):
         module.register_forward_pre_hook(_initialize, prepend=True)
@@ -49,7 +51,7 @@ def _initialize(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     return None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class _Method:
     """A method of an instance, copied with it."""
 
