@@ -29,7 +29,6 @@ from suite.task import measure
 
 from varcomm.cli import arguments
 from varcomm.cli.bench import add_case_arguments, cases, check_options, is_first_rank
-from varcomm.simulate.table import aligned
 
 # By suite: its operations, and build(case, peers, device), which prepares a case on a rank.
 SUITES = {
@@ -100,9 +99,9 @@ def main():
 def show(record, options):
     """Print what follows the table, and write the files."""
     results = record["results"]
-    print("", *report.reasons(results), "", *aligned(report.goals(results)), sep="\n")
+    print("", *report.reasons(results), sep="\n")
     if options.markdown:
-        print("", *report.condensed(results), *report.markdown(report.goals(results)), sep="\n")
+        print("", *report.condensed(results), sep="\n")
     if options.json:
         options.json.write_text(json.dumps(record, indent=1) + "\n")
     if options.plot and results:

@@ -41,6 +41,7 @@ def alone(rank, samples):
         "all_gather_v with gradient": lambda: vc.all_gather_v(leaf, [8]),
         "plan": lambda: plan(x),
         "plan with gradient": lambda: plan(leaf),
+        "plan forward and backward": lambda: torch.autograd.grad(plan(leaf), leaf, x[:4]),
     }
     return {name: per_call(call, samples, 500) for name, call in calls.items()}
 

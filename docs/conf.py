@@ -9,6 +9,7 @@ sys.path.insert(0, str(HERE / "_ext"))
 
 # Ranks that tutorials start have one thread each; so do the examples of the pages.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler prints nothing
 
 project = "varcomm"
 author = "The varcomm developers"

@@ -28,7 +28,7 @@ ROOMS = {
     "ops": "one file a primitive, its adjoint beside it: "
     "all_gather_v and reduce_scatter_v, gather_v and scatter_v, ...",
     "transport": "the only room that knows collectives of torch.distributed: Gloo, NCCL, MPI",
-    "sizes": "ShardSizes: rows a rank, arithmetic without communication",
+    "sizes": "ShardSizes: rows per rank, arithmetic without communication",
     "errors": "VarcommError and its few children",
 }
 COLOURS = ("#d7e3f4", "#d8ede6", "#fbe7cf")  # for users, of science, of numbers on the wire

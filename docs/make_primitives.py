@@ -4,11 +4,9 @@ Run it from the root of the repository: ``MPLBACKEND=Agg python docs/make_primit
 """
 
 import runpy
-import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
 
-sys.path.append(str(HERE / "tutorials"))
 tutorial = runpy.run_path(str(HERE / "tutorials" / "01_uneven_shards.py"), run_name="__main__")
 tutorial["overview"].savefig(HERE / "images" / "primitives.png", dpi=100)

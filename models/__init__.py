@@ -36,7 +36,7 @@ def __getattr__(name: str) -> type:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in _GRAPH_NETWORKS and find_spec("torch_geometric") is None:
         raise MissingModuleError(
-            f'varcomm.models.{name} needs PyTorch Geometric: pip install "varcomm[graph]"'
+            f"varcomm.models.{name} needs PyTorch Geometric: pip install torch_geometric"
         )
     found: type = getattr(import_module(f".{_FILES[name]}", __name__), name)
     return found

@@ -186,6 +186,29 @@ def test_refusals(calculators):
     close(atoms.get_forces(), other.get_forces())
 
 
+class Compiled(Argon):
+    """With a module in TorchScript, which sees no edges."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = torch.jit.script(torch.nn.Identity())
+
+    def forward(self, graph):
+        return self.last(super().forward(graph))
+
+
+def test_models_with_torchscript():
+    atoms, other = crystal((2, 2, 1)), crystal((2, 2, 1))
+    other.calc = own_calculator()
+    with (
+        Calculator(Compiled, ranks=1) as atoms.calc,
+        pytest.raises(LaunchError, match="TorchScript"),
+    ):
+        atoms.get_forces()
+    with Calculator(Compiled, ranks=1, adapt=False) as atoms.calc:
+        close(atoms.get_forces(), other.get_forces())
+
+
 def test_arguments():
     with pytest.raises(ArgumentError, match="world_size"):
         Calculator(Argon, ranks=0)

@@ -44,7 +44,7 @@ for code, builtin in (
         exec(code)
     except varcomm.MissingPackageError as error:
         assert isinstance(error, builtin), code
-        assert 'needs PyTorch Geometric: pip install "varcomm[graph]"' in str(error), code
+        assert 'needs PyTorch Geometric: pip install torch_geometric' in str(error), code
     else:
         raise AssertionError(code)
 """

@@ -21,7 +21,7 @@ try:  # varcomm.graph has found PyTorch Geometric
     from ase.stress import full_3x3_to_voigt_6_stress
     from torch_geometric.data import Data
 except ModuleNotFoundError as error:
-    raise MissingModuleError('varcomm.ase needs ASE: pip install "varcomm[ase]"') from error
+    raise MissingModuleError("varcomm.ase needs ASE: pip install ase") from error
 
 __all__ = ["Calculator"]
 
@@ -43,7 +43,7 @@ class Calculator(base.Calculator):
     ----------
     make_model : callable
         Called once on each rank; returns the same torch.nn.Module on all ranks, which is moved to
-        the rank's device and prepared by :func:`varcomm.graph.distribute`.
+        the rank's device and, with `adapt`, prepared by :func:`varcomm.graph.distribute`.
     cutoff : float, optional
         Greatest distance between neighbours, in Angstrom; None reads ``model.cutoff``.
     ranks : int
@@ -54,6 +54,9 @@ class Calculator(base.Calculator):
     call : callable, optional
         ``call(model, graph)`` returns the energies in eV of the rank's atoms, floats of shape (n,),
         differentiable with respect to ``graph.pos``. None is ``model(graph)``.
+    adapt : bool
+        False leaves out :func:`varcomm.graph.distribute`: for models with TorchScript, such as
+        MACE, that have no layers of PyTorch Geometric and no norms over atoms.
     backend : str or None
         As in :func:`varcomm.launch`; with ``"nccl"`` each rank computes on its own GPU.
     timeout : float or timedelta
@@ -90,12 +93,14 @@ class Calculator(base.Calculator):
         *,
         skin: float = 0.5,
         call: Call | None = None,
+        adapt: bool = True,
         backend: str | None = "gloo",
         timeout: float | timedelta = 300.0,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._ranks = Ranks(ranks, timeout, backend=backend)
-        self._of_model, self._skin = (make_model, cutoff, skin, call), skin
+        call = call or (lambda model, graph: model(graph))
+        self._of_model, self._skin = (make_model, cutoff, skin, call, adapt), skin
         self._owner = np.zeros(0, np.int64)
         self._stood: Atoms | None = None  # the atoms when their owners were assigned
 
@@ -161,6 +166,7 @@ class _Part:
     cutoff: float
     skin: float
     call: Call
+    adapt: bool
     graph: PartitionedGraph | None = None
 
 
@@ -168,12 +174,12 @@ class _Part:
 _part: _Part | None = None
 
 
-def _set_up(rank: int, make_model: Any, cutoff: Any, skin: float, call: Call | None) -> None:
+def _set_up(rank: int, make_model: Any, cutoff: Any, *more: Any) -> None:
     global _part
     model = make_model().to(init().device)
     if cutoff is None and (cutoff := getattr(model, "cutoff", None)) is None:
         raise ArgumentError("cutoff is missing, and the model has no attribute cutoff. Pass one.")
-    _part = _Part(model, cutoff, skin, call or (lambda model, graph: model(graph)))
+    _part = _Part(model, cutoff, *more)
 
 
 def _calculated(
@@ -194,7 +200,8 @@ def _calculated(
     graph = radius(pos, part.cutoff, cell=cell, pbc=pbc, skin=part.skin, previous=last, ids=index)
     nodes = replace(graph.nodes, attributes={"pos": pos, "numbers": numbers})
     part.graph = replace(graph, node_shards={None: nodes}, attributes={"cell": cell})
-    energies = part.call(distribute(part.model, part.graph), part.graph)
+    model = distribute(part.model, part.graph) if part.adapt else part.model
+    energies = part.call(model, part.graph)
     if (shape := getattr(energies, "shape", type(energies).__name__)) != (len(ids),):
         text = f"the model must return an energy per atom, ({len(ids)},) on rank {rank}"
         raise ArgumentError(f"{text}; got {shape}.")

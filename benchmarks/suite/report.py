@@ -1,6 +1,4 @@
-"""Table, goals, condensed tables and picture of results."""
-
-import statistics
+"""Table, condensed tables and picture of results."""
 
 from suite.peers import PEERS
 from suite.task import COPY, FLOOR, OURS, PEER
@@ -8,7 +6,6 @@ from suite.task import COPY, FLOOR, OURS, PEER
 from varcomm.cli.bench import microseconds
 from varcomm.simulate.table import line
 
-LARGE, SMALL = 2**20, 2**16
 SHORT = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16", "float16": "fp16"}
 WIDTHS = {"operation": -20, "pass": -8, "ranks": 5, "dtype": 5, "bytes": 10, "shards": 7}
 WIDTHS |= {"skew": 5, "us": 8, "quartiles": 15, "algbw": 7, "busbw": 7, "wire": 5}
@@ -76,75 +73,6 @@ def reasons(results):
             for operation, directions in operations.items()
         )
         yield f"could not run: {name}: {reason} ({', '.join(what)})"
-
-
-def ratio_of(suite, on_mpi, applies):
-    """Varcomm's time over the floor's, of the results of a suite to which a goal applies."""
-
-    def number(result):
-        there = result["suite"] == suite and (
-            on_mpi is None or on_mpi == (result["engine"] == "mpi")
-        )
-        bare = floor(result)
-        return bare[1]["ratio"] if there and bare and applies(result["asked"]) else None
-
-    return number
-
-
-def over_padded(result):
-    padded = result["timings"].get("padded")
-    case = result["suite"], result["engine"], result["skew"]
-    applies = case == ("ops", "gloo", "1:2") and result["asked"] >= LARGE
-    return 1 / padded["ratio"] if applies and padded else None
-
-
-def added_on_mpi(result):
-    bare = floor(result)
-    if (
-        (result["suite"], result["engine"]) != ("ops", "mpi")
-        or result["asked"] >= SMALL
-        or not bare
-    ):
-        return None
-    return (result["seconds"] - bare[1]["seconds"]) * 1e6
-
-
-# Text, limit, its unit, whether the number must be at least the limit, and the number of a result.
-GOALS = (
-    ("1 MB and more, of the floor", 1.1, "", False, ratio_of("ops", False, LARGE.__le__)),
-    ("under 64 KB, of the floor", 1.25, "", False, ratio_of("ops", False, SMALL.__gt__)),
-    ("Gloo, 1:2, 1 MB and more: times as fast as the padded gather", 4.0, "", True, over_padded),
-    (
-        "MPI, 1 MB and more, of mpi4py's bare call",
-        1.15,
-        "",
-        False,
-        ratio_of("ops", True, LARGE.__le__),
-    ),
-    ("MPI, under 64 KB, more than mpi4py's bare call", 40.0, " us", False, added_on_mpi),
-    ("bytes on the wire, of the fewest possible", 1.0, "", False, lambda result: result["wire"]),
-    ("plans, of the bare schedule", 1.15, "", False, ratio_of("plan", None, lambda _: True)),
-)
-
-
-def goals(results):
-    """Rows of a table: each goal that applies, how it fared, and the case furthest off."""
-    rows = [["goal", "limit", "cases", "held", "median", "worst", "where"]]
-    for text, limit, unit, at_least, number in GOALS:
-        pairs = [(n, result) for result in results if (n := number(result)) is not None]
-        if pairs:
-            pairs.sort(key=lambda pair: pair[0], reverse=at_least)
-            worst, result = pairs[-1]
-            held = sum(n >= limit if at_least else n <= limit + 1e-9 for n, _ in pairs)
-            where = (
-                f"{result['operation']} {direction(result)}, {result['world']} ranks, "
-                f"{result['dtype']}, {short_bytes(result['asked'])} {result['skew']}: "
-                f"{microseconds(result['seconds'])} us"
-            )
-            median = statistics.median_high([n for n, _ in pairs])
-            cells = [text, f"{limit:.4g}{unit}", len(pairs), held, f"{median:.2f}", f"{worst:.2f}"]
-            rows.append([*map(str, cells), where])
-    return rows
 
 
 def markdown(rows):

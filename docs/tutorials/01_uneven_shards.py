@@ -2,29 +2,176 @@
 Uneven shards and the primitives
 ================================
 
-You will learn what an uneven shard is, and what each of varcomm's primitives moves: rank by rank,
-forward and backward, in drawings that are made from real runs. You need to know PyTorch and its
-autograd. You need not know MPI, nor have more than one processor: the ranks here are processes on
-this machine.
+This tutorial shows which rows each collective of varcomm moves between ranks, forward and backward.
+The drawings come from real runs. You need PyTorch and its autograd, and about 15 minutes. You need
+no MPI and no second processor: the ranks are processes on this machine.
 """
 
 # %%
 # A first run
 # -----------
 #
-# A *rank* is one of several processes that run the same function. Each holds its own part of a
-# tensor, its *shard*. Shards need not be equally long: ``sizes`` says how many rows each rank
-# holds, and zero is a size as good as any.
+# A *rank* is one of several processes that run the same function. Each rank holds a part of a
+# tensor, its *shard*. Shards may differ in length: ``sizes`` lists the rows per rank, and zero is
+# allowed.
 #
-# :class:`varcomm.Ranks` starts processes on this machine and keeps them for the next run;
-# :func:`varcomm.launch` does the same for a single run. Each calls the function with the number of
-# its rank, and we get back a list of what all ranks returned.
+# :class:`varcomm.Ranks` starts processes on this machine and keeps them for the next run.
+# :func:`varcomm.launch` starts them for a single run. Both call the function with the rank's number
+# and return a list with the result of each rank.
 
 import matplotlib.pyplot as plt
 import torch
-from _drawing import draw, explain  # beside this script
+from matplotlib.patches import Rectangle
 
 import varcomm as vc
+
+# sphinx_gallery_start_ignore
+# Drawing, which the page does not show.
+
+COLOURS = [
+    "#56b4e9",
+    "#e69f00",
+    "#cc79a7",
+]  # per rank, safe for colour-blind readers
+INK, PALE = "#22272b", "#6b747b"
+# of a rank's column, of a row, between columns
+WIDTH, HEIGHT, GAP = 1.35, 0.62, 0.22
+BLOCK = 3 * WIDTH + 2 * GAP
+ARROW = 1.9  # length of an arrow
+PITCH = 1.08 * HEIGHT
+
+
+def words(ax, x, y, text, size=8, color=INK, **style):
+    ax.text(x, y, text, ha="center", va="center", size=size, color=color, **style)
+
+
+def draw_entry(ax, x, y, width, marks, counts):
+    """Draw one entry as a box, with a field for each entry that it contains."""
+    sources = [k for k, count in enumerate(marks.int()) for _ in range(count)]
+    x, width = x + 0.03, width - 0.06
+    if not sources:
+        ax.add_patch(
+            Rectangle(
+                (x, y), width, HEIGHT, facecolor="white", edgecolor=PALE, lw=0.7
+            )
+        )
+        words(ax, x + width / 2, y + HEIGHT / 2, "0", color=PALE)
+    for place, source in enumerate(sources):
+        owner = next(
+            rank for rank in range(len(counts)) if source in counts.range(rank)
+        )
+        left, field = x + place * width / len(sources), width / len(sources)
+        ax.add_patch(
+            Rectangle((left, y), field, HEIGHT, facecolor=COLOURS[owner], lw=0)
+        )
+        words(ax, left + field / 2, y + HEIGHT / 2, source - counts.offsets[owner])
+
+
+def draw_block(ax, left, top, title, found):
+    """Draw the rows of all ranks at one moment, side by side."""
+    words(ax, left + BLOCK / 2, top + 1.0, title, size=9)
+    for rank, (entries, counts) in enumerate(found):
+        x = left + rank * (WIDTH + GAP)
+        words(ax, x + WIDTH / 2, top + 0.35, f"rank {rank}", color=PALE)
+        if len(entries) == 0:
+            words(
+                ax,
+                x + WIDTH / 2,
+                top - HEIGHT / 2,
+                "no rows",
+                7,
+                PALE,
+                style="italic",
+            )
+        for row, entry in enumerate(entries):
+            width = WIDTH / len(entry)
+            for column, marks in enumerate(entry):
+                draw_entry(
+                    ax,
+                    x + column * width,
+                    top - (row + 1) * PITCH,
+                    width,
+                    marks,
+                    counts,
+                )
+
+
+def draw_arrow(ax, y, label, start, end):
+    style = {"arrowstyle": "-|>", "color": INK, "lw": 1.5}
+    ax.annotate("", (end, y), (start, y), arrowprops=style)
+    words(ax, (start + end) / 2, y + 0.3, label)
+
+
+def draw_panel(ax, title, found, rows):
+    """Draw forward above, from left to right, and backward below, from right to left."""
+    right, height = BLOCK + ARROW, rows * PITCH
+    low, middle = -height - 1.9, min(height, 3 * PITCH) / 2
+    places = [(0, 0), (right, 0), (right, low), (0, low)]
+    for (left, top), moment in zip(places, found[0], strict=True):
+        draw_block(ax, left, top, moment, [of_rank[moment] for of_rank in found])
+    draw_arrow(ax, -middle, "forward", BLOCK + 0.15, right - 0.15)
+    draw_arrow(ax, low - middle, "backward", right - 0.15, BLOCK + 0.15)
+    style = {"size": 12, "weight": "bold", "color": INK, "family": "monospace"}
+    ax.text(0, 1.75, title, **style)
+    ax.set_xlim(-0.6, right + BLOCK + 0.6)
+    ax.set_ylim(low - height - 0.5, 2.5)
+    ax.set_aspect("equal")
+
+
+def draw(panels, columns=2):
+    """Return a figure with one panel per collective."""
+    names = list(panels)
+    lines = [
+        names[start : start + columns] for start in range(0, len(names), columns)
+    ]
+    rows = [
+        max(
+            len(part[0])
+            for name in line
+            for of_rank in panels[name]
+            for part in of_rank.values()
+        )
+        for line in lines
+    ]
+    heights = [2 * count * PITCH + 4.9 for count in rows]
+    figure, axes = plt.subplots(
+        len(lines),
+        columns,
+        figsize=(4.5 * columns, 0.385 * sum(heights)),
+        height_ratios=heights,
+        squeeze=False,
+        facecolor="white",
+        layout="constrained",
+    )
+    for ax in axes.flat:
+        ax.axis("off")
+    for line, across, count in zip(lines, axes, rows, strict=True):
+        for name, ax in zip(line, across, strict=False):
+            draw_panel(ax, name, panels[name], count)
+    return figure
+
+
+def explain(figure):
+    """Draw the legend into the last panel of a figure."""
+    lines = [
+        "Colour: the rank where a row was\nwhen the arrow began.",
+        "Number: its place there.",
+        "Several fields: a sum of rows.",
+        "White: zeros.",
+    ]
+    ax = figure.axes[-1]
+    ax.text(
+        0.1,
+        0.5,
+        "\n\n".join(lines),
+        transform=ax.transAxes,
+        va="center",
+        size=11,
+        color=INK,
+    )
+
+
+# sphinx_gallery_end_ignore
 
 SIZES = [3, 0, 1]
 ranks = vc.Ranks(len(SIZES))
@@ -35,37 +182,39 @@ def first_run(rank):
     whole = vc.all_gather_v(shard, SIZES)
     whole.sum().backward()
     gradient = shard.grad[:, 0].tolist()
-    return f"rank {rank}: holds {len(shard)} rows, gathers {len(whole)}, gradient {gradient}"
+    rows = f"holds {len(shard)} rows, gathers {len(whole)}"
+    return f"rank {rank}: {rows}, gradient {gradient}"
 
 
 print("\n".join(ranks.run(first_run)))
 
 # %%
-# Every rank got all rows, although one of them brought none. The gradient tells how a primitive
-# differs from a plain copy: all three ranks used every row in their own loss, so each row is used
-# three times, and the gradient of a row is the sum of what three ranks say about it. It had to
-# travel back. That is why *backward is collective too*: every rank has to call it.
+# Every rank received all rows, although one rank had none. The gradient shows the difference from
+# a plain copy. All three ranks used every row in their own loss, so the gradient of a row is the
+# sum of three gradients. Two of them travelled back from other ranks. Therefore *backward is
+# collective too*: every rank must call it.
 #
-# Rows that remember where they come from
-# ---------------------------------------
+# Rows with marks
+# ---------------
 #
-# To see what moves, we give each row a mark of its own: row number ``k`` of all input is the
-# ``k``-th row of an identity matrix. After any copying and adding up, a row says which input rows
-# went into it. With gradients we do the same: the gradient of the result, which autograd is given
-# at the start of backward, is marked row by row, and we look at what arrives at the input.
+# To see which rows move, we mark each row: row ``k`` of all inputs is row ``k`` of an identity
+# matrix. After any copies and sums, a row shows the input rows that it contains. The gradient of
+# the result is marked in the same way, and we look at the gradient of the input.
 
-MARKS = 16  # as many as there are rows to tell apart
+MARKS = 16  # at least the number of rows
 
 
 def marked(shape, first):
-    """A tensor of this shape, with one more dimension that holds the mark of each entry."""
+    """Return a tensor of this shape, with one more dimension for marks."""
     count = torch.Size(shape).numel()
     return torch.eye(MARKS)[first : first + count].view(*shape, MARKS)
 
 
 def follow(rank, primitive, shapes):
-    """Run a primitive forward and backward on marked rows; None is a rank without input."""
-    inputs = vc.ShardSizes(0 if shape is None else torch.Size(shape).numel() for shape in shapes)
+    """Run forward and backward on marked rows; None is a rank without input."""
+    inputs = vc.ShardSizes(
+        0 if shape is None else torch.Size(shape).numel() for shape in shapes
+    )
     x = None
     if shapes[rank] is not None:
         x = marked(shapes[rank], inputs.offsets[rank]).requires_grad_()
@@ -84,15 +233,15 @@ def follow(rank, primitive, shapes):
 
 
 # %%
-# All to all ranks, and the sum back to the owners
-# ------------------------------------------------
+# all_gather_v and reduce_scatter_v
+# ---------------------------------
 #
-# ``all_gather_v`` copies the rows of all ranks to every rank. ``reduce_scatter_v`` begins with a
-# whole tensor on every rank, adds them up, and leaves each rank its own rows of the sum.
+# ``all_gather_v`` copies the rows of all ranks to every rank. ``reduce_scatter_v`` sums full
+# tensors of all ranks and leaves each rank its own rows of the sum.
 #
-# In each drawing, forward is above and read from left to right; backward is below and read from
-# right to left. The colour of a row is that of the rank where it was at the start of the arrow, and
-# its number is its place there. A row with several fields is a sum.
+# In each drawing, the upper half is forward, from left to right. The lower half is backward, from
+# right to left. The colour of a row is the rank that held the row at the start of the arrow, and
+# the number is the row's place on that rank. A row with several fields is a sum.
 
 drawn = {
     "all_gather_v": ranks.run(
@@ -106,20 +255,22 @@ draw(drawn)
 plt.show()
 
 # %%
-# Look at the left drawing from below and at the right one from above: backward of the one is
-# forward of the other. Such a pair are each other's *adjoints*, the transposes of two matrices that
-# have a one wherever a row goes.
+# The backward of the left drawing is the forward of the right drawing, and the reverse. The two
+# operators are *adjoints* of each other: as matrices of zeros and ones, each is the transpose of
+# the other.
 #
-# To one rank, and from one rank
-# ------------------------------
+# gather_v and scatter_v
+# ----------------------
 #
-# ``gather_v`` collects all rows on the rank ``dst``; the others get a tensor of zero rows, which
-# belongs to the graph, so that they too can call ``backward``. ``scatter_v`` hands out the rows of
-# the rank ``src``; the others pass None.
+# ``gather_v`` collects all rows on the rank ``dst``. The other ranks get a tensor of zero rows that
+# belongs to the autograd graph, so that they can call ``backward``. ``scatter_v`` sends each rank
+# its rows of the tensor on rank ``src``. The other ranks pass None.
 
 pair = {
     "gather_v": ranks.run(
-        follow, lambda rank, x: vc.gather_v(x, SIZES, dst=0), [(n, 1) for n in SIZES]
+        follow,
+        lambda rank, x: vc.gather_v(x, SIZES, dst=0),
+        [(n, 1) for n in SIZES],
     ),
     "scatter_v": ranks.run(
         follow, lambda rank, x: vc.scatter_v(x, SIZES, src=0), [(4, 1), None, None]
@@ -130,17 +281,24 @@ plt.show()
 drawn |= pair
 
 # %%
-# From each rank to each
-# ----------------------
+# all_to_all_v and indexed_all_to_all_v
+# -------------------------------------
 #
-# ``all_to_all_v`` cuts the rows of each rank into blocks, one for each rank.
-# ``indexed_all_to_all_v`` lets each rank choose its rows, in any order, as often as it likes. In
-# backward the gradients of all copies of a row come home and are added up: a row that is sent twice
-# has two fields. This is the primitive under a halo exchange, and :class:`varcomm.ExchangePlan` is
-# the same with all checks done once, for use at every step.
+# ``all_to_all_v`` sends a block of rows from each rank to each rank. ``indexed_all_to_all_v`` sends
+# chosen rows, in any order, also repeatedly. Backward returns the gradients of all copies of a row
+# and sums them: a row that is sent twice has two fields. A halo exchange uses this primitive.
+# :class:`varcomm.ExchangePlan` runs the checks once and is called at every step.
 
-BLOCKS = [[1, 2, 0], [1, 0, 1], [0, 1, 1]]  # BLOCKS[i][j]: rows from rank i to rank j
-CHOSEN = [[[], [2, 0], [2]], [[1], [], [1]], [[], [0], []]]  # CHOSEN[i][j]: which ones
+BLOCKS = [
+    [1, 2, 0],
+    [1, 0, 1],
+    [0, 1, 1],
+]  # BLOCKS[i][j]: rows from rank i to rank j
+CHOSEN = [
+    [[], [2, 0], [2]],
+    [[1], [], [1]],
+    [[], [0], []],
+]  # CHOSEN[i][j]: which ones
 
 
 def all_to_all(rank, x):
@@ -149,11 +307,15 @@ def all_to_all(rank, x):
 
 def indexed(rank, x):
     indices = [torch.tensor(rows, dtype=torch.int64) for rows in CHOSEN[rank]]
-    return vc.indexed_all_to_all_v(x, indices, [[len(rows) for rows in row] for row in CHOSEN])
+    return vc.indexed_all_to_all_v(
+        x, indices, [[len(rows) for rows in row] for row in CHOSEN]
+    )
 
 
 pair = {
-    "all_to_all_v": ranks.run(follow, all_to_all, [(sum(row), 1) for row in BLOCKS]),
+    "all_to_all_v": ranks.run(
+        follow, all_to_all, [(sum(row), 1) for row in BLOCKS]
+    ),
     "indexed_all_to_all_v": ranks.run(follow, indexed, [(3, 1), (2, 1), (1, 1)]),
 }
 draw(pair)
@@ -161,30 +323,34 @@ plt.show()
 drawn |= pair
 
 # %%
-# Copies and sums
-# ---------------
+# broadcast, reduce, all_reduce and shard_v
+# -----------------------------------------
 #
-# ``broadcast`` and ``reduce`` are each other's adjoints. ``all_reduce`` is its own: if every rank
-# uses the sum in its loss, every rank's row matters to all of these losses. ``shard_v`` keeps a
-# rank's own rows of a tensor that all ranks have, without any message; backward puts them at their
-# place among zeros.
+# ``broadcast`` and ``reduce`` are adjoints of each other. ``all_reduce`` is its own adjoint: if
+# every rank uses the sum in its loss, each rank's row contributes to all of these losses.
+# ``shard_v`` selects the rank's rows of a tensor that all ranks have, without a message. Its
+# backward puts these rows into a tensor of zeros.
 
 four = {
-    "broadcast": ranks.run(follow, lambda rank, x: vc.broadcast(x, src=0), [(2, 1), None, None]),
+    "broadcast": ranks.run(
+        follow, lambda rank, x: vc.broadcast(x, src=0), [(2, 1), None, None]
+    ),
     "reduce": ranks.run(follow, lambda rank, x: vc.reduce(x, dst=0), [(2, 1)] * 3),
     "all_reduce": ranks.run(follow, lambda rank, x: vc.all_reduce(x), [(2, 1)] * 3),
-    "shard_v": ranks.run(follow, lambda rank, x: vc.shard_v(x, SIZES), [(4, 1)] * 3),
+    "shard_v": ranks.run(
+        follow, lambda rank, x: vc.shard_v(x, SIZES), [(4, 1)] * 3
+    ),
 }
 draw(four)
 plt.show()
 drawn |= four
 
 # %%
-# Another dimension
-# -----------------
+# Other dimensions and transpose_v
+# --------------------------------
 #
-# All of them take ``dim``. ``transpose_v`` takes two: a tensor that is sharded by rows becomes
-# sharded by columns. Attention does so when it goes from shards of a sequence to shards of heads.
+# All collectives accept ``dim``. ``transpose_v`` accepts two dimensions: a tensor sharded by rows
+# becomes sharded by columns. Attention uses it between shards of a sequence and shards of heads.
 
 drawn["transpose_v"] = ranks.run(
     follow,
@@ -197,14 +363,16 @@ draw({"transpose_v": drawn["transpose_v"]}, columns=1)
 plt.show()
 
 # %%
-# Proof, not pictures
-# -------------------
+# Test an adjoint
+# ---------------
 #
-# A drawing shows one case. What defines the adjoint :math:`A^*` of :math:`A` is that :math:`\langle
-# A x, y \rangle = \langle x, A^* y \rangle` for all :math:`x` and :math:`y`, with inner products
-# summed over ranks. :func:`varcomm.testing.dot_test` draws :math:`y` by chance and raises on every
-# rank if the two sides differ by more than rounding. It takes your own functions too, and notices a
-# backward that forgets to sum over ranks:
+# A drawing shows one case. An equation defines the adjoint :math:`A^*` of :math:`A`:
+# :math:`\langle A x, y \rangle = \langle x, A^* y \rangle` for all :math:`x` and :math:`y`. The
+# inner products are summed over ranks.
+#
+# :func:`varcomm.testing.dot_test` draws a random :math:`y` and raises on every
+# rank if the two sides differ by more than rounding. Use it for your own functions. Here it finds a
+# backward without the sum over ranks:
 
 
 class Forgetful(torch.autograd.Function):
@@ -214,7 +382,7 @@ class Forgetful(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return vc.shard_v(gradient, SIZES)  # this rank's rows of its own gradient, and no other's
+        return vc.shard_v(gradient, SIZES)  # without the other ranks' gradients
 
 
 def prove(rank):
@@ -232,10 +400,11 @@ print(ranks.run(prove)[0])
 # Wrong use is an error
 # ---------------------
 #
-# A rank checks what it can before it sends anything. What no rank can see alone, such as sizes that
-# differ between ranks, all ranks find out together inside ``with vc.debug():``. Use it while you
-# develop; without it a disagreement may leave ranks waiting for each other. All ranks raise the
-# same error; we print its first line, and what follows tells at which line of code each rank was.
+# Each rank checks its own arguments before it sends. Some mistakes show only in a comparison of
+# ranks, such as sizes that differ. Inside ``with vc.debug():`` ranks compare each call, and all of
+# them raise the same error. Use it while you develop: without it, ranks that disagree may wait
+# until the timeout. We print the first line of the error. The next lines name the line of code on
+# each rank.
 
 
 def disagree(rank):
@@ -251,22 +420,22 @@ print(ranks.run(disagree)[0])
 ranks.close()
 
 # %%
-# All primitives at a glance
-# --------------------------
+# All collectives in one figure
+# -----------------------------
 
 overview = draw(drawn, columns=3)
 explain(overview)
 plt.show()
 
 # %%
-# What to take away
-# -----------------
+# Summary
+# -------
 #
-# - ``sizes`` says how many rows each rank holds. Any sizes will do, zeros included.
-# - Backward of a copy is a sum, and backward of a sum is a copy: each primitive's backward is its
+# - ``sizes`` lists the rows per rank; zeros are allowed.
+# - The backward of a copy is a sum, and the backward of a sum is a copy. Each backward is the
 #   adjoint, for losses that are summed over ranks.
 # - All ranks make the same calls in the same order, in forward and in backward.
-# - ``vc.testing.dot_test`` proves such code; ``vc.debug()`` finds ranks that disagree.
+# - ``vc.testing.dot_test`` tests adjoints; ``vc.debug()`` finds ranks that disagree.
 #
-# Next: :doc:`your first halo exchange <02_first_halo_exchange>`. Behind it all:
+# Next: :doc:`your first halo exchange <02_first_halo_exchange>`. Theory:
 # :doc:`adjoints </how_it_works/adjoints>`.

@@ -29,7 +29,9 @@ ranks = vc.Ranks(len(SIZES))
 def needed_by(rank):
     """The points next to this rank's own, in the numbers of the whole rod."""
     own = SIZES.range(rank)
-    return [point for point in (own.start - 1, own.stop) if 0 <= point < SIZES.total]
+    return [
+        point for point in (own.start - 1, own.stop) if 0 <= point < SIZES.total
+    ]
 
 
 # %%
@@ -55,20 +57,35 @@ print("\n".join(ranks.run(describe)))
 # %%
 # The plan as a picture: a line a rank, owned points filled, the halo in the colour of its owner.
 
-COLOURS = ["#56b4e9", "#e69f00", "#cc79a7"]  # one a rank; told apart by colour-blind readers too
+COLOURS = [
+    "#56b4e9",
+    "#e69f00",
+    "#cc79a7",
+]  # one a rank; told apart by colour-blind readers too
 
 figure, ax = plt.subplots(figsize=(9, 2.2), facecolor="white", layout="constrained")
 for rank in range(len(SIZES)):
     for point in SIZES.range(rank):
-        ax.add_patch(Rectangle((point - 0.45, -rank), 0.9, 0.7, facecolor=COLOURS[rank]))
+        ax.add_patch(
+            Rectangle((point - 0.45, -rank), 0.9, 0.7, facecolor=COLOURS[rank])
+        )
     for point in needed_by(rank):
         owner = COLOURS[SIZES.owner(point)]
-        style = {"facecolor": "white", "edgecolor": owner, "hatch": "/////", "lw": 1.5}
+        style = {
+            "facecolor": "white",
+            "edgecolor": owner,
+            "hatch": "/////",
+            "lw": 1.5,
+        }
         ax.add_patch(Rectangle((point - 0.4, -rank + 0.05), 0.8, 0.6, **style))
-ax.set_title("What each rank owns (filled) and copies from others (hatched)", loc="left")
+ax.set_title(
+    "What each rank owns (filled) and copies from others (hatched)", loc="left"
+)
 ax.set_xlim(-0.6, SIZES.total - 0.4)
 ax.set_ylim(1 - len(SIZES) - 0.1, 0.8)
-ax.set_yticks([0.35 - rank for rank in range(len(SIZES))], ["rank 0", "rank 1", "rank 2"])
+ax.set_yticks(
+    [0.35 - rank for rank in range(len(SIZES))], ["rank 0", "rank 1", "rank 2"]
+)
 ax.tick_params(left=False)
 ax.set_xlabel("point of the rod")
 ax.spines[["left", "top", "right"]].set_visible(False)
@@ -103,7 +120,9 @@ def solve(u, plan, rank):
 def initial(points):
     """Warm in two places; in float64, to see rounding alone."""
     x = torch.tensor(points, dtype=torch.float64)
-    return torch.exp(-(((x - 16) / 2) ** 2)) + 0.6 * torch.exp(-(((x - 33) / 3) ** 2))
+    return torch.exp(-(((x - 16) / 2) ** 2)) + 0.6 * torch.exp(
+        -(((x - 33) / 3) ** 2)
+    )
 
 
 # %%
@@ -139,7 +158,9 @@ whole_end = solve(whole_start, None, 0)
 whole_end[POINT].backward()
 
 print(f"temperatures differ by at most {(end - whole_end).abs().max():.1e}")
-print(f"gradients differ by at most    {(gradient - whole_start.grad).abs().max():.1e}")
+print(
+    f"gradients differ by at most    {(gradient - whole_start.grad).abs().max():.1e}"
+)
 
 # %%
 # What if the ranks did not exchange anything? Each piece of the rod would then be a rod of its own,
@@ -164,8 +185,16 @@ panels = [
 for ax, (title, of_one, of_ranks, without) in zip(axes, panels, strict=True):
     for rank in range(len(SIZES)):
         own = SIZES.range(rank)
-        ax.axvspan(own.start - 0.5, own.stop - 0.5, color=COLOURS[rank], alpha=0.15, lw=0)
-    ax.plot(without, color="#6b747b", ls=":", lw=2, label="three ranks that do not exchange")
+        ax.axvspan(
+            own.start - 0.5, own.stop - 0.5, color=COLOURS[rank], alpha=0.15, lw=0
+        )
+    ax.plot(
+        without,
+        color="#6b747b",
+        ls=":",
+        lw=2,
+        label="three ranks that do not exchange",
+    )
     ax.plot(of_one, color="#22272b", lw=1.5, label="one process")
     for rank in range(len(SIZES)):
         own = SIZES.range(rank)
@@ -179,7 +208,9 @@ for ax, (title, of_one, of_ranks, without) in zip(axes, panels, strict=True):
         )
     ax.set_title(title, loc="left")
     ax.spines[["top", "right"]].set_visible(False)
-figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+figure.legend(
+    *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5
+)
 axes[1].set_xlabel("point of the rod")
 axes[1].set_xlim(-0.5, SIZES.total - 0.5)
 plt.show()
@@ -197,7 +228,9 @@ def count(rank):
     start = initial(SIZES.range(rank)).requires_grad_()
     with vc.trace() as calls:
         solve(start, plan, rank).sum().backward()
-    return f"one exchange sends {plan.nbytes(start)} bytes from rank {rank}\n\n{calls}"
+    return (
+        f"one exchange sends {plan.nbytes(start)} bytes from rank {rank}\n\n{calls}"
+    )
 
 
 print(ranks.run(count)[1])

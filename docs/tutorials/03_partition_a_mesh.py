@@ -44,7 +44,9 @@ def border():
     ends = [np.column_stack([np.full(15, x), across]) for x in (0, LENGTH)]
     angle = np.linspace(0, 2 * np.pi, 60, endpoint=False)
     circle = RADIUS * np.column_stack([np.cos(angle), np.sin(angle)])
-    return np.concatenate([*walls, *ends, *(centre + circle for centre in CYLINDERS)])
+    return np.concatenate(
+        [*walls, *ends, *(centre + circle for centre in CYLINDERS)]
+    )
 
 
 def make_mesh():
@@ -126,7 +128,12 @@ for method in METHODS:
 # ones: that is where halos are. ``graph.plot("parts.png")`` draws a similar picture, from the ranks
 # themselves.
 
-COLOURS = ["#56b4e9", "#e69f00", "#cc79a7", "#009e73"]  # told apart by colour-blind readers too
+COLOURS = [
+    "#56b4e9",
+    "#e69f00",
+    "#cc79a7",
+    "#009e73",
+]  # told apart by colour-blind readers too
 
 
 def owners(method):
@@ -149,11 +156,16 @@ def draw_parts(ax, method):
     ax.axis("off")
 
 
-figure, axes = plt.subplots(2, 2, figsize=(11, 5.6), facecolor="white", layout="constrained")
+figure, axes = plt.subplots(
+    2, 2, figsize=(11, 5.6), facecolor="white", layout="constrained"
+)
 for ax, method in zip(axes.flat, METHODS, strict=True):
     draw_parts(ax, method)
     report = parts[0][method][2]
-    ax.set_title(f"{method}: {100 * report.edge_cut:.1f} % of edges between ranks", loc="left")
+    ax.set_title(
+        f"{method}: {100 * report.edge_cut:.1f} % of edges between ranks",
+        loc="left",
+    )
 plt.show()
 
 # %%
@@ -168,19 +180,33 @@ owner = owners(METHOD)
 own, halo, _ = parts[RANK][METHOD]
 known = np.zeros(len(points), dtype=bool)
 known[own] = known[halo] = True
-edges = np.concatenate([triangles[:, [0, 1]], triangles[:, [1, 2]], triangles[:, [2, 0]]])
+edges = np.concatenate(
+    [triangles[:, [0, 1]], triangles[:, [1, 2]], triangles[:, [2, 0]]]
+)
 edges = edges[known[edges].all(axis=1) & (owner[edges] == RANK).any(axis=1)]
 
-figure, ax = plt.subplots(figsize=(11, 5.2), facecolor="white", layout="constrained")
+figure, ax = plt.subplots(
+    figsize=(11, 5.2), facecolor="white", layout="constrained"
+)
 ax.triplot(*points.T, triangles, color="#e3e6e8", lw=0.4, zorder=0)
-ax.add_collection(LineCollection(points[edges], colors="#6b747b", linewidths=0.5, zorder=1))
-ax.plot(*points[own].T, "o", ms=3, color=COLOURS[RANK], label=f"owned by rank {RANK}")
+ax.add_collection(
+    LineCollection(points[edges], colors="#6b747b", linewidths=0.5, zorder=1)
+)
+ax.plot(
+    *points[own].T, "o", ms=3, color=COLOURS[RANK], label=f"owned by rank {RANK}"
+)
 for rank in sorted(set(owner[halo])):
     there = points[halo][owner[halo] == rank]
     style = {"mfc": "white", "mec": COLOURS[rank], "mew": 1.6}
     ax.plot(*there.T, "s", ms=5, **style, label=f"halo, owned by rank {rank}")
 ax.set_title(f"What rank {RANK} has: its nodes, their edges, its halo", loc="left")
-ax.legend(loc="upper center", bbox_to_anchor=(0.5, 0), ncols=4, frameon=False, markerscale=1.5)
+ax.legend(
+    loc="upper center",
+    bbox_to_anchor=(0.5, 0),
+    ncols=4,
+    frameon=False,
+    markerscale=1.5,
+)
 ax.set_aspect("equal")
 ax.axis("off")
 plt.show()
@@ -223,5 +249,5 @@ print(vc.launch(reload, 2, str(folder / "parts"))[0])
 # - ``graph.report()`` says what each exchange will send, before you train.
 # - A saved partition can be loaded on any number of ranks.
 #
-# Next: :doc:`a PyG model in three lines <04_pyg_in_three_lines>`. The page :doc:`meshes, reports
+# Next: :doc:`train a PyG model on several ranks <04_pyg_on_ranks>`. The page :doc:`meshes, reports
 # and pictures </meshes>` has all formats and options.

@@ -2,35 +2,29 @@
 Second derivatives and forces
 =============================
 
-You will compute forces between atoms as derivatives of an energy, with the atoms split over two
-ranks, train a network on these forces, which differentiates twice through every exchange, and
-compare all of it with one process. You need to know ``torch.autograd.grad`` with
-``create_graph=True``, and from the :doc:`second tutorial <02_first_halo_exchange>` what a plan is.
+This tutorial computes forces between atoms on two ranks, trains a network on them, and compares all
+results with one process. It takes 15 minutes. You need ``torch.autograd.grad`` with
+``create_graph=True``, and plans from the :doc:`second tutorial <02_first_halo_exchange>`.
 """
 
 # %%
-# An energy of neighbours
-# -----------------------
+# Springs between neighbours
+# --------------------------
 #
-# Seven beads on a ring, split unevenly over two ranks. Each bead is tied
-# to the one before it by a spring that gets stiffer as it is pulled. Each rank computes the
-# energies of the springs that end at its own beads, and needs one bead of the other rank.
+# Seven beads on a ring are split unevenly over two ranks. A spring joins each bead to the bead
+# before it and becomes stiffer when stretched. Each rank computes the energies of the springs that
+# end at its own beads, and needs one bead of the other rank.
 #
-# The first derivative of the energy is minus the force. Its derivative in a direction ``d`` is a
-# product with the second derivatives of the energy, the Hessian. We ask for it with a second call
-# of ``grad``: it differentiates the backward of the exchange, which is an exchange itself.
-
-import sys
+# The first derivative of the energy is minus the force. The second ``grad`` multiplies the Hessian,
+# the matrix of second derivatives, by a direction ``d``. It differentiates the backward of the
+# exchange, which is itself an exchange.
 
 import matplotlib.pyplot as plt
 import torch
-from _examples import EXAMPLES  # beside this script
+from torch_geometric.data import Data
 
 import varcomm as vc
 from varcomm.models import PaiNN
-
-sys.path.append(str(EXAMPLES / "atoms"))
-from crystal import CUTOFF, as_graph, shaken, with_truth
 
 SIZES = vc.ShardSizes([5, 2])
 ranks = vc.Ranks(len(SIZES))
@@ -40,12 +34,12 @@ beads, direction = torch.randn(2, SIZES.total, dtype=torch.float64)
 
 
 def ring_energy(own, before):
-    """The springs that end at own beads; `before` is the bead before the first of them."""
+    """Return the energy of own springs; `before` is the bead before the first."""
     return (own - torch.cat([before, own[:-1]])).pow(4).sum()
 
 
 def derivatives(own, energy_of, d):
-    """The gradient of the energy, and the Hessian times d; the rows of own beads."""
+    """Return the gradient and the Hessian times d, for own beads."""
     own = own.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(energy_of(own), own, create_graph=True)
     (product,) = torch.autograd.grad(gradient, own, d)
@@ -56,21 +50,26 @@ def ring(rank, beads, direction):
     own = slice(SIZES.offsets[rank], SIZES.offsets[rank] + SIZES[rank])
     before = torch.tensor([(own.start - 1) % SIZES.total])
     plan = vc.ExchangePlan.from_needed(before, SIZES)
-    exact = derivatives(beads[own], lambda x: ring_energy(x, plan(x)), direction[own])
-    cut = derivatives(beads[own], lambda x: ring_energy(x, plan(x).detach()), direction[own])
+    exact = derivatives(
+        beads[own], lambda x: ring_energy(x, plan(x)), direction[own]
+    )
+    cut = derivatives(
+        beads[own], lambda x: ring_energy(x, plan(x).detach()), direction[own]
+    )
     return *exact, *cut
 
 
 whole = derivatives(beads, lambda x: ring_energy(x, x[-1:]), direction)
 shards = zip(*ranks.run(ring, beads, direction), strict=True)
-gradient, product, cut_gradient, cut_product = (torch.cat(shard) for shard in shards)
+gradient, product, cut_gradient, cut_product = (
+    torch.cat(shard) for shard in shards
+)
 print(f"gradient differs by        {(gradient - whole[0]).abs().max():.1e}")
 print(f"Hessian product differs by {(product - whole[1]).abs().max():.1e}")
 
 # %%
-# What if nothing came back through the exchange? Take the halo as numbers, by ``detach()``, as code
-# does that fills it outside of autograd. The energy is the same, no error is raised, and forces are
-# wrong at each border:
+# Some libraries fill the halo outside autograd. ``detach()`` shows the effect: the energy is the
+# same, no error is raised, and the forces are wrong at each border.
 
 print(f"gradient, halo detached        {(cut_gradient - whole[0]).abs().max():.1e}")
 print(f"Hessian product, halo detached {(cut_product - whole[1]).abs().max():.1e}")
@@ -79,12 +78,51 @@ print(f"Hessian product, halo detached {(cut_product - whole[1]).abs().max():.1e
 # Atoms on ranks
 # --------------
 #
-# A crystal of argon that repeats in all directions, its atoms shaken off their sites. Edges join
-# atoms closer than a cutoff; ``shifts`` say in which copy of the box a neighbour is. Energies and
-# forces that we want to learn come from a formula.
+# The data are two crystals of argon that repeat in all directions, with atoms displaced from their
+# sites. Edges join atoms closer than a cutoff. ``shifts`` is the displacement of the periodic copy
+# that an edge starts from. The true energies and forces come from the Lennard-Jones formula, in eV
+# and Angstrom.
 
-train_data = with_truth(as_graph(shaken(4, 0.12, seed=0)))
-test_data = with_truth(as_graph(shaken(4, 0.12, seed=1)))
+CUTOFF = 5.8
+
+
+def lennard_jones(pos, edge_index, shifts):
+    """Return energies per atom, (N,), smoothly cut off."""
+    source, target = edge_index
+    distance = (pos[source] + shifts - pos[target]).norm(dim=1)
+    power = (3.405 / distance) ** 6
+    smooth = (1 - (distance / CUTOFF) ** 2) ** 3
+    pair = 4 * 0.0103 * (power**2 - power) * smooth
+    return torch.zeros_like(pos[:, 0]).index_add(0, target, pair / 2)
+
+
+def crystal(cells, seed):
+    """Return a face-centred cubic crystal with 4 cells^3 displaced atoms."""
+    corners = torch.cartesian_prod(*[torch.arange(cells)] * 3).double()
+    basis = torch.tensor([[0, 0, 0], [0, 1, 1], [1, 0, 1], [1, 1, 0]]).double() / 2
+    box = 5.26 * cells
+    pos = (corners[:, None] + basis + 0.25).view(-1, 3) * 5.26
+    draws = torch.Generator().manual_seed(seed)
+    pos += 0.12 * torch.randn(pos.shape, generator=draws).double()
+    # from atom j to atom i; the box is larger than two cutoffs
+    apart = pos[:, None] - pos
+    images = -box * (apart / box).round()
+    near = ((apart + images).norm(dim=2) < CUTOFF).fill_diagonal_(False)
+    edge_index, shifts = near.nonzero().T, images[near]
+    pos.requires_grad_()
+    energies = lennard_jones(pos, edge_index, shifts)
+    (slope,) = torch.autograd.grad(energies.sum(), pos)
+    return Data(
+        types=torch.zeros(len(pos), dtype=torch.long),
+        pos=pos.detach(),
+        edge_index=edge_index,
+        shifts=shifts,
+        energies=energies.detach(),
+        forces=-slope,
+    )
+
+
+train_data, test_data = crystal(4, seed=0), crystal(4, seed=1)
 print(train_data)
 
 
@@ -92,15 +130,17 @@ def new_model(data):
     torch.manual_seed(0)
     scale = data.forces.square().mean().sqrt().item()
     mean = data.energies.mean().item()
-    model = PaiNN(1, CUTOFF, hidden_channels=16, num_blocks=2, mean=mean, scale=scale)
+    model = PaiNN(
+        1, CUTOFF, hidden_channels=16, num_blocks=2, mean=mean, scale=scale
+    )
     return model.double()
 
 
 # %%
-# ``part`` is the whole crystal in one process, and a rank's part of it on ranks: the code is the
-# same. An atom's energy depends on atoms of other ranks. The model has the exchange of positions
-# inside, so that ``grad`` brings back what other ranks' energies say of the forces on our atoms, as
-# long as all ranks ask.
+# The same code runs in one process and on ranks: ``part`` is the full crystal or a rank's part. The
+# energy of an atom depends on atoms of other ranks. The model exchanges positions, so ``grad``
+# returns the contributions of other ranks' energies to the forces on own atoms. All ranks must call
+# it.
 
 
 def energies_and_forces(model, part, create_graph=False):
@@ -114,9 +154,8 @@ def energies_and_forces(model, part, create_graph=False):
 # Train on forces
 # ---------------
 #
-# The loss contains forces, which are derivatives, and ``backward`` differentiates them once more,
-# with respect to the parameters. That takes every exchange of the model through its second
-# derivative.
+# The loss contains forces, which are derivatives. ``backward`` differentiates them again, with
+# respect to the parameters, and needs the second derivative of every exchange.
 
 STEPS = 50
 
@@ -144,9 +183,15 @@ def on_ranks(rank, train_data, test_data):
     model = vc.graph.distribute(new_model(train_data), graph)
     losses, first = train(model, graph, graph.mean, vc.data_parallel.sum_gradients)
     other = vc.graph.partition(test_data, method="rcb")
-    vc.graph.distribute(model, other)  # the model moves to a crystal that it has not seen
+    vc.graph.distribute(model, other)  # use the model on the second crystal
     _, forces = energies_and_forces(model, other)
-    return losses, first, other.gather(forces, dst=0), other.owned_ids, graph.report()
+    return (
+        losses,
+        first,
+        other.gather(forces, dst=0),
+        other.owned_ids,
+        graph.report(),
+    )
 
 
 results = ranks.run(on_ranks, train_data, test_data)
@@ -155,9 +200,8 @@ losses, first, forces, _, report = results[0]
 print(report)
 
 # %%
-# The halos are large here, as the crystal is small enough to be trained on while this page is
-# built: nearly every atom is close to a border. They shrink, by the share of atoms, as crystals
-# grow.
+# This crystal is small: nearly every atom is close to a border, and the halos are large. In larger
+# crystals the halo is a smaller share of the atoms.
 #
 # In one process
 # --------------
@@ -168,26 +212,30 @@ _, alone_forces = energies_and_forces(alone, test_data)
 
 
 def worst(ours, theirs):
-    """The largest difference, by the largest entry."""
-    ours, theirs = (torch.as_tensor(values, dtype=torch.float64) for values in (ours, theirs))
+    """Return the largest difference relative to the largest entry."""
+    ours, theirs = (
+        torch.as_tensor(values, dtype=torch.float64) for values in (ours, theirs)
+    )
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
-of_gradients = max(worst(ours, theirs) for ours, theirs in zip(first, alone_first, strict=True))
+of_gradients = max(
+    worst(ours, theirs) for ours, theirs in zip(first, alone_first, strict=True)
+)
 print(f"first gradients of a loss on forces differ by {of_gradients:.1e}")
-print(f"losses of all steps differ by                 {worst(losses, alone_losses):.1e}")
-print(f"forces on a new crystal differ by             {worst(forces, alone_forces):.1e}")
-print(f"sum of all forces, which should be zero:      {forces.sum(0).abs().max():.1e} eV/Å")
+print(f"losses of all steps differ by {worst(losses, alone_losses):.1e}")
+print(f"forces on a new crystal differ by {worst(forces, alone_forces):.1e}")
+print(f"sum of all forces: {forces.sum(0).abs().max():.1e} eV/Å")
 
 # %%
-# Look at it
-# ----------
+# Pictures
+# --------
 #
-# Left, a layer of the new crystal: atoms in the colour of their rank, true forces in grey and
-# learned ones in black, across the borders too. Middle, all components of the forces. Right, the
-# loss.
+# Left: one layer of the second crystal, with true forces in grey and learned forces in black.
+# Middle: all components of the forces. Right: the loss.
 
-COLOURS = ["#56b4e9", "#e69f00"]  # one a rank; told apart by colour-blind readers too
+# sphinx_gallery_start_ignore
+COLOURS = ["#56b4e9", "#e69f00"]  # per rank, safe for colour-blind readers
 INK, PALE = "#22272b", "#8a9299"
 owner = torch.empty(test_data.num_nodes, dtype=torch.long)
 for rank, result in enumerate(results):
@@ -195,30 +243,57 @@ for rank, result in enumerate(results):
 pos, truth = test_data.pos, test_data.forces
 layer = (pos[:, 2] - pos[:, 2].median()).abs() < 1.5
 
-figure, axes = plt.subplots(1, 3, figsize=(13, 4.4), facecolor="white", layout="constrained")
-crystal, parity, curve = axes
+figure, axes = plt.subplots(
+    1, 3, figsize=(13, 4.4), facecolor="white", layout="constrained"
+)
+layer_of_atoms, parity, curve = axes
 for rank, colour in enumerate(COLOURS):
     here = layer & (owner == rank)
-    crystal.scatter(*pos[here, :2].T, s=130, color=colour, label=f"rank {rank}")
-style = {"angles": "xy", "scale_units": "xy", "scale": truth.abs().max().item() / 3.5}
-crystal.quiver(
-    *pos[layer, :2].T, *truth[layer, :2].T, color=PALE, width=0.014, **style, label="true"
+    layer_of_atoms.scatter(
+        *pos[here, :2].T, s=130, color=colour, label=f"rank {rank}"
+    )
+style = {
+    "angles": "xy",
+    "scale_units": "xy",
+    "scale": truth.abs().max().item() / 3.5,
+}
+layer_of_atoms.quiver(
+    *pos[layer, :2].T,
+    *truth[layer, :2].T,
+    color=PALE,
+    width=0.014,
+    **style,
+    label="true",
 )
-crystal.quiver(
-    *pos[layer, :2].T, *forces[layer, :2].T, color=INK, width=0.006, **style, label="learned"
+layer_of_atoms.quiver(
+    *pos[layer, :2].T,
+    *forces[layer, :2].T,
+    color=INK,
+    width=0.006,
+    **style,
+    label="learned",
 )
-crystal.set_title("Forces in a layer of the crystal", loc="left")
-crystal.set_aspect("equal")
-crystal.set_xticks([])
-crystal.set_yticks([])
-crystal.spines[:].set_visible(False)
-below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "ncols": 4, "frameon": False}
-crystal.legend(**below, markerscale=0.6, handlelength=1, columnspacing=1)
+layer_of_atoms.set_title("Forces in a layer of the crystal", loc="left")
+layer_of_atoms.set_aspect("equal")
+layer_of_atoms.set_xticks([])
+layer_of_atoms.set_yticks([])
+layer_of_atoms.spines[:].set_visible(False)
+below = {
+    "loc": "upper center",
+    "bbox_to_anchor": (0.5, 0),
+    "ncols": 4,
+    "frameon": False,
+}
+layer_of_atoms.legend(**below, markerscale=0.6, handlelength=1, columnspacing=1)
 
 for rank, colour in enumerate(COLOURS):
     here = owner == rank
     parity.plot(
-        truth[here].flatten(), forces[here].flatten(), ".", color=colour, label=f"rank {rank}"
+        truth[here].flatten(),
+        forces[here].flatten(),
+        ".",
+        color=colour,
+        label=f"rank {rank}",
     )
 parity.axline((0, 0), slope=1, color=INK, lw=1)
 parity.set_title("Forces on a crystal not seen", loc="left")
@@ -236,16 +311,15 @@ curve.legend(frameon=False)
 for ax in (parity, curve):
     ax.spines[["top", "right"]].set_visible(False)
 plt.show()
+# sphinx_gallery_end_ignore
 
 # %%
-# What to take away
-# -----------------
+# Summary
+# -------
 #
-# - Backward of an exchange is an exchange that can itself be differentiated, to any order.
-# - Ask for forces by ``torch.autograd.grad(energies.sum(), pos)`` on all ranks at once: what other
-#   ranks' energies say of an atom comes back to its owner.
-# - A halo that is filled outside of autograd gives the right energy and wrong forces, without a
-#   word.
-# - A loss on forces trains as in one process: same losses, same gradients, to rounding.
+# - The backward of an exchange is an exchange that can be differentiated again, to any order.
+# - Compute forces with ``torch.autograd.grad(energies.sum(), pos)`` on all ranks at once.
+# - A halo filled outside autograd gives the right energy and wrong forces, without an error.
+# - A loss on forces has the same losses and gradients as in one process, to rounding.
 #
 # Next: :doc:`tensor parallelism when nothing divides <06_nothing_divides>`.

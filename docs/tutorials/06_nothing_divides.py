@@ -31,16 +31,30 @@ sizes = {name: vc.ShardSizes.balanced(n, P) for name, n in WHOLE.items()}
 
 for name, n in WHOLE.items():
     padded = -(-n // P) * P
-    print(f"{n:4} {name:8} = {' + '.join(map(str, sizes[name]))}   (padded, it would be {padded})")
+    print(
+        f"{n:4} {name:8} = {' + '.join(map(str, sizes[name]))}   (padded, it would be {padded})"
+    )
 
 # %%
 # In a picture, each bar is what one rank holds, and hatched is what padding would add:
 
 # sphinx_gallery_start_ignore
-COLOURS = ["#56b4e9", "#e69f00", "#cc79a7"]  # one a rank; told apart by colour-blind readers too
+COLOURS = [
+    "#56b4e9",
+    "#e69f00",
+    "#cc79a7",
+]  # one a rank; told apart by colour-blind readers too
 INK, PALE = "#22272b", "#8a9299"
-plt.rcParams |= {"font.size": 11, "axes.edgecolor": PALE, "figure.facecolor": "white"}
-plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False, "text.color": INK}
+plt.rcParams |= {
+    "font.size": 11,
+    "axes.edgecolor": PALE,
+    "figure.facecolor": "white",
+}
+plt.rcParams |= {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "text.color": INK,
+}
 
 
 def draw_sizes(sizes):
@@ -49,13 +63,21 @@ def draw_sizes(sizes):
         widest = max(counts)
         for rank, count in enumerate(counts):
             ax.barh(rank, count, color=COLOURS[rank])
-            padding = {"left": count, "fill": False, "hatch": "////", "edgecolor": PALE, "lw": 0}
+            padding = {
+                "left": count,
+                "fill": False,
+                "hatch": "////",
+                "edgecolor": PALE,
+                "lw": 0,
+            }
             ax.barh(rank, widest - count, **padding)
             ax.text(count / 2, rank, count, ha="center", va="center", weight="bold")
         ax.set_yticks(range(P), [f"rank {rank}" for rank in range(P)])
         ax.set(xticks=[], ylim=(P - 0.4, -0.6))
         ax.spines["bottom"].set_visible(False)
-        ax.set_title(f"{counts.total} {name}", loc="left", weight="bold", fontsize=12)
+        ax.set_title(
+            f"{counts.total} {name}", loc="left", weight="bold", fontsize=12
+        )
 
 
 # sphinx_gallery_end_ignore
@@ -123,10 +145,15 @@ HEAD = 8  # features of one
 def plan(heads, features):
     """What each module becomes, where ranks hold so many heads and hidden features."""
     queries = [HEAD * count for count in heads]
-    column, row = tp.ColumnParallelLinear.from_linear, tp.RowParallelLinear.from_linear
+    column, row = (
+        tp.ColumnParallelLinear.from_linear,
+        tp.RowParallelLinear.from_linear,
+    )
     return {
         "embedding": "embedding",
-        "blocks.*.attention.qkv": partial(column, sizes=[queries, queries, queries]),
+        "blocks.*.attention.qkv": partial(
+            column, sizes=[queries, queries, queries]
+        ),
         "blocks.*.attention.out": partial(row, sizes=queries),
         "blocks.*.mlp.gate_up": partial(column, sizes=[features, features]),
         "blocks.*.mlp.down": partial(row, sizes=features),
@@ -154,10 +181,16 @@ def train(rank, heads=None, features=None):
         if gradient is None:  # of the first step, put together from all ranks
             weight = model.blocks[0].attention.qkv.weight
             spec = tp.shard_spec(weight)
-            gradient = weight.grad.clone() if spec is None else spec.gather(weight.grad)
+            gradient = (
+                weight.grad.clone() if spec is None else spec.gather(weight.grad)
+            )
         optimizer.step()
         losses.append(loss.item())
-    return losses, gradient, sum(parameter.numel() for parameter in model.parameters())
+    return (
+        losses,
+        gradient,
+        sum(parameter.numel() for parameter in model.parameters()),
+    )
 
 
 alone, true_gradient, whole = train(None)
@@ -182,11 +215,17 @@ def largest_difference(found):
     losses = torch.tensor([of_rank[0] for of_rank in found], dtype=torch.float64)
     reference = torch.tensor(alone, dtype=torch.float64)
     gradients = torch.stack([of_rank[1] for of_rank in found])
-    of_gradients = (gradients - true_gradient).abs().max() / true_gradient.abs().max()
-    return ((losses - reference) / reference).abs().max().item(), of_gradients.item()
+    of_gradients = (
+        gradients - true_gradient
+    ).abs().max() / true_gradient.abs().max()
+    return (
+        (losses - reference) / reference
+    ).abs().max().item(), of_gradients.item()
 
 
-print(f"one process:       {whole} parameters, losses {alone[0]:.6f} to {alone[-1]:.6f}")
+print(
+    f"one process:       {whole} parameters, losses {alone[0]:.6f} to {alone[-1]:.6f}"
+)
 for name, found in {"heads 2 + 2 + 1": even, "heads 3 + 2 + 0": uneven}.items():
     held = " + ".join(str(of_rank[2]) for of_rank in found)
     of_losses, of_gradients = largest_difference(found)
@@ -202,10 +241,20 @@ figure, ax = plt.subplots(figsize=(8, 4), layout="constrained")
 steps = range(1, STEPS + 1)
 ax.plot(steps, alone, color=INK, linewidth=1.5, label="one process")
 styles = {"heads 2 + 2 + 1": (even, "o", 0), "heads 3 + 2 + 0": (uneven, "s", 1)}
-for name, (found, marker, first) in styles.items():  # markers in turns, or one would hide the other
-    look = {"color": COLOURS[first], "markersize": 7, "label": f"three ranks, {name}"}
+for name, (
+    found,
+    marker,
+    first,
+) in styles.items():  # markers in turns, or one would hide the other
+    look = {
+        "color": COLOURS[first],
+        "markersize": 7,
+        "label": f"three ranks, {name}",
+    }
     ax.plot(steps[first::2], found[0][0][first::2], marker, **look)
-ax.set(xlabel="step", ylabel="loss, nats a token", ylim=(0, None), xlim=(0, STEPS + 1))
+ax.set(
+    xlabel="step", ylabel="loss, nats a token", ylim=(0, None), xlim=(0, STEPS + 1)
+)
 ax.set_title("The same loss at every step", loc="left", weight="bold", fontsize=12)
 ax.legend(frameon=False)
 # sphinx_gallery_end_ignore

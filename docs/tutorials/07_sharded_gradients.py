@@ -38,7 +38,13 @@ y = torch.sin(3 * x[:, :1]) * x[:, 1:]
 
 def make_net():
     torch.manual_seed(1)  # the same on every rank
-    layers = nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1)
+    layers = (
+        nn.Linear(2, 32),
+        nn.Tanh(),
+        nn.Linear(32, 32),
+        nn.Tanh(),
+        nn.Linear(32, 1),
+    )
     return nn.Sequential(*layers).double()
 
 
@@ -93,7 +99,9 @@ def train_on_ranks(rank, steps, save_at=None, resume=False, sizes="balanced"):
         if state["step"] == save_at:
             save(state, folder)
     held = optimizer.optimizer.state.values()
-    numbers = sum(v.numel() for of_piece in held for v in of_piece.values() if v.dim() > 0)
+    numbers = sum(
+        v.numel() for of_piece in held for v in of_piece.values() if v.dim() > 0
+    )
     return losses, numbers
 
 
@@ -110,7 +118,9 @@ alone = {step: advance(state, adam).item() for step in range(1, STEPS + 1)}
 
 on_three = vc.launch(train_on_ranks, 3, STEPS, SAVED, False, PIECES)
 for rank, (_, numbers) in enumerate(on_three):
-    print(f"rank {rank} owns {PIECES[rank]:4} elements, and Adam keeps {numbers:4} numbers there")
+    print(
+        f"rank {rank} owns {PIECES[rank]:4} elements, and Adam keeps {numbers:4} numbers there"
+    )
 
 # %%
 # What lies in the folder
@@ -133,7 +143,12 @@ for name, tensor in saved["net"].items():
 # fills it in place; each rank reads what it needs.
 
 on_two = vc.launch(train_on_ranks, 2, STEPS, None, True)
-print([f"{numbers} numbers on rank {rank}" for rank, (_, numbers) in enumerate(on_two)])
+print(
+    [
+        f"{numbers} numbers on rank {rank}"
+        for rank, (_, numbers) in enumerate(on_two)
+    ]
+)
 
 # %%
 # In one process
@@ -146,7 +161,10 @@ net = make_net()
 adam = make_adam(net.parameters())
 state = make_state(net, adam)
 load(state, folder)
-resumed = {step: advance(state, adam).item() for step in range(state["step"] + 1, STEPS + 1)}
+resumed = {
+    step: advance(state, adam).item()
+    for step in range(state["step"] + 1, STEPS + 1)
+}
 
 # %%
 # The same curve
@@ -155,24 +173,45 @@ resumed = {step: advance(state, adam).item() for step in range(state["step"] + 1
 runs = {"three ranks": on_three[0][0], "two ranks, resumed": on_two[0][0]}
 runs["one process, resumed"] = resumed
 differences = {
-    name: {step: abs(loss - alone[step]) / alone[step] for step, loss in losses.items()}
+    name: {
+        step: abs(loss - alone[step]) / alone[step] for step, loss in losses.items()
+    }
     for name, losses in runs.items()
 }
 for name, found in differences.items():
     first, last = min(found), max(found)
-    print(f"{name:21} steps {first:2} to {last}: losses within {max(found.values()):.0e}")
+    print(
+        f"{name:21} steps {first:2} to {last}: losses within {max(found.values()):.0e}"
+    )
 
 # sphinx_gallery_start_ignore
 INK, PALE = "#22272b", "#8a9299"
-LOOKS = {"three ranks": ("#56b4e9", "o", 0), "two ranks, resumed": ("#e69f00", "s", 1)}
+LOOKS = {
+    "three ranks": ("#56b4e9", "o", 0),
+    "two ranks, resumed": ("#e69f00", "s", 1),
+}
 LOOKS["one process, resumed"] = ("#cc79a7", "^", 3)
-plt.rcParams |= {"font.size": 11, "axes.edgecolor": PALE, "figure.facecolor": "white"}
-plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False, "text.color": INK}
+plt.rcParams |= {
+    "font.size": 11,
+    "axes.edgecolor": PALE,
+    "figure.facecolor": "white",
+}
+plt.rcParams |= {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "text.color": INK,
+}
 
 figure, (above, below) = plt.subplots(
     2, 1, sharex=True, figsize=(8, 6), height_ratios=[2, 1], layout="constrained"
 )
-above.semilogy(list(alone), list(alone.values()), color=INK, lw=1.2, label="one process, all along")
+above.semilogy(
+    list(alone),
+    list(alone.values()),
+    color=INK,
+    lw=1.2,
+    label="one process, all along",
+)
 for name, (colour, marker, first) in LOOKS.items():
     steps = [step for step in runs[name] if step % 4 == first]
     losses = [runs[name][step] for step in steps]
@@ -182,13 +221,28 @@ for name, (colour, marker, first) in LOOKS.items():
     below.semilogy(steps, floor, marker, color=colour, markersize=3)
 for ax in (above, below):
     ax.axvline(SAVED + 0.5, color=PALE, lw=1, ls="--", zorder=0)
-above.text(SAVED - 0.5, above.get_ylim()[0], "saved on three ranks", ha="right", va="bottom")
+above.text(
+    SAVED - 0.5,
+    above.get_ylim()[0],
+    "saved on three ranks",
+    ha="right",
+    va="bottom",
+)
 above.legend(frameon=False, loc="upper right")
 above.set(ylabel="loss of the batch")
-above.set_title("One curve on three ranks, two and one", loc="left", weight="bold", fontsize=12)
-below.set(ylabel="relative\ndifference", xlabel="step", xlim=(0, STEPS + 1), ylim=(4e-18, 1e-10))
+above.set_title(
+    "One curve on three ranks, two and one", loc="left", weight="bold", fontsize=12
+)
+below.set(
+    ylabel="relative\ndifference",
+    xlabel="step",
+    xlim=(0, STEPS + 1),
+    ylim=(4e-18, 1e-10),
+)
 below.set_yticks([1e-16, 1e-14, 1e-12, 1e-10])
-below.set_title("Difference from one process; 0 is drawn at the bottom", loc="left", fontsize=11)
+below.set_title(
+    "Difference from one process; 0 is drawn at the bottom", loc="left", fontsize=11
+)
 # sphinx_gallery_end_ignore
 plt.show()
 

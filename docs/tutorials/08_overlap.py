@@ -130,7 +130,8 @@ def traced(rank, overlap):
     return [
         (e["name"], e["ts"] / 1e6, e["dur"] / 1e6)
         for e in entries
-        if e["ts"] >= begin and (e["name"] in NAMES | {"step"} or e["name"].startswith("gloo:"))
+        if e["ts"] >= begin
+        and (e["name"] in NAMES | {"step"} or e["name"].startswith("gloo:"))
     ]
 
 
@@ -161,26 +162,46 @@ LOOKS = {
     "_Wait": ("waiting", "#d55e00"),
 }
 ENGINE = "#cc79a7"
-plt.rcParams |= {"font.size": 11, "axes.edgecolor": PALE, "figure.facecolor": "white"}
-plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False, "text.color": INK}
+plt.rcParams |= {
+    "font.size": 11,
+    "axes.edgecolor": PALE,
+    "figure.facecolor": "white",
+}
+plt.rcParams |= {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "text.color": INK,
+}
 
 
 def draw(ax, found):
-    zero = min(begin for entries in found for what, begin, _ in entries if what == "step")
+    zero = min(
+        begin for entries in found for what, begin, _ in entries if what == "step"
+    )
     for rank, entries in enumerate(found):
-        for what, begin, duration in sorted(entries, key=lambda entry: entry[0] == "_Wait"):
+        for what, begin, duration in sorted(
+            entries, key=lambda entry: entry[0] == "_Wait"
+        ):
             place = (1000 * (begin - zero), 1000 * duration)
             if what in LOOKS:
-                ax.broken_barh([place], (2.2 * rank - 0.45, 0.9), color=LOOKS[what][1], lw=0)
+                ax.broken_barh(
+                    [place], (2.2 * rank - 0.45, 0.9), color=LOOKS[what][1], lw=0
+                )
             elif what.startswith("gloo:"):
-                ax.broken_barh([place], (2.2 * rank + 0.55, 0.35), color=ENGINE, lw=0)
-    ticks = [place for rank in range(2) for place in (2.2 * rank, 2.2 * rank + 0.72)]
+                ax.broken_barh(
+                    [place], (2.2 * rank + 0.55, 0.35), color=ENGINE, lw=0
+                )
+    ticks = [
+        place for rank in range(2) for place in (2.2 * rank, 2.2 * rank + 0.72)
+    ]
     ax.set_yticks(ticks, ["rank 0, program", "engine", "rank 1, program", "engine"])
     ax.tick_params(axis="y", length=0)
     ax.set_ylim(3.4, -0.7)
 
 
-figure, axes = plt.subplots(2, 1, sharex=True, figsize=(9, 5.6), layout="constrained")
+figure, axes = plt.subplots(
+    2, 1, sharex=True, figsize=(9, 5.6), layout="constrained"
+)
 for ax, (name, found) in zip(axes, versions.items(), strict=True):
     draw(ax, found)
     ax.set_title(name, loc="left", weight="bold", fontsize=12)
@@ -188,7 +209,9 @@ axes[1].set_xlabel("milliseconds since the step began")
 axes[1].set_xlim(0, None)
 patches = [Patch(color=colour, label=label) for label, colour in LOOKS.values()]
 patches.append(Patch(color=ENGINE, label="on its way"))
-figure.legend(handles=patches, loc="outside lower center", ncols=6, frameon=False, fontsize=10)
+figure.legend(
+    handles=patches, loc="outside lower center", ncols=6, frameon=False, fontsize=10
+)
 # sphinx_gallery_end_ignore
 plt.show()
 

@@ -49,7 +49,9 @@ train.write_text(SCRIPT)
 
 def start(*command, **environ):
     """Start a command; on a GPU's host, ranks of this page stay on the CPU."""
-    environ = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | environ
+    environ = (
+        os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | environ
+    )
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([*map(str, command)], env=environ, **pipes)
 
@@ -71,7 +73,9 @@ def lines(*processes):
 # as many ranks as there are GPUs. (``python -m torch.distributed.run`` is the same program.)
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-print("\n".join(lines(start(*TORCHRUN, "--standalone", "--nproc-per-node", 2, train))))
+print(
+    "\n".join(lines(start(*TORCHRUN, "--standalone", "--nproc-per-node", 2, train)))
+)
 
 # %%
 # torchrun on several hosts
@@ -84,8 +88,18 @@ print("\n".join(lines(start(*TORCHRUN, "--standalone", "--nproc-per-node", 2, tr
 with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
-meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "a-job"]
-hosts = [start(*TORCHRUN, "--nnodes", 2, "--nproc-per-node", 2, *meet, train) for _ in range(2)]
+meet = [
+    "--rdzv-backend",
+    "c10d",
+    "--rdzv-endpoint",
+    f"127.0.0.1:{port}",
+    "--rdzv-id",
+    "a-job",
+]
+hosts = [
+    start(*TORCHRUN, "--nnodes", 2, "--nproc-per-node", 2, *meet, train)
+    for _ in range(2)
+]
 found = lines(*hosts)
 print("\n".join(found))
 
@@ -95,18 +109,31 @@ INK, PALE = "#22272b", "#8a9299"
 plt.rcParams |= {"font.size": 11, "figure.facecolor": "white", "text.color": INK}
 figure, ax = plt.subplots(figsize=(9, 2.5), layout="constrained")
 pattern = r"rank (\d+) of (\d+), local rank (\d+), on \w+: rows (\d+) to (\d+)"
-for rank, size, local, first, last in (re.match(pattern, line).groups() for line in found):
+for rank, size, local, first, last in (
+    re.match(pattern, line).groups() for line in found
+):
     host = int(rank) // 2
     x = int(rank) + 0.3 * host
     if local == "0":
-        frame = FancyBboxPatch((x - 0.05, -0.1), 2.02, 1.2, "round,pad=0.02,rounding_size=0.06")
+        frame = FancyBboxPatch(
+            (x - 0.05, -0.1), 2.02, 1.2, "round,pad=0.02,rounding_size=0.06"
+        )
         frame.set(facecolor="none", edgecolor=PALE, lw=1.2)
         ax.add_patch(frame)
-        ax.text(x + 0.96, 1.24, f"host {host}: torchrun", ha="center", weight="bold")
+        ax.text(
+            x + 0.96, 1.24, f"host {host}: torchrun", ha="center", weight="bold"
+        )
     box = FancyBboxPatch((x + 0.05, 0), 0.82, 1, "round,pad=0,rounding_size=0.05")
     box.set(facecolor=COLOURS[host], lw=0)
     ax.add_patch(box)
-    ax.text(x + 0.46, 0.74, f"rank {rank} of {size}", ha="center", va="center", weight="bold")
+    ax.text(
+        x + 0.46,
+        0.74,
+        f"rank {rank} of {size}",
+        ha="center",
+        va="center",
+        weight="bold",
+    )
     ax.text(x + 0.46, 0.46, f"local rank {local}", ha="center", va="center")
     ax.text(x + 0.46, 0.2, f"rows {first} to {last}", ha="center", va="center")
 ax.set(xlim=(-0.15, 4.4), ylim=(-0.15, 1.45))
@@ -119,12 +146,15 @@ plt.show()
 # ---
 #
 # ``vc.init("mpi")`` runs varcomm's collectives and plans over MPI, with mpi4py and a stock PyTorch.
-# torch.distributed's own calls use Gloo. ``pip install "varcomm[mpi]"`` installs mpi4py and MPICH;
+# torch.distributed's own calls use Gloo. ``pip install mpi4py mpich`` installs mpi4py and MPICH;
 # mpi4py also loads the MPI of your cluster. It serves clusters of CPUs with a fast network that MPI
 # supports. Ranks find each other without an address. Start them with ``mpiexec`` or ``srun``, not
 # with torchrun. On CPUs, ``vc.init()`` chooses MPI by itself under ``mpiexec`` and ``mpirun``.
 
-places = [str(Path(sys.executable).parent), os.environ["PATH"]]  # that of this environment first
+places = [
+    str(Path(sys.executable).parent),
+    os.environ["PATH"],
+]  # that of this environment first
 mpiexec = shutil.which("mpiexec", path=os.pathsep.join(places))
 if mpiexec and find_spec("mpi4py"):
     print("\n".join(lines(start(mpiexec, "-n", 2, sys.executable, train, "mpi"))))

@@ -1,23 +1,28 @@
 """
-Finding a hang
-==============
+Find the rank that hangs
+========================
 
-You will learn what becomes of a program in which one rank does something else than the others: it
-passes another size, leaves out a call, or ends by an exception. You will see what each looks like
-with :func:`varcomm.debug` and without it. You need to know that a collective needs all its ranks,
-which is why one that stays away makes the others wait.
+This tutorial runs a program in which one rank does something else than the others: it passes
+another size, skips a call, or raises an exception. It shows the error of each mistake with
+:func:`varcomm.debug` and without it. It takes 15 minutes. A collective needs all its ranks, so a
+rank that is missing makes the others wait.
 """
 
 # %%
-# A program, and three mistakes
+# Symptom and command
+# -------------------
+#
+# If a program hangs, run it again with ``VARCOMM_DEBUG=1``. All ranks then raise one error that
+# names the call and the lines of code.
+#
+# A program with three mistakes
 # -----------------------------
 #
-# Three ranks hold two rows each. A step gathers them, counts something over all ranks, and calls
-# ``backward``, which communicates too. Rank 1 or 2 may make one of three mistakes; each is of a
-# kind that real programs have:
+# Three ranks hold two rows each. A step gathers the rows, counts over all ranks, and calls
+# ``backward``, which communicates too. Rank 1 or 2 makes one of three mistakes:
 #
-# - *another size*: rank 1 has dropped a row of its own, and tells nobody;
-# - *a call left out*: rank 2 counts only where there is something to count;
+# - *another size*: rank 1 has dropped one of its rows, and the other ranks still expect it;
+# - *a skipped call*: rank 2 counts only if it has something to count;
 # - *an exception*: a file is missing on rank 1, in the middle of the step.
 
 import os
@@ -49,7 +54,7 @@ def step(rank, mistake, log, group=None):
         log.append("KeyError")
         raise KeyError("no such file")
 
-    if not (mistake == "a call left out" and rank == 2):
+    if not (mistake == "a skipped call" and rank == 2):
         log.append("all_reduce")
         vc.all_reduce(torch.tensor(1.0), group=group)
 
@@ -61,14 +66,13 @@ def step(rank, mistake, log, group=None):
 # Inside ``debug()``
 # ------------------
 #
-# ``with vc.debug():`` makes ranks compare each call before its data move. All enter it together.
-# Its ``timeout`` says for how long they wait for one that does not come; a few seconds will do
-# here.
+# Inside ``with vc.debug():`` ranks compare each call before its data moves. All ranks enter the
+# block together. ``timeout`` is the time that they wait for a missing rank, in seconds.
 
 
 def debugged(rank, mistake):
     log = []
-    group = torch.distributed.new_group()  # for each run its own: one may end closed
+    group = torch.distributed.new_group()  # one per run: a run may close it
     try:
         with vc.debug(timeout=3):
             step(rank, mistake, log, group)
@@ -78,45 +82,52 @@ def debugged(rank, mistake):
 
 
 def show(message):
-    """Print it in lines of the width of a page, without the folders of this machine."""
+    """Print a message without folders, in lines that fit the page."""
     for folder in set(re.findall(r"\S*/(?=\w+\.py)", message)):
-        message = message.replace(folder, "").replace("at" + " " * len(folder), "at")
+        padding = " " * len(folder)
+        message = message.replace(folder, "").replace(f"at{padding}", "at")
     for line in message.splitlines():
-        whole = re.sub(r", (?=\d+[],])", ",\N{NO-BREAK SPACE}", line)  # lists of numbers
-        print(textwrap.fill(whole, 100, subsequent_indent="    ") if len(line) > 100 else line)
+        lines = textwrap.wrap(line, 84, subsequent_indent="    ")
+        print("\n".join(lines) if len(line) > 84 else line)
 
 
 ranks = vc.Ranks(3)
 show(ranks.run(debugged, "none")[0][1])
 
 # %%
-# Another size. All ranks raise the same error, at once, and it says who differs in what, and in
-# which line:
+# Another size: all ranks raise the same error at once. It names the ranks that differ, the argument
+# and the line.
 
 another_size = ranks.run(debugged, "another size")
 show(another_size[0][1])
-print("\nThe same on all ranks:", len({message for _, message in another_size}) == 1)
+print(
+    "\nThe same on all ranks:", len({message for _, message in another_size}) == 1
+)
 
 # %%
-# A call left out. Rank 2 comes to its next call while the others are still at the one before it.
-# The lines tell which call that is: here the ``all_reduce`` that stands within an ``if``. Note that
-# rank 2 is in *backward*, at the line that calls it.
+# A skipped call: rank 2 reaches its next call while the others are still in the previous one. The
+# lines show the skipped call, an ``all_reduce`` inside an ``if``. Rank 2 is in *backward*, and the
+# table shows the line that called it.
 
-left_out = ranks.run(debugged, "a call left out")
-show(left_out[0][1])
+skipped = ranks.run(debugged, "a skipped call")
+show(skipped[0][1])
 
 # %%
-# An exception. Rank 1 never comes, so the others wait until their time is over, and look up where
-# it was last and what it left with:
+# An exception: rank 1 is missing. The others wait until the timeout, then print the last call of
+# rank 1 and its exception.
 
 an_exception = ranks.run(debugged, "an exception")
 show(an_exception[0][1])
 
 # %%
-# What each rank called, in its order; what does not fit is marked:
+# Calls of each rank, in order; the call that differs has a red frame:
 
 # sphinx_gallery_start_ignore
-COLOURS = {"all_gather_v": "#a9d8f4", "all_reduce": "#f2cf80", "reduce_scatter_v": "#a6dccb"}
+COLOURS = {
+    "all_gather_v": "#a9d8f4",
+    "all_reduce": "#f2cf80",
+    "reduce_scatter_v": "#a6dccb",
+}
 INK, PALE, ODD = "#22272b", "#8a9299", "#d55e00"
 plt.rcParams |= {"font.size": 11, "figure.facecolor": "white", "text.color": INK}
 
@@ -125,7 +136,9 @@ def draw(ax, title, logs):
     for place, column in enumerate(zip(*logs, strict=True)):
         usual = max(column, key=column.count)
         for rank, call in enumerate(column):
-            box = FancyBboxPatch((place, rank - 0.36), 0.92, 0.72, "round,pad=0,rounding_size=0.05")
+            box = FancyBboxPatch(
+                (place, rank - 0.36), 0.92, 0.72, "round,pad=0,rounding_size=0.05"
+            )
             box.set(facecolor=COLOURS.get(call.split()[0], "white"), lw=0)
             if call != usual:
                 box.set(edgecolor=ODD, lw=2.5)
@@ -139,21 +152,26 @@ def draw(ax, title, logs):
     ax.set_title(title, loc="left", weight="bold", fontsize=12)
 
 
-runs = {"another size": another_size, "a call left out": left_out, "an exception": an_exception}
-figure, axes = plt.subplots(1, len(runs), figsize=(11, 2.7), sharey=True, layout="constrained")
+runs = {
+    "another size": another_size,
+    "a skipped call": skipped,
+    "an exception": an_exception,
+}
+figure, axes = plt.subplots(
+    1, len(runs), figsize=(11, 2.7), sharey=True, layout="constrained"
+)
 for ax, (title, found) in zip(axes, runs.items(), strict=True):
     draw(ax, title, [log for log, _ in found])
 # sphinx_gallery_end_ignore
 plt.show()
 
 # %%
-# Without it: a call left out
-# ---------------------------
+# A skipped call without debug()
+# ------------------------------
 #
-# Comparing costs a round of small messages a call, so ``debug()`` is for looking, not for training.
-# Outside of it a call waits until the time limit of its group is over, 600 s unless you pass
-# ``vc.init(timeout=...)``. Then it says what it was, and who has come to it. A group with a limit
-# of 3 s shows that sooner:
+# ``debug()`` adds a round of small messages per call, so it is a tool for development. Without it a
+# call waits until the timeout of its group: 600 s, unless you pass ``vc.init(timeout=...)``. Then
+# the error names the call and the ranks that failed in it. Here the timeout is 3 s:
 
 
 def not_debugged(rank, mistake):
@@ -165,22 +183,26 @@ def not_debugged(rank, mistake):
     return "nothing is wrong"
 
 
-for message in ranks.run(not_debugged, "a call left out"):
+for message in ranks.run(not_debugged, "a skipped call"):
     show(message)
     print()
 
 # %%
-# Ranks 0 and 1 failed in one call and rank 2 in another: side by side, the messages tell the story,
-# although none of them knows all of it. With ``debug()`` you would have had it in one.
+# Ranks 0 and 1 failed in one call and rank 2 in another. Each message has a part of the cause. With
+# ``debug()`` one message has all of it.
 #
-# Without it: another size
-# ------------------------
+# Another size without debug()
+# ----------------------------
 #
-# What one rank can tell by itself, such as a tensor that does not have the rows that ``sizes``
-# says, is an ``ArgumentError`` on that rank before anything is sent. Here each rank's arguments are
-# fine and only do not fit those of the others. Then it is the engine that notices, or nobody. Gloo
-# gets more bytes than it expects, and ends the whole process; :class:`varcomm.Ranks` says so.
+# A rank checks its own arguments, such as a tensor whose rows do not match ``sizes``, and raises an
+# ``ArgumentError`` before it sends. Here the arguments of each rank are valid by themselves, and
+# differ between ranks. Gloo receives more bytes than it expects and aborts the process.
+# :class:`varcomm.Ranks` reports the abort.
 
+# sphinx_gallery_start_ignore
+# The abort prints to the terminal that builds this page.
+ranks.run(lambda rank: os.dup2(os.open(os.devnull, os.O_WRONLY), 2))
+# sphinx_gallery_end_ignore
 try:
     ranks.run(not_debugged, "another size")
 except vc.LaunchError as error:
@@ -188,16 +210,15 @@ except vc.LaunchError as error:
 ranks.close()
 
 # %%
-# That is the case for which ``debug()`` pays most: nothing in this line tells which call it was.
-# Set ``VARCOMM_DEBUG=1`` for a whole program that you cannot edit.
+# This message does not name the call; ``debug()`` does. Set ``VARCOMM_DEBUG=1`` for a program that
+# you cannot edit.
 #
-# Without it: an exception
-# ------------------------
+# An exception without debug()
+# ----------------------------
 #
-# In a real job nobody catches that ``KeyError``, and the process of rank 1 ends by it. Its
-# connections close, the others hear of it, and learn why from what it has left in the store. For
-# this we need three processes of our own, as torchrun would start them. This is
-# the last line that each has written:
+# In a real job the ``KeyError`` ends the process of rank 1. Its connections close, so the other
+# ranks fail at once, and read the exception of rank 1 from the store. This needs three separate
+# processes, as torchrun starts them. The output is the last line of each process:
 
 PROGRAM = """
 import torch, varcomm as vc
@@ -226,20 +247,19 @@ with tempfile.TemporaryDirectory() as folder:
         for rank in range(3)
     ]
     for rank, process in enumerate(processes):
-        said = process.communicate()[1].strip().splitlines()
-        show(f"rank {rank}, exit code {process.returncode}: {said[-1]}")
+        written = process.communicate()[1].strip().splitlines()
+        show(f"rank {rank}, exit code {process.returncode}: {written[-1]}")
         print()
 
 # %%
-# What to take away
-# -----------------
+# Summary
+# -------
 #
-# - A program that hangs: run it with ``VARCOMM_DEBUG=1``, or put ``with vc.debug():`` around the
-#   part that you suspect. The table names call, ranks and lines.
-# - Collectives within an ``if`` are the usual suspects. Each rank has to call the same ones in the
-#   same order, with nothing to send as well; ``backward`` is one of them.
-# - Give ``vc.init(timeout=...)`` as long as ranks may have to wait for each other, where one of
-#   them compiles or reads, and not ten times that.
-# - A rank that fails should end, so let it raise: the others then end within seconds, and say why.
+# - If a program hangs, run it with ``VARCOMM_DEBUG=1``, or put ``with vc.debug():`` around the part
+#   that you suspect. The table names the call, the ranks and the lines.
+# - Look for collectives inside an ``if``. All ranks make the same calls in the same order, also
+#   without rows to send. ``backward`` is one of these calls.
+# - Choose ``vc.init(timeout=...)`` as the longest time that a rank may compile or read alone.
+# - Let a rank that fails raise. The other ranks then end within seconds and print the reason.
 #
-# Read next: :doc:`/failures`, with all limits and what each message means, and :doc:`/sharp_bits`.
+# Next: :doc:`all timeouts and messages </failures>` and :doc:`sharp bits </sharp_bits>`.

@@ -6,10 +6,11 @@ Lengths in Angstrom, energies in eV, times in fs, masses in u, temperatures in K
 from typing import NamedTuple
 
 import torch
-from neighbours import neighbours
 from torch import Tensor
+from torch.distributed import destroy_process_group, new_group
 from torch_geometric.data import Data
 
+import varcomm as vc
 from varcomm.models.painn import Displacements
 
 DEPTH, SIGMA = 0.0103, 3.405  # of the potential: eV, Angstrom
@@ -80,9 +81,13 @@ def true_forces(pos: Tensor, edge_index: Tensor, shifts: Tensor) -> Tensor:
 
 
 def as_graph(crystal: Crystal, cutoff: float = CUTOFF) -> Data:
-    """Return atoms as nodes, and neighbours as edges."""
-    edge_index, shifts = neighbours(crystal.pos, crystal.box, cutoff)
-    types = torch.zeros(len(crystal.pos), dtype=torch.long)
+    """Return all atoms as nodes, and neighbours as edges, found by this rank alone."""
+    alone = new_group([vc.init().rank], use_local_synchronization=True)
+    cell = crystal.box.diag()
+    graph = vc.graph.radius(crystal.pos, cutoff, alone, cell=cell)
+    types, shifts = torch.zeros(len(crystal.pos), dtype=torch.long), graph.shift.to(cell) @ cell
+    destroy_process_group(alone)
+    edge_index = graph.edges.local_ids
     return Data(types=types, pos=crystal.pos, edge_index=edge_index, shifts=shifts)
 
 

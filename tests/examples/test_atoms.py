@@ -1,4 +1,4 @@
-"""Atoms: their neighbours, the true potential, and a motion that keeps its energy."""
+"""Atoms: the true potential, and a motion that keeps its energy."""
 
 from itertools import islice
 
@@ -9,34 +9,7 @@ from tests.examples.loading import example
 from tests.graph.graphs import split_by
 
 crystal = example("atoms", "crystal")
-dynamics, neighbours = example("atoms", "dynamics"), example("atoms", "neighbours")
-
-
-def brute_force(pos, box, cutoff):
-    """Return neighbour, atom and image of every pair, from every image of every atom."""
-    reach = [int(n) for n in (cutoff / box).ceil() + 3]  # atoms are at most two boxes apart
-    axes = [torch.arange(-n, n + 1) for n in reach]
-    images = torch.cartesian_prod(*axes)
-    vector = (pos[:, None, None] + images * box) - pos[:, None]
-    distance = vector.norm(dim=3)
-    near, atom, image = ((distance <= cutoff) & (distance > 0)).nonzero().T
-    return set(map(tuple, torch.cat([near[:, None], atom[:, None], images[image]], 1).tolist()))
-
-
-@pytest.mark.parametrize("box", [(9.0, 9.0, 9.0), (3.1, 2.9, 3.2), (2.0, 1.1, 7.0)])
-@pytest.mark.parametrize("atoms", [1, 2, 30])
-def test_neighbours_are_those_of_brute_force(atoms, box):
-    box, draws = torch.tensor(box, dtype=torch.float64), torch.Generator().manual_seed(0)
-    # also outside the box
-    pos = (3 * torch.rand(atoms, 3, generator=draws, dtype=torch.float64) - 1) * box
-    edge_index, shifts = neighbours.neighbours(pos, box, 3.0)
-    jumps = shifts / box
-    assert torch.allclose(jumps, jumps.round(), atol=1e-9)
-    found = torch.cat([edge_index.T, jumps.round().long()], dim=1)
-    found = list(map(tuple, found.tolist()))
-    assert len(found) == len(set(found)), "each pair once"
-    assert set(found) == brute_force(pos, box, 3.0)
-    assert (box.min() < 3) <= len(found), "an atom is near its own images"
+dynamics = example("atoms", "dynamics")
 
 
 def move(rank, which, timestep):

@@ -222,9 +222,12 @@ WRONG = [
         ({"pos": pos}, "pos")
         for pos in (NAN, -NAN.log(), torch.zeros(3), None, torch.ones(2, 3).int())
     ),
-    *(({"cutoff": value}, "cutoff") for value in (0, -1.0, float("inf"), "far")),
-    *(({"skin": value}, "skin") for value in (-0.1, float("nan"))),
-    *(({"cell": value}, "cell") for value in (CELL[:2], CELL * 0, CELL[[0, 0, 1]], CELL / 0, "5")),
+    *(({"cutoff": value}, "cutoff") for value in (0, -1.0, 1e200, 1e-200, "far")),
+    *(({"skin": value}, "skin") for value in (-0.1, float("nan"), 1e308)),
+    *(
+        ({"cell": value}, "cell")
+        for value in (CELL[:2], CELL * 0, CELL[[0, 0, 1]], CELL / 0, "5", CELL + 1j)
+    ),
     *(({"pbc": value}, "pbc") for value in (1, [True, False], "xyz")),
     ({"cell": None}, "pbc"),
     *(({"max_neighbours": value}, "max_neighbours") for value in (0, 2.5)),
@@ -246,12 +249,12 @@ DIFFERENT = [
 
 
 def refusals(rank):
-    told = []
+    messages = []
 
     def refused(kind, word, call, **arguments):
         with pytest.raises(kind, match=word) as caught:
             call(**arguments)
-        told.append(str(caught.value))
+        messages.append(str(caught.value))
 
     pos = torch.rand(2, 3, dtype=torch.float64)
     right = {"pos": pos, "cutoff": 1.5, "cell": CELL, "pbc": True, "skin": 0.5}
@@ -274,14 +277,15 @@ def refusals(rank):
     refused(DisagreementError, "previous", radius, **mixed)
     for change in ({"k": 0}, {"k": 6}, {"k": 6, "pos": pos[:0]} if rank else {"k": 6}):
         refused(ArgumentError, "k|neighbours", knn, **({"pos": pos} | change))
+    refused(ArgumentError, "apart", knn, pos=pos + (1e200 if rank == 1 else 0), k=1)
     refused(DisagreementError, "k", knn, pos=pos, k=1 + rank)
     again = radius(**right, previous=old)  # the old graph is intact
-    return told, again.plan is old.plan
+    return messages, again.plan is old.plan
 
 
 def test_refused_on_all_ranks(worlds):
     parts = worlds.run(3, refusals)
-    assert [told for told, _ in parts] == [parts[0][0]] * 3
+    assert [messages for messages, _ in parts] == [parts[0][0]] * 3
     assert all(kept for _, kept in parts)
 
 

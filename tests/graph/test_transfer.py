@@ -88,6 +88,7 @@ def apart(rank):
     refused(graph, graph.x if rank == 1 else graph)
     refused(graph if rank else None, graph)
     refused(partition(typed(), method="block"), graph)
+    refused(graph if rank else None, graph if rank else None)
     parents = torch.zeros(graph.num_owned, dtype=torch.int64)
     wrong = (parents + NODES, parents - 2, parents[1:], parents.double(), parents[:, None, None])
     for each in wrong:
@@ -97,11 +98,12 @@ def apart(rank):
     refused(graph, graph, parents, parents - 1.0, True, call=remap)
     with pytest.raises(ArgumentError, match=r"new\.edge_index"):
         transfer(graph, graph)(graph.edge_index[0])
+    refused(graph, graph, parents, None, "no", call=remap)
     with pytest.raises(DisagreementError, match="conserve"):
         remap(graph, graph, parents, conserve=rank == 1)
     refused(graph, graph, parents, None, True, call=remap)  # all but node 0 would be lost
-    words = ["neither", "rows", "in common", "new", "part of old", "types", *["parents"] * 5]
-    words += [*["weights"] * 5, "no child"]
+    words = ["neither", "rows", "in common", "new", "part of old", "types", "as old or new"]
+    words += [*["parents"] * 5, *["weights"] * 5, "conserve must", "no child"]
     return [word for word, text in zip(words, said, strict=True) if word not in text]
 
 

@@ -72,6 +72,19 @@ def test_places():
         assert (place.meeting_point, place.size > 1) == (None, True), environ
 
 
+def test_ranks_on_this_host():
+    for environ, size in (
+        (TORCHRUN, 0),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, 4),
+        (OPEN_MPI, 4),
+        (MPICH, 3),
+        (SRUN, 0),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, 2),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}, 0),
+    ):
+        assert read(environ).local_size == size, environ
+
+
 def test_the_port_belongs_to_the_job():
     def port(**changes):
         return int(read(SRUN | changes).meeting_point.rsplit(":", 1)[1])

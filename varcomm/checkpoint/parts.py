@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
 from varcomm.errors import ArgumentError, VarcommError
+from varcomm.ops.packing import signed
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.sharding import Box, Sharded, shard_spec
 from varcomm.sizes import ShardSizes, exact_int
@@ -19,9 +20,6 @@ from varcomm.transport.agreement import agree_and_share
 from varcomm.transport.group import Group, GroupLike, resolve
 
 T = TypeVar("T")
-
-# torch can neither index nor send the first; the second have the same bits.
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 @dataclass(eq=False)
@@ -169,7 +167,7 @@ def checked_rows(key: str, rows: Rows) -> Rows:
 def sorted_rows(what: str, key: str, rows: Rows, ranks: Ranks) -> torch.Tensor:
     """Send Rows to the ranks that write them, and return this rank's block; collective."""
     sizes = ShardSizes.balanced(rows.total, ranks.size)
-    ids, tensor = rows.ids, _movable(rows.tensor)
+    ids, tensor = rows.ids, signed(rows.tensor)
     if ranks.group is not None:
         owner = sizes.owner(ids)
         counts = owner.bincount(minlength=ranks.size).tolist()
@@ -203,11 +201,7 @@ def row_block(rows: Rows, ranks: Ranks) -> tuple[Box, Callable[[], None]]:
         plan = ExchangePlan.from_needed(needed, sizes, group=ranks.group.process_group)
 
     def send() -> None:
-        read = _movable(block)
-        _movable(rows.tensor)[order] = read[needed] if plan is None else plan(read)
+        read = signed(block)
+        signed(rows.tensor)[order] = read[needed] if plan is None else plan(read)
 
     return Box((sizes.offsets[ranks.rank], *(0,) * (block.dim() - 1)), block), send
-
-
-def _movable(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(_SIGNED.get(tensor.dtype, tensor.dtype))

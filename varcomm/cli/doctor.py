@@ -37,12 +37,11 @@ example:
   %(prog)s > doctor.md
 """
 
-# Distributions, and the extra that installs an optional one.
-_PACKAGES = {
-    **{"varcomm": "", "torch": "", "numpy": "", "torch_geometric": "graph", "pymetis": "partition"},
-    **{"meshio": "mesh", "mpi4py": "mpi", "matplotlib": "plot"},
-    "cloudpickle": "launch",
-}
+# Distributions, of which only the first three are required.
+_PACKAGES = (
+    *("varcomm", "torch", "numpy", "torch_geometric", "pymetis", "meshio", "mpi4py"),
+    *("matplotlib", "cloudpickle", "ase", "scipy"),
+)
 # Variables that change how ranks find each other, or how fast they are.
 _PREFIXES = ("GLOO_", "NCCL_", "TORCH_NCCL_", "MPI4PY_", "VARCOMM_", "OMP_NUM_", "CUDA_VISIBLE_")
 LIMIT = 60.0  # seconds of a check
@@ -84,7 +83,7 @@ def engines() -> Iterator[Engine]:
     absent = absent if gpus else "no GPU that torch can use"
     yield Engine("NCCL", "nccl", "cuda", min(2, gpus), absent)  # a GPU for each rank
     has_mpi = importlib.util.find_spec("mpi4py") is not None
-    yield Engine("MPI", "mpi", absent="" if has_mpi else 'pip install "varcomm[mpi]"')
+    yield Engine("MPI", "mpi", absent="" if has_mpi else "pip install mpi4py mpich")
 
 
 def tried(engine: Engine, seconds: dict[str, list[float]]) -> dict[str, str]:
@@ -176,11 +175,11 @@ SIZES = (1024, 1 << 20)  # bytes of the gathered tensor that engines are timed w
 def versions() -> dict[str, str]:
     """Return versions by name; of a missing package, how to install it."""
     found = {"Python": f"{platform.python_version()} on {platform.platform()}"}
-    for name, extra in _PACKAGES.items():
+    for name in _PACKAGES:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
-            found[name] = f'not installed: pip install "varcomm[{extra}]"'
+            found[name] = f"not installed: pip install {name}"
     return found | {"torch": torch.__version__}
 
 

@@ -99,7 +99,7 @@ def prepare(width: int, blocks: int) -> Callable[[Any], Callable[[], None]]:
         torch.manual_seed(0)
         model = MeshGraphNet(6, 3, 1, hidden_channels=width, num_blocks=blocks)
         model = distribute(model, graph)
-        optimizer = torch.optim.Adam(model.parameters())
+        optimizer = torch.optim.Adam(model.parameters(), foreach=True)  # torch's choice on GPUs
         x, edge_attr = torch.rand(graph.num_owned, 6), torch.rand(graph.edges.num_owned, 3)
         y = torch.rand(graph.num_owned, 1)
 

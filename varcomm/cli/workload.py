@@ -97,7 +97,10 @@ class Workload:
             "reduce_scatter_v": (partial(vc.reduce_scatter_v, sizes=sizes), total),
             "all_to_all_v": (partial(vc.all_to_all_v, send_sizes=send, recv_sizes=recv), sum(send)),
             "gather_v": (partial(vc.gather_v, sizes=sizes, dst=ROOT), mine),
-            "scatter_v": (partial(vc.scatter_v, sizes=sizes, src=ROOT), total * (rank == ROOT)),
+            "scatter_v": (
+                lambda x: vc.scatter_v(x, sizes, src=ROOT, like=x),
+                total * (rank == ROOT),
+            ),
         }
         if operation in calls:
             return calls[operation]

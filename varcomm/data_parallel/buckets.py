@@ -82,8 +82,13 @@ def is_owned(parameter: torch.Tensor) -> bool:
 
 
 def started(name: str, group: Group, start: Callable[..., Any], *arguments: object) -> Pending:
-    """Begin a message among all ranks by a function of ``varcomm.ops.packing``."""
+    """Begin a message among all ranks by a function that returns works and the received values.
+
+    It may also return a Pending.
+    """
     failed = partial(failure, name, group, time.monotonic())
     with span(name), explained(name, group):
-        works, out = start(name, group, *arguments)
-    return Pending(works, lambda: out, failed=failed)
+        begun = start(name, group, *arguments)
+    pending = begun if isinstance(begun, Pending) else Pending(begun[0], lambda: begun[1])
+    pending.failed = failed
+    return pending

@@ -60,9 +60,9 @@ def sum_gradients(
     Notes
     -----
     Communication: per bucket, ``2 (P - 1) / P`` of its bytes, and one number per parameter; up to
-    16 KiB, ``P - 1`` times its bytes in one round. A GlobalCount adds a gather and a broadcast of
-    1 KiB per rank. Sums are in rank order and equal on all ranks bit for bit, so replicated
-    parameters stay equal.
+    16 KiB, ``P - 1`` times its bytes in one round. From 16 ranks on, sums go by levels as in
+    :func:`all_reduce`. A GlobalCount adds a gather and a broadcast of 1 KiB per rank. The order of
+    sums is fixed, and they are equal on all ranks bit for bit, so replicated parameters stay equal.
 
     In one process: nothing: backward from the sum of the losses of all ranks.
 

@@ -19,7 +19,7 @@ from varcomm.ops.reduction import pieces
 from varcomm.transport.agreement import debugging
 from varcomm.transport.auxiliary_group import weakly
 from varcomm.transport.engine import Pending
-from varcomm.transport.group import Group, GroupLike, resolve
+from varcomm.transport.group import MANY, Group, GroupLike, resolve
 
 __all__ = ["sum_hook"]
 
@@ -50,7 +50,7 @@ def sum_hook(state: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch
     communicates by itself needs ``dist.new_group()`` for the ``DistributedDataParallel`` and here.
     If such a model leaves out parameters on some ranks, use :func:`sum_gradients`.
 
-    Communication: as in :func:`sum_gradients`, begun when the bucket is full; the second rounds of
+    Communication: as in :func:`sum_gradients`, begun when the bucket is full; the further rounds of
     all buckets begin with the last one. Floats narrower than 4 bytes travel narrow and are summed
     in fp32.
 
@@ -82,7 +82,8 @@ def sum_hook(state: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch
     values = bucket.buffer()
     on: list[int | str | torch.device] = [values.device] if values.is_cuda else []
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=on)
-    counts = pieces(values, ranks, one_round=False)  # None for a small bucket
+    # None for a small bucket, and for many ranks, where all rounds of a sum are one operator
+    counts = None if ranks.size >= MANY else pieces(values, ranks, one_round=False)
     how = ranks, tuple(counts or ()), 0, True
     operator: Operator = ReduceScatterV(*how) if counts else AllReduce(ranks, use_fp32=True)
     start = partial(begin, operator, values, False)

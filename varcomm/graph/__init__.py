@@ -6,7 +6,7 @@ try:
     import torch_geometric  # noqa: F401
 except ModuleNotFoundError as error:
     raise MissingModuleError(
-        'varcomm.graph needs PyTorch Geometric: pip install "varcomm[graph]"'
+        "varcomm.graph needs PyTorch Geometric: pip install torch_geometric"
     ) from error
 
 from varcomm.graph.adapt.distribute import distribute

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
 
-from varcomm.ops import packing
+from varcomm.ops import levels, packing
 from varcomm.ops.checks import checked_shard
 from varcomm.ops.operator import Operator, TensorOrHandle, call, checking, torch_operator
 from varcomm.ops.reduction import sum_in_rank_order
 from varcomm.transport.engine import Pending
-from varcomm.transport.group import Group, GroupLike, resolve
+from varcomm.transport.group import MANY, Group, GroupLike, resolve
 
 __all__ = ["AllGatherV", "ReduceScatterV", "all_gather_v"]
 
@@ -43,13 +43,21 @@ class AllGatherV(_Sharded):
 
     name = "all_gather_v"
 
-    def start(self, x: torch.Tensor) -> Pending:
+    def prepared(self, x: torch.Tensor) -> Callable[[torch.Tensor], Pending]:
         """Send the shard as it lies in memory; for dim != 0, copy once on arrival."""
-        shape = packing.like(x.shape, self.dim, sum(self.sizes))
-        room = x.new_empty(shape) if self.dim == 0 else None
-        packed = packing.flat(x) if room is None else packing.plain(x)
-        works, values = packing.all_gather(self.name, self.group, packed, self._counts(x), room)
-        return Pending(works, lambda: packing.unpack(values, shape, self.sizes, self.dim))
+        group, sizes, dim, recv = self.group, self.sizes, self.dim, self._counts(x)
+        shape, send = packing.like(x.shape, dim, sum(sizes)), [recv[group.rank]] * group.size
+        width = x.element_size()
+        begin = packing.exchanger(self.name, group, send, recv, width, "all_gather")
+        received = shape if dim == 0 else (sum(recv),)
+        laid_out = packing.plain if dim == 0 else packing.flat
+
+        def start(x: torch.Tensor) -> Pending:
+            out = x.new_empty(received)
+            works = begin(laid_out(x), out)
+            return Pending(works, lambda: packing.unpack(out, shape, sizes, dim))
+
+        return start
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         return x.new_empty(packing.like(x.shape, self.dim, sum(self.sizes)))
@@ -70,6 +78,9 @@ class ReduceScatterV(_Sharded):
         send, rank, ranks = self._counts(x), self.group.rank, self.group.size
         shape = packing.like(x.shape, self.dim, self.sizes[rank])
         packed, recv = packing.pack(x, self.sizes, self.dim), [send[rank]] * ranks
+        if ranks >= MANY:
+            how = self.name, self.group, packed, send, range(ranks), self.use_fp32
+            return levels.InRounds(levels.reduce_scatter(*how), shape, x.dtype)
         works, values = packing.exchange(self.name, self.group, packed, send, recv)
         parts = values.view(ranks, *shape)
         return Pending(works, lambda: sum_in_rank_order(parts, self.use_fp32))
@@ -131,7 +142,7 @@ def all_gather_v(
     >>> varcomm.launch(fn, 2)
     [([0.0, 1.0, 1.0], [2.0]), ([0.0, 1.0, 1.0], [2.0, 2.0])]
     """
-    return call(_operator, resolve(group), tensor, sizes, dim, use_fp32, async_op)
+    return call(_operator, resolve(group), tensor, sizes, (dim, use_fp32), async_op)
 
 
 def _operator(

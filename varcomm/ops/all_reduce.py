@@ -8,11 +8,12 @@ from typing import Any, Self
 
 import torch
 
-from varcomm.ops import packing
+from varcomm.ops import levels, packing
+from varcomm.ops.levels import InRounds, Rounds, all_gather
 from varcomm.ops.operator import Operator, TensorOrHandle, checking, run, torch_operator
 from varcomm.ops.reduction import checked_summable, pieces, sum_in_rank_order
 from varcomm.transport.engine import Pending
-from varcomm.transport.group import Group, GroupLike, resolve
+from varcomm.transport.group import MANY, Group, GroupLike, resolve
 
 __all__ = ["AllReduce", "all_reduce", "start_sum"]
 
@@ -28,29 +29,52 @@ def start_sum(
     divisor: int = 1,
 ) -> Pending:
     """Start to sum over ranks, on every rank or at `root`; others then get zeros of `elsewhere`."""
-    values, ranks, shape = packing.flat(x), group.size, x.shape
-    counts = pieces(x, group, one_round)
+    rounds = _sum(name, group, packing.flat(x), use_fp32, one_round, root, divisor)
+    if root in (None, group.rank):
+        return InRounds(rounds, x.shape, x.dtype)
+    pending = InRounds(rounds, (-1,), x.dtype)
+    finish = pending.finish
+    pending.finish = lambda: finish().new_zeros(elsewhere)
+    return pending
+
+
+def _sum(
+    name: str,
+    group: Group,
+    values: torch.Tensor,
+    use_fp32: bool,
+    one_round: bool,
+    root: int | None,
+    divisor: int,
+) -> Rounds:
+    """Return the sum as one dimension, on every rank or at `root`."""
+    ranks, dtype = group.size, values.dtype
+    counts = pieces(values, group, one_round and ranks < MANY)
+    if ranks >= MANY:
+        if counts is None:
+            rounds = levels.all_sum(name, group, values, use_fp32, root)
+        else:
+            order = levels.piece_order(group)
+            sizes = [size for _, size in sorted(zip(order, counts, strict=True))]
+            rounds = levels.reduce_scatter(name, group, values, sizes, order, use_fp32)
+        del values  # which the rounds free after the first message
+        total = yield from rounds
+        total = (total if divisor == 1 else total.div_(divisor)).to(dtype)
+        return total if counts is None else (yield from all_gather(name, group, total, sizes, root))
     if counts is None:
-        works, got = packing.all_gather(name, group, values, [x.numel()] * ranks, root=root)
+        works, got = packing.all_gather(name, group, values, [len(values)] * ranks, root=root)
     else:
         works, got = packing.exchange(name, group, values, counts, [counts[group.rank]] * ranks)
-    received = [got]  # which finish() takes and frees; it keeps no `x` in memory either
-    del got
-
-    def finish() -> torch.Tensor:
-        parts = received.pop()
-        total = parts
-        if len(parts):
-            total = sum_in_rank_order(parts.view(ranks, -1), use_fp32, divisor)
-        del parts
-        if counts is not None:
-            works, whole = packing.all_gather(name, group, total, counts, root=root)
-            total = Pending(works, lambda: whole).wait()
-        if root not in (None, group.rank):
-            return total.new_zeros(elsewhere)
-        return total.view(shape)
-
-    return Pending(works, finish)
+    del values
+    yield works
+    del works  # they hold the sent tensor
+    if len(got):
+        got = sum_in_rank_order(got.view(ranks, -1), use_fp32, divisor)
+    if counts is not None:
+        works, whole = packing.all_gather(name, group, got, counts, root=root)
+        yield works
+        got = whole
+    return got
 
 
 @torch_operator
@@ -112,7 +136,10 @@ def all_reduce(
     counts once per rank.
     Communication: each rank sums a piece of ``1 / P`` and sends it to the others, in all
     ``2 (P - 1) / P`` times the bytes of `tensor`. Up to 16 KiB, and with `async_op`, each sums all,
-    in a single round: ``P - 1`` times.
+    in a single round: ``P - 1`` times. From 16 ranks on the sum goes by levels, as in
+    :func:`reduce_scatter_v`, with `async_op` too; up to 16 KiB the ``k`` ranks of each level sum
+    all, after ``k - 1`` times the bytes. Those small sums are equal bit for bit on processors of
+    one kind.
     In one process: ``sum(tensors)``.
 
     Examples

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Self
 
 import torch
 
+from varcomm.errors import ArgumentError
 from varcomm.ops import packing
 from varcomm.ops.all_reduce import start_sum
-from varcomm.ops.operator import Operator, TensorOrHandle, checking, run, torch_operator
+from varcomm.ops.checks import checked_tensor
+from varcomm.ops.operator import Operator, TensorOrHandle, call, checking, run, torch_operator
 from varcomm.ops.reduction import checked_summable
-from varcomm.ops.root_input import root_input
+from varcomm.ops.root_input import compare_like, known_input, root_input
 from varcomm.sizes import checked_rank
+from varcomm.transport.debug import debugging
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
 
@@ -83,6 +87,7 @@ def broadcast(
     use_fp32: bool = True,
     group: GroupLike = None,
     *,
+    like: torch.Tensor | None = None,
     async_op: bool = False,
 ) -> TensorOrHandle:
     """Copy a tensor that one rank has to all.
@@ -96,6 +101,10 @@ def broadcast(
         The rank, within `group`, that has the tensor.
     use_fp32, group, async_op
         As in :func:`all_gather_v`.
+    like : torch.Tensor, optional
+        On all ranks or on none: a tensor with the shape, dtype, device type and ``requires_grad``
+        of the one on `src`. It is not read; off `src` its gradient is zeros. With it, `src` sends
+        no description.
 
     Returns
     -------
@@ -105,16 +114,17 @@ def broadcast(
     Raises
     ------
     ArgumentError
-        On every rank, before any data moves, if `tensor` on `src` is no dense tensor.
+        On every rank, before any data moves, if `tensor` on `src` is no dense tensor. With `like`,
+        on `src` alone, as in other calls; also if it does not match `like`.
 
     Notes
     -----
     Adjoint: :func:`reduce` to `src`. The gradients of all ranks are summed.
 
     Backward is collective: for ``torch.autograd.grad``, pass ``torch.empty(0, requires_grad=True)``
-    in place of None and ask for its gradient.
-    Communication: `src` describes its tensor to all in 1 KiB; then each other rank receives its
-    bytes once, by a tree if the engine has one.
+    in place of None, or a tensor as `like`, and ask for its gradient.
+    Communication: without `like`, `src` describes its tensor to all in 1 KiB; then each other rank
+    receives its bytes once, by a tree if the engine has one.
     In one process: ``tensor.clone()``.
 
     Examples
@@ -126,10 +136,35 @@ def broadcast(
     [tensor([1.5000, 2.5000]), tensor([1.5000, 2.5000])]
     """
     ranks = resolve(group)
+    if like is not None:
+        known, of_like = known_input("broadcast", tensor, like, src, ranks)
+        return call(_broadcast, ranks, known, (), (src, use_fp32, of_like), async_op)
     with checking("broadcast", ranks, use_fp32=use_fp32, async_op=async_op) as where:
         src = checked_rank(src, ranks.size, "src", where)
     x, shape = root_input("broadcast", tensor, src, ranks)
     return run(Broadcast(ranks, src, shape, (0,), use_fp32), x, async_op)
+
+
+def _broadcast(
+    ranks: Group,
+    x: torch.Tensor,
+    _: Sequence[int],
+    src: int,
+    use_fp32: bool,
+    like: torch.Size,
+    async_op: bool,
+) -> Broadcast:
+    """Return the operator of a call with `like`, of that shape."""
+    with checking("broadcast", ranks, use_fp32=use_fp32, async_op=async_op) as where:
+        src = checked_rank(src, ranks.size, "src", where)
+        checked_tensor(x, where, "tensor" if ranks.rank == src else "like")
+        if x.shape != like:
+            raise ArgumentError(
+                f"{where}the tensor has shape {tuple(x.shape)}, but like has {tuple(like)}."
+            )
+    if debugging():
+        compare_like("broadcast", x, src, ranks, ())
+    return Broadcast(ranks, src, tuple(like), tuple(like), use_fp32)
 
 
 def reduce(
@@ -164,6 +199,8 @@ def reduce(
     Adjoint: :func:`broadcast` from `dst`.
     Communication: each rank sums a piece of ``1 / P`` and sends it to `dst`. Up to 16 KiB, and with
     `async_op`, `dst` sums all, in a single round. Each other rank sends the bytes of `tensor` once.
+    From 16 ranks on the sum goes by levels, as in :func:`reduce_scatter_v`, and so do its pieces:
+    some ranks forward pieces of others.
     In one process: ``sum(tensors)``.
 
     Examples

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
 
+from varcomm.errors import ArgumentError
 from varcomm.ops import packing
-from varcomm.ops.checks import checked_shard, checked_whole
-from varcomm.ops.operator import Operator, TensorOrHandle, checking, run, torch_operator
-from varcomm.ops.root_input import root_input
+from varcomm.ops.checks import checked_shard, checked_tensor, checked_whole
+from varcomm.ops.operator import Operator, TensorOrHandle, call, checking, run, torch_operator
+from varcomm.ops.root_input import compare_like, known_input, root_input
 from varcomm.sizes import checked_dim, checked_rank, checked_sizes
+from varcomm.transport.debug import debugging
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
 
@@ -38,19 +40,23 @@ class GatherV(_Rooted):
 
     name = "gather_v"
 
-    def start(self, x: torch.Tensor) -> Pending:
-        row = prod(packing.rest(self.shape, self.dim))
-        counts = [rows * row for rows in self.sizes]
-        works, values = packing.all_gather(
-            self.name, self.group, packing.flat(x), counts, root=self.root
-        )
+    def prepared(self, x: torch.Tensor) -> Callable[[torch.Tensor], Pending]:
+        group, shape, sizes, dim = self.group, self.shape, self.sizes, self.dim
+        elsewhere = self.elsewhere
+        row, at_root = prod(packing.rest(shape, dim)), group.rank == self.root
+        send = [sizes[group.rank] * row * (rank == self.root) for rank in range(group.size)]
+        recv = [rows * row * at_root for rows in sizes]
+        begin = packing.exchanger(self.name, group, send, recv, x.element_size(), "one")
+        received = sum(recv)
 
-        def finish() -> torch.Tensor:
-            if self.group.rank != self.root:
-                return x.new_zeros(self.elsewhere)
-            return packing.unpack(values, self.shape, self.sizes, self.dim)
+        def start(x: torch.Tensor) -> Pending:
+            out = x.new_empty(received)
+            works = begin(packing.flat(x), out)
+            if at_root:
+                return Pending(works, lambda: packing.unpack(out, shape, sizes, dim))
+            return Pending(works, lambda: x.new_zeros(elsewhere))
 
-        return Pending(works, finish)
+        return start
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         return x.new_empty(self.shape if self.group.rank == self.root else self.elsewhere)
@@ -67,14 +73,20 @@ class ScatterV(_Rooted):
 
     name = "scatter_v"
 
-    def start(self, x: torch.Tensor) -> Pending:
-        rank, shape = self.group.rank, self._own_shape()
-        row, at_root = prod(packing.rest(self.shape, self.dim)), rank == self.root
-        packed = packing.pack(x, self.sizes, self.dim) if at_root else x.new_empty(0)
-        send = [rows * row * at_root for rows in self.sizes]
-        recv = [prod(shape) * (other == self.root) for other in range(self.group.size)]
-        works, values = packing.exchange(self.name, self.group, packed, send, recv, "one")
-        return Pending(works, lambda: values.view(shape))
+    def prepared(self, x: torch.Tensor) -> Callable[[torch.Tensor], Pending]:
+        group, sizes, dim, shape = self.group, self.sizes, self.dim, self._own_shape()
+        row, at_root = prod(packing.rest(self.shape, dim)), group.rank == self.root
+        send = [rows * row * at_root for rows in sizes]
+        received = prod(shape)
+        recv = [received * (other == self.root) for other in range(group.size)]
+        begin = packing.exchanger(self.name, group, send, recv, x.element_size(), "one")
+
+        def start(x: torch.Tensor) -> Pending:
+            out = x.new_empty(received)
+            works = begin(packing.pack(x, sizes, dim) if at_root else out[:0], out)
+            return Pending(works, lambda: out.view(shape))
+
+        return start
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         return x.new_empty(self._own_shape())
@@ -128,13 +140,17 @@ def gather_v(
     >>> varcomm.launch(fn, 2)
     [tensor([0, 1, 1]), tensor([], dtype=torch.int64)]
     """
-    ranks = resolve(group)
+    return call(_gather, resolve(group), tensor, sizes, (dim, dst), async_op)
+
+
+def _gather(
+    ranks: Group, x: torch.Tensor, sizes: Sequence[int], dim: int, dst: int, async_op: bool
+) -> GatherV:
     with checking("gather_v", ranks, async_op=async_op) as where:
-        sizes, dim = checked_shard(tensor, sizes, dim, ranks, where)
+        sizes, dim = checked_shard(x, sizes, dim, ranks, where)
         root = checked_rank(dst, ranks.size, "dst", where)
-    shape = packing.like(tensor.shape, dim, sum(sizes))
-    operator = GatherV(ranks, sizes, dim, root, shape, elsewhere=packing.like(shape, dim, 0))
-    return run(operator, tensor, async_op)
+    shape = packing.like(x.shape, dim, sum(sizes))
+    return GatherV(ranks, sizes, dim, root, shape, elsewhere=packing.like(shape, dim, 0))
 
 
 def scatter_v(
@@ -144,6 +160,7 @@ def scatter_v(
     src: int = 0,
     group: GroupLike = None,
     *,
+    like: torch.Tensor | None = None,
     async_op: bool = False,
 ) -> TensorOrHandle:
     """Split a tensor that one rank has into uneven shards, one for each rank.
@@ -157,6 +174,10 @@ def scatter_v(
         The rank, within `group`, that has the whole.
     sizes, dim, group, async_op
         As in :func:`all_gather_v`.
+    like : torch.Tensor, optional
+        On all ranks or on none: a tensor with the dtype, device type, ``requires_grad`` and other
+        dimensions of the one on `src`, of any number of rows, as ``torch.empty(0, 64)``. It is not
+        read; off `src` its gradient is zeros. With it, `src` sends no description.
 
     Returns
     -------
@@ -167,16 +188,18 @@ def scatter_v(
     ------
     ArgumentError
         On every rank, before any data moves, if `tensor` does not match `sizes` and `dim` on `src`.
+        With `like`, on `src` alone, as in other calls; also if it does not match `like`.
     DisagreementError
-        On a rank whose `sizes` are not those of `src`.
+        On a rank whose `sizes` are not those of `src`. With `like`, inside :func:`varcomm.debug`.
 
     Notes
     -----
     Adjoint: :func:`gather_v` to `src`.
 
     Backward is collective: for ``torch.autograd.grad``, pass ``torch.empty(0, requires_grad=True)``
-    in place of None and ask for its gradient.
-    Communication: `src` describes its tensor to all in 1 KiB, then sends each other rank its shard.
+    in place of None, or as `like`, and ask for its gradient.
+    Communication: without `like`, `src` describes its tensor to all in 1 KiB; then it sends each
+    other rank its shard.
     For ``dim=0`` nothing is copied, for others once on departure.
     In one process: ``tensor.split(sizes, dim)``, of which rank r has the r-th.
 
@@ -190,6 +213,9 @@ def scatter_v(
     [tensor([0]), tensor([1, 2])]
     """
     ranks = resolve(group)
+    if like is not None:
+        known, of_like = known_input("scatter_v", tensor, like, src, ranks)
+        return call(_scatter, ranks, known, sizes, (dim, src, of_like), async_op)
     with checking("scatter_v", ranks, async_op=async_op) as where:
         sizes = checked_sizes(sizes, "sizes", ranks.size, where)
         src = checked_rank(src, ranks.size, "src", where)
@@ -201,3 +227,29 @@ def scatter_v(
     with checking("scatter_v", ranks):
         dim = checked_dim(dim, shape, where)
     return run(ScatterV(ranks, sizes, dim, src, shape, (0,)), x, async_op)
+
+
+def _scatter(
+    ranks: Group,
+    x: torch.Tensor,
+    sizes: Sequence[int],
+    dim: int,
+    src: int,
+    like: torch.Size,
+    async_op: bool,
+) -> ScatterV:
+    """Return the operator of a call with `like`, of that shape."""
+    with checking("scatter_v", ranks, async_op=async_op) as where:
+        sizes = checked_sizes(sizes, "sizes", ranks.size, where)
+        src = checked_rank(src, ranks.size, "src", where)
+        checked_tensor(x, where, "tensor" if ranks.rank == src else "like")
+        dim = checked_dim(dim, like, where)
+        shape = packing.like(like, dim, sum(sizes))
+        if ranks.rank == src and x.shape != shape:
+            raise ArgumentError(
+                f"{where}the tensor has shape {tuple(x.shape)}; sizes {list(sizes)} and the other "
+                f"dimensions of like, of shape {tuple(like)}, need {shape}."
+            )
+    if debugging():
+        compare_like("scatter_v", x, src, ranks, sizes)
+    return ScatterV(ranks, sizes, dim, src, shape, tuple(like))

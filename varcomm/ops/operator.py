@@ -43,9 +43,16 @@ class Operator(ABC):
     names: ClassVar[tuple[str, ...]]  # of the fields that are arguments there
     group: Group
 
-    @abstractmethod
     def start(self, x: Tensor) -> Pending:
         """Begin to communicate; return this rank's part of the result, once it is waited for."""
+        return self.prepared(x)(x)
+
+    def prepared(self, x: Tensor) -> Callable[[Tensor], Pending]:
+        """Return :meth:`start` for tensors with the shape, dtype and device of `x`.
+
+        A subclass defines this method or :meth:`start`.
+        """
+        return self.start
 
     @abstractmethod
     def result(self, x: Tensor) -> Tensor:
@@ -120,6 +127,7 @@ _FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchMode
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _SIZES = frozenset((ShardSizes, tuple, list))
 _INT = frozenset((int,))
+_PLAIN = frozenset((int, bool, torch.Size))
 _MOST = 64  # operators that a group or plan keeps
 
 
@@ -128,35 +136,55 @@ def call(
     owner: Any,
     x: Tensor,
     sizes: Sequence[int],
-    dim: int,
-    use_fp32: bool,
+    how: tuple[Any, ...],
     async_op: bool,
 ) -> TensorOrHandle:
-    """Apply ``make(owner, x, sizes, dim, use_fp32, async_op)``, which checks its arguments.
+    """Apply ``make(owner, x, sizes, *how, async_op)``, which checks its arguments.
 
     The owner, a group or plan, keeps the operator for calls with equal arguments.
     """
+    types = tuple(map(type, how))
     if (
         torch.compiler.is_compiling()
         or type(x) not in _TENSORS
-        or not (type(dim) is int and type(use_fp32) is bool and type(async_op) is bool)
+        or type(async_op) is not bool
         or type(sizes) not in _SIZES
         or not _INT.issuperset(map(type, sizes))  # torch.jit.trace has tensors for ints
+        or not _PLAIN.issuperset(types)
         or x.is_nested
         or _dispatch_mode(_PROXY)
+        or debugging()
     ):
-        return run(make(owner, x, sizes, dim, use_fp32, async_op), x, async_op)
+        return run(make(owner, x, sizes, *how, async_op), x, async_op)
     kept: dict[Any, Operator] = vars(owner).setdefault("operators", {})
-    key = make, tuple(sizes), dim, use_fp32, async_op, x.shape, x.dtype, x.device, x.layout
+    key = make, tuple(sizes), how, types, async_op, x.shape, x.dtype, x.device, x.layout
     operator = kept.get(key)
     if operator is None:
-        operator = make(owner, x, sizes, dim, use_fp32, async_op)
+        operator = _kept(make(owner, x, sizes, *how, async_op), x)
         if len(kept) >= _MOST:
             kept.clear()
         kept[key] = operator
     if async_op:
         return start(operator, x)  # type: ignore[return-value]
     return _apply(operator, x, is_plain=True)[0]  # type: ignore[return-value]
+
+
+def _kept(operator: Operator, x: Tensor) -> Operator:
+    """Return the operator, prepared for tensors like `x` alone; as its adjoint will be."""
+    own: dict[str, Any] = vars(operator)
+    own["kept_adjoint"] = None
+    if type(operator).prepared is not Operator.prepared:
+        own["start"] = operator.prepared(x)
+    return operator
+
+
+def _adjoint(operator: Operator, gradient: Tensor) -> Operator:
+    own: dict[str, Any] = vars(operator)
+    if "kept_adjoint" not in own:
+        return operator.adjoint
+    if own["kept_adjoint"] is None:
+        own["kept_adjoint"] = _kept(operator.adjoint, gradient)
+    return own["kept_adjoint"]  # type: ignore[no-any-return]
 
 
 def run(operator: Operator, x: Tensor, async_op: bool) -> TensorOrHandle:
@@ -215,8 +243,8 @@ class _Rule(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, of_token: Tensor) -> tuple[Tensor | None, ...]:
         (token,) = ctx.saved_tensors
-        adjoint = ctx.operator.adjoint
-        _check_gradient(adjoint, gradient)
+        _check_gradient(ctx.operator, gradient)
+        adjoint = _adjoint(ctx.operator, gradient)
         result, passed_on = _apply(adjoint, gradient, (token, of_token), ctx.number)
         return result, None, None, None, *[passed_on] * (len(ctx.needs_input_grad) - 4)
 
@@ -260,8 +288,9 @@ def _token(x: Tensor) -> Tensor:
     return x.new_empty(0, dtype=torch.float32)
 
 
-def _check_gradient(adjoint: Operator, gradient: Tensor) -> None:
+def _check_gradient(operator: Operator, gradient: Tensor) -> None:
     if type(gradient) is not Tensor or gradient.layout is not torch.strided:
+        adjoint = operator.adjoint
         with checking(adjoint.name, adjoint.group) as where:
             checked_tensor(gradient, f"{where.removesuffix(': ')}, in backward: ", "gradient")
 
@@ -282,13 +311,26 @@ def begin(operator: Operator, x: Tensor, recorded: bool) -> Pending:
     if in_graph(x):
         result = _recorded(operator, x, None)[0]
         return Pending([], lambda: result)
-    return _started(operator, x, recorded)
+    return _started(operator, x, recorded, overlaps=True)
 
 
-def _started(operator: Operator, x: Tensor, recorded: bool, of: int | None = None) -> Pending:
-    """Start to communicate; inside :func:`varcomm.debug`, after ranks have compared the call."""
+def _started(
+    operator: Operator,
+    x: Tensor,
+    recorded: bool,
+    of: int | None = None,
+    overlaps: bool = False,
+) -> Pending:
+    """Start to communicate; inside :func:`varcomm.debug`, after ranks have compared the call.
+
+    Calls that do not overlap with others first complete those of Handles.
+    """
     number = _compared(operator, x, recorded, of) if debugging() else None
     failed = partial(_failed, operator, x.dtype, x.shape, time.monotonic())
+    if in_flight := operator.group.in_flight:
+        for each in () if overlaps else tuple(in_flight):
+            each.complete()
+        in_flight[:] = [each for each in in_flight if not each.done]
     try:
         if recorders:
             with span(operator.name):
@@ -298,6 +340,7 @@ def _started(operator: Operator, x: Tensor, recorded: bool, of: int | None = Non
     except EngineFailure as error:  # in the first of several rounds
         raise failed(error) from error.__cause__
     pending.number, pending.failed = number, failed
+    pending.earlier = tuple(operator.group.in_flight)
     return pending
 
 
@@ -404,7 +447,10 @@ class _Flight:
         self.result: Tensor | None = None  # of a backward that communicated at once
 
     def begin(self, operator: Operator, x: Tensor, recorded: bool, of: int | None = None) -> None:
-        self.sent = operator, x, _version(x), _started(operator, x, recorded, of)
+        pending = _started(operator, x, recorded, of, overlaps=True)
+        if not pending.done:
+            operator.group.in_flight.append(pending)
+        self.sent = operator, x, _version(x), pending
 
     def wait(self, name: str, period: str) -> tuple[Tensor, int | None]:
         """Return the result, and the number of the call if ranks compare calls."""
@@ -471,8 +517,9 @@ class _Wait(torch.autograd.Function):
         ctx: Any, gradient: Tensor, of_token: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None]:
         (token,) = ctx.saved_tensors
-        flight, adjoint = ctx.flight, ctx.operator.adjoint
-        _check_gradient(adjoint, gradient)
+        flight = ctx.flight
+        _check_gradient(ctx.operator, gradient)
+        adjoint = _adjoint(ctx.operator, gradient)
         if not ctx.needs_input_grad[1]:  # the call started under no_grad()
             return _apply(adjoint, gradient, (token, of_token), ctx.number)[0], None, None
         if is_recorded(gradient, (token, of_token)) or in_graph(gradient):

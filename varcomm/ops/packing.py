@@ -6,13 +6,15 @@ dimension that is outermost in memory, packing and unpacking are views.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
 
 from varcomm.transport.engine import Move, Schedule, Works, begin, broadcast_of, keep, recorders
 from varcomm.transport.group import Group
+
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def exchange(
@@ -29,11 +31,26 @@ def exchange(
     They arrive in the flat `out`, if it is given.
     """
     out = values.new_empty(sum(recv)) if out is None else out
-    if group.size == 1 and not recorders:
-        return keep(group, out, values), out
-    width = values.element_size()
+    return exchanger(name, group, send, recv, values.element_size(), schedule)(values, out), out
+
+
+def exchanger(
+    name: str,
+    group: Group,
+    send: Sequence[int],
+    recv: Sequence[int],
+    width: int,
+    schedule: Schedule = "all",
+) -> Callable[[torch.Tensor, torch.Tensor], Works]:
+    """Return the function that starts to move contiguous values of `width` bytes into others."""
     counts = [n * width for n in recv], [n * width for n in send]
-    return _begun(name, Move(schedule, group, as_bytes(out), as_bytes(values), *counts)), out
+
+    def start(values: torch.Tensor, out: torch.Tensor) -> Works:
+        if group.size == 1 and not recorders:
+            return keep(group, out, values)
+        return _begun(name, Move(schedule, group, as_bytes(out), as_bytes(values), *counts))
+
+    return start
 
 
 def all_gather(
@@ -83,7 +100,7 @@ def as_bytes(values: torch.Tensor) -> torch.Tensor:
     """Return a flat view of contiguous values as bytes."""
     if values.numel() <= 1:  # contiguous at any stride, but seen as bytes only at stride 1
         values = values.as_strided((values.numel(),), (1,))
-    return values.view(-1).view(torch.uint8)
+    return (values if values.dim() == 1 else values.view(-1)).view(torch.uint8)
 
 
 def pack(x: torch.Tensor, sizes: Sequence[int], dim: int) -> torch.Tensor:
@@ -125,6 +142,11 @@ def back(x: torch.Tensor, dim: int) -> torch.Tensor:
 def rest(shape: Sequence[int], dim: int) -> list[int]:
     """Return `shape` without `dim`: the shape of a row."""
     return [*shape[:dim], *shape[dim + 1 :]]
+
+
+def signed(rows: torch.Tensor) -> torch.Tensor:
+    """Return a view with signed integers for unsigned ones, which torch can neither set nor sum."""
+    return rows.view(_SIGNED.get(rows.dtype, rows.dtype))
 
 
 def taken(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

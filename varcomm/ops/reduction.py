@@ -15,7 +15,7 @@ from varcomm.transport.group import Group
 SMALL = 16 * 1024
 
 # Elements that are widened and summed at a time: 1 MiB of fp32 fits the cache.
-_BLOCK = 256 * 1024
+BLOCK = 256 * 1024
 
 _WITHOUT_SUM = {torch.uint16, torch.uint32, torch.uint64}
 
@@ -29,10 +29,10 @@ def sum_in_rank_order(
     """
     first, *others = parts
     narrow = accumulation_dtype(first.dtype, use_fp32) != first.dtype
-    if not narrow or not first.is_cpu or first.numel() <= _BLOCK:
+    if not narrow or not first.is_cpu or first.numel() <= BLOCK:
         return accumulated((first, *others), use_fp32, divisor).to(first.dtype)
     total = torch.empty_like(first, memory_format=torch.contiguous_format)
-    split = (part.reshape(-1).split(_BLOCK) for part in (total, first, *others))
+    split = (part.reshape(-1).split(BLOCK) for part in (total, first, *others))
     for place, *blocks in zip(*split, strict=True):
         place.copy_(accumulated(blocks, use_fp32, divisor))
     return total
@@ -62,7 +62,7 @@ def pieces(x: torch.Tensor, group: Group, one_round: bool) -> ShardSizes | None:
     """Return the elements of `x` that each rank sums for the others, or None if each sums all.
 
     Pieces take two rounds of messages and ``2 (P - 1) / P`` times the bytes of `x`, else one round
-    and ``P - 1`` times. An asynchronous call cannot begin a second round.
+    and ``P - 1`` times. An asynchronous call of few ranks does not begin a second round.
     """
     if one_round or group.size <= 2 or x.numel() * x.element_size() <= SMALL:
         return None

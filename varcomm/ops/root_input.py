@@ -12,7 +12,7 @@ import torch.autograd.forward_ad as forward_ad
 
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops.checks import checked_tensor
-from varcomm.ops.operator import in_graph
+from varcomm.ops.operator import checking, in_graph
 from varcomm.transport.agreement import announce, compare, debugging
 from varcomm.transport.group import Group
 
@@ -51,7 +51,7 @@ def root_input(
 
     digest, transforms = zlib.crc32(repr(list(sizes)).encode()), _transforms_of(tensor)
     if debugging():
-        call = {"operation": name, "root": src, "sizes": list(sizes)}
+        call = {"operation": name, "root": src, "sizes": list(sizes), "like": "not given"}
         _outside_transforms(lambda: compare(group, call))
 
     def describe() -> dict[str, Any]:
@@ -93,6 +93,41 @@ def root_input(
     if root["has_tangent"] and not _has_tangent(empty):
         empty = forward_ad.make_dual(empty, torch.zeros_like(empty))
     return empty, shape
+
+
+def known_input(
+    name: str, tensor: torch.Tensor | None, like: torch.Tensor, src: object, group: Group
+) -> tuple[torch.Tensor, torch.Size]:
+    """Return the root's tensor, elsewhere `like`; and the shape of `like`.
+
+    The root checks that its tensor is as `like`, but for the shape.
+    """
+    x = tensor if group.rank == src else like
+    if x is not like or not isinstance(like, torch.Tensor):
+        with checking(name, group) as where:
+            checked_tensor(like, where, "like")
+            checked_tensor(x, where)
+            assert x is not None
+            own, other = _facts(x), _facts(like)
+            if differing := [word for word in own if own[word] != other[word]]:
+                words = (f"{word} is {other[word]}, not {own[word]}" for word in differing)
+                raise ArgumentError(f"{where}like must match the tensor: its {'; '.join(words)}.")
+    assert x is not None
+    return x, like.shape
+
+
+def compare_like(name: str, x: torch.Tensor, src: int, group: Group, sizes: Sequence[int]) -> None:
+    """Compare, inside debug(), whether ranks have `like`; their calls compare the rest."""
+    call = {"operation": name, "root": src, "sizes": list(sizes), "like": "given"}
+    call["transforms"] = _transforms_of(x)
+    _outside_transforms(lambda: compare(group, call))
+
+
+def _facts(x: torch.Tensor) -> dict[str, Any]:
+    recorded = torch.is_grad_enabled() and x.requires_grad
+    names = "dtype", "device", "requires_grad", "tangent", "transforms"
+    facts = x.dtype, x.device.type, recorded, _has_tangent(x), _transforms_of(x)
+    return dict(zip(names, facts, strict=True))
 
 
 def _nothing_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
@@ -156,9 +157,6 @@ class _Planned(Operator):
             "use_fp32": self.use_fp32,
         }
 
-    def _front(self, x: torch.Tensor) -> torch.Tensor:
-        return x.movedim(self.dim, 0) if self.dim else x
-
     def _like(self, x: torch.Tensor, rows: int) -> torch.Tensor:
         front = x.new_empty(rows, *packing.rest(x.shape, self.dim))
         return packing.back(front, self.dim)
@@ -171,15 +169,20 @@ class Exchange(_Planned):
 
     name = "exchange"
 
-    def start(self, x: torch.Tensor) -> Pending:
+    def prepared(self, x: torch.Tensor) -> Callable[[torch.Tensor], Pending]:
         """Pick the rows to send, which is the one copy; the received rows are the result."""
-        plan, front = self.plan.routes, self._front(x)
-        row = front.shape[1:]
-        picked = packing.flat(packing.taken(front, plan.send_index))
-        send, recv = plan.elements(prod(row))
-        works, values = packing.exchange(self.name, plan.group, picked, send, recv, "neighbours")
-        received = values.view(plan.num_received, *row)
-        return Pending(works, lambda: packing.back(received, self.dim))
+        plan, dim, row = self.plan.routes, self.dim, packing.rest(x.shape, self.dim)
+        index, shape = plan.send_index, (plan.num_received, *row)
+        counts, width = plan.elements(prod(row)), x.element_size()
+        begin = packing.exchanger(self.name, plan.group, *counts, width, "neighbours")
+
+        def start(x: torch.Tensor) -> Pending:
+            front = x.movedim(dim, 0) if dim else x
+            received = x.new_empty(shape)
+            works = begin(packing.plain(packing.taken(front, index)), received)
+            return Pending(works, lambda: packing.back(received, dim))
+
+        return start
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         return self._like(x, self.plan.num_received)
@@ -192,14 +195,18 @@ class ExchangeAdjoint(_Planned):
 
     name = "exchange_adjoint"
 
-    def start(self, x: torch.Tensor) -> Pending:
-        plan, front = self.plan.routes, self._front(x)
-        row = front.shape[1:]
-        recv, send = plan.elements(prod(row))
-        rows = packing.flat(front)
-        works, values = packing.exchange(self.name, plan.group, rows, send, recv, "neighbours")
-        copies = values.view(len(plan.send_index), *row)
-        return Pending(works, lambda: packing.back(plan.row_sum(copies, self.use_fp32), self.dim))
+    def prepared(self, x: torch.Tensor) -> Callable[[torch.Tensor], Pending]:
+        plan, dim, use_fp32 = self.plan.routes, self.dim, self.use_fp32
+        row = packing.rest(x.shape, dim)
+        shape, counts = (len(plan.send_index), *row), plan.elements(prod(row))[::-1]
+        begin = packing.exchanger(self.name, plan.group, *counts, x.element_size(), "neighbours")
+
+        def start(x: torch.Tensor) -> Pending:
+            copies = x.new_empty(shape)
+            works = begin(packing.plain(x.movedim(dim, 0) if dim else x), copies)
+            return Pending(works, lambda: packing.back(plan.row_sum(copies, use_fp32), dim))
+
+        return start
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         return self._like(x, self.plan.num_rows)

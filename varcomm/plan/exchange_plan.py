@@ -211,14 +211,14 @@ class ExchangePlan(Routes):
             by_name: Any = zip(("dim", "use_fp32")[: len(more)], more, strict=True)
             return self(tensor, **dict(by_name))
         if not more:
-            return call(_forward, self, tensor, (), dim, use_fp32, False)
+            return call(_forward, self, tensor, (), (dim, use_fp32), False)
         tensors = tensor, *more
         operators = [_forward(self, x, (), dim, use_fp32) for x in tensors]
         return exchange_packed(self, tensors, [one.dim for one in operators], use_fp32)
 
     def start(self, tensor: torch.Tensor, dim: int = 0, use_fp32: bool = True) -> Handle:
         """Begin a call of the plan; :meth:`Handle.wait` returns the received rows."""
-        return call(_forward, self, tensor, (), dim, use_fp32, True)
+        return call(_forward, self, tensor, (), (dim, use_fp32), True)
 
     def adjoint(self, tensor: torch.Tensor, dim: int = 0, use_fp32: bool = True) -> torch.Tensor:
         """Send received rows back, and sum at each owner the copies of each row.
@@ -236,7 +236,7 @@ class ExchangePlan(Routes):
             `num_rows` rows along `dim`, zeros for rows without a copy; the same bit for bit at
             every run.
         """
-        return call(_adjoint, self, tensor, (), dim, use_fp32, False)
+        return call(_adjoint, self, tensor, (), (dim, use_fp32), False)
 
     def nbytes(self, tensor: torch.Tensor, dim: int = 0) -> int:
         """Return the bytes that this rank sends to others when the plan is called with `tensor`."""

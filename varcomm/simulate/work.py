@@ -154,7 +154,7 @@ class _Meter(TorchDispatchMode):
         inputs = _tensors((args, kwargs))
         self.before += sum(self._new_bytes(tensor) for tensor in inputs)
         out = func(*args, **kwargs)
-        outputs = _tensors(out)
+        outputs = _tensors(args[:1] if out is None else out)  # a list changed in place
         made = sum(self._new_bytes(tensor, is_made=True) for tensor in outputs)
         self._alive += made
         self.peak = max(self.peak, self._alive)

@@ -34,15 +34,17 @@ Works: TypeAlias = Sequence[Any]
 Counts: TypeAlias = Sequence[int]
 
 # The messages of a call, as all ranks describe them: an all-gather; a broadcast; or an exchange
-# between most pairs of ranks, between few (as the neighbours of a plan), or of one with all others.
-Schedule: TypeAlias = Literal["all_gather", "broadcast", "all", "neighbours", "one"]
+# between most pairs of ranks, between few (as the neighbours of a plan; or copies of one piece to
+# each), or of one with all others.
+Schedule: TypeAlias = Literal["all_gather", "broadcast", "all", "neighbours", "copies", "one"]
 
 
 class Move(NamedTuple):
     """The bytes that one call moves: ``send[r]`` of `data` to rank r, and `out` sender by sender.
 
     Empty messages are not sent. An all-gather sends all of `data`, which may be this rank's place
-    in `out`, to every rank. A broadcast overwrites `data`, which is `out`; its root receives none.
+    in `out`, to every rank; copies go to ranks with a count. A broadcast overwrites `data`, which
+    is `out`; its root receives none.
     """
 
     schedule: Schedule
@@ -70,15 +72,31 @@ class Pending:
     finish: Callable[[], Tensor]
     number: int | None = None  # of the call, if ranks compare calls
     failed: Callable[[EngineFailure], Exception] | None = None  # makes the error of the call
+    earlier: Sequence[Pending] = ()  # calls that must begin all rounds before this one waits
+    done: bool = True  # all rounds have begun
+
+    def is_done(self) -> bool:
+        """Return whether :meth:`wait` need not wait, if the engine knows it."""
+        return all(work.is_completed() for work in self.works)
+
+    def complete(self) -> None:
+        """Begin and await all further rounds; then :meth:`wait` only returns the result."""
 
     def wait(self) -> Tensor:
         """Wait until this rank's part is done, and return the result."""
+        for each in self.earlier:
+            each.complete()
+        self.earlier = ()
         try:
             wait_for(self.works)
             self.works = ()  # which keep the sent tensor in memory
             return self.finish()
         except EngineFailure as error:
-            raise self.failed(error) if self.failed else error from error.__cause__
+            raise self.explained(error) from error.__cause__
+
+    def explained(self, error: EngineFailure) -> Exception:
+        """Return the error of the call."""
+        return self.failed(error) if self.failed else error
 
 
 def wait_for(works: Works, timeout: timedelta = NO_LIMIT) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from varcomm.errors import LaunchError
@@ -25,6 +25,7 @@ class Place:
     meeting_point: str | None = None
     launcher: str = "no launcher"
     lasting_store: bool = False
+    local_size: int = field(default=0, compare=False)  # ranks on this host; 0 if unknown
 
 
 class _Launcher(NamedTuple):
@@ -43,7 +44,7 @@ class _Launcher(NamedTuple):
 _TASKS, _STEP = "SLURM_STEP_NUM_TASKS SLURM_NTASKS", "SLURM_JOB_ID SLURM_STEP_ID"
 _OMPI = "OMPI_COMM_WORLD"
 _LAUNCHERS = (
-    _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     _Launcher(
         "Open MPI",
         f"{_OMPI}_RANK",
@@ -53,7 +54,7 @@ _LAUNCHERS = (
         "PMIX_NAMESPACE",
     ),
     _Launcher("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_PORT"),
-    _Launcher("SLURM", "SLURM_PROCID", _TASKS, "SLURM_LOCALID", job=_STEP),
+    _Launcher("SLURM", "SLURM_PROCID", _TASKS, "SLURM_LOCALID", "", _STEP),
 )
 _NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
@@ -88,7 +89,11 @@ def read(environ: Mapping[str, str], mpi: bool = False) -> Place:
     local_rank = _integer(environ, launcher.local_rank, 0 if launcher.name == "torchrun" else None)
     point = None if mpi else _meeting_point(launcher, environ, size)
     lasting = point == "env://" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Place(rank, size, local_rank, point, launcher.name, lasting)
+    on_host = _integer(environ, launcher.local_size, 0)
+    if launcher.name == "SLURM":  # 8(x2): 8 on each of 2 hosts
+        tasks = re.fullmatch(r"(\d+)(\(x\d+\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", "0"))
+        on_host = int(tasks[1]) if tasks else 0
+    return Place(rank, size, local_rank, point, launcher.name, lasting, on_host)
 
 
 def _has_started(launcher: _Launcher, environ: Mapping[str, str]) -> bool:

@@ -21,7 +21,8 @@ from torch import Tensor
 from varcomm.transport.engine import NO_LIMIT, Engine, Move, Works, pieces
 from varcomm.transport.group import Group
 
-# Ranks up to which an all-to-all serves neighbours too: most pairs are neighbours.
+# Ranks up to which an all-to-all serves neighbours too: with 2 and 3 its median time was lower in
+# 22 of 24 cases of 256 bytes to 1 MiB, in loops and with work between calls.
 _FEW_RANKS = 4
 
 # Tag of varcomm's messages, apart from those of users.
@@ -43,7 +44,11 @@ class Gloo(Engine):
             return [_broadcast(pg, place, src) for src, place in places.items()]
         if schedule == "all" or (schedule == "neighbours" and group.size <= _FEW_RANKS):
             return [pg.alltoall_base(out, data, list(recv), list(send), dist.AllToAllOptions())]
-        arriving, leaving = dict(pieces(out, recv, rank)), dict(pieces(data, send, rank))
+        arriving = dict(pieces(out, recv, rank))
+        if schedule == "copies":
+            leaving = {peer: data for peer, count in enumerate(send) if count}
+        else:
+            leaving = dict(pieces(data, send, rank))
         kept, own = arriving.pop(rank, None), leaving.pop(rank, None)
         works = [pg.recv([piece], peer, _TAG) for peer, piece in arriving.items()]
         works += [pg.send([piece], peer, _TAG) for peer, piece in leaving.items()]

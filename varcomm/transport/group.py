@@ -17,6 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from varcomm.errors import GroupError
 
+# Ranks from which sums go by levels: as few as keep this many clusters from one merge, on average.
+MANY = 16
+
 GroupLike: TypeAlias = dist.ProcessGroup | DeviceMesh | None
 
 
@@ -33,9 +36,11 @@ class Group:
         self.label = f"rank {self.rank} of {self.size}"
         self.engines: dict[torch.device, Any] = {}  # as `engine_for` found them
         self.over_mpi = False  # of the world: whether MPI serves it and its subgroups
+        self.node_size = 0  # of the world: ranks on each node, if consecutive and known
         self.compared_calls = 0  # calls that this rank compared with the other ranks
         self.given_up = ""  # message of the call in which this rank stopped to wait for others
         self.note: dict[str, Any] = {}  # of the world: note of this rank on its last call
+        self.in_flight: list[Any] = []  # of the world: calls of Handles with further rounds
         self.unfinished: list[Any] = []  # buffers and requests of calls that no caller waits for
         self.auxiliary: dict[Any, Any] = {}  # state of other modules; for example further groups
         self._ranks: tuple[int, ...] = ()
@@ -96,6 +101,7 @@ def forget_destroyed(also_living: bool = False) -> None:
     for group in [*_groups.values()]:
         if also_living or not group.exists():
             vars(group).pop("operators", None)  # they hold the group in a cycle
+            group.in_flight = []  # and so do these
             del _groups[group.process_group]
 
 
@@ -168,6 +174,8 @@ def _of(process_group: dist.ProcessGroup) -> Group:
             ) from error
         forget_destroyed()
         _groups[process_group] = found
+        if process_group is not dist.group.WORLD:
+            found.in_flight = resolve(None).in_flight
     return found
 
 

@@ -336,7 +336,7 @@ def _mpiexec() -> str:
     beside = Path(sys.executable).with_name("mpiexec")
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     if found is None:
-        raise MissingPackageError('backend "mpi" needs mpiexec: pip install "varcomm[mpi]".')
+        raise MissingPackageError('backend "mpi" needs mpiexec: pip install mpi4py mpich.')
     return found
 
 
@@ -475,5 +475,5 @@ def _pickled_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     except Exception as error:
         raise ArgumentError(
             f"{fn!r} or its arguments cannot be pickled to be sent to the ranks: {error!r}. "
-            'For lambdas and functions of a script: pip install "varcomm[launch]"'
+            "For lambdas and functions of a script: pip install cloudpickle"
         ) from error

@@ -41,7 +41,7 @@ try:
     from mpi4py import MPI
 except (ImportError, RuntimeError) as error:  # a RuntimeError if no libmpi can be loaded
     raise MissingModuleError(
-        'backend "mpi" needs mpi4py and an MPI library: pip install "varcomm[mpi]". '
+        'backend "mpi" needs mpi4py and an MPI library: pip install mpi4py mpich. '
         f"The import of mpi4py.MPI says: {error}"
     ) from error
 
@@ -87,7 +87,7 @@ def _exchange(comm: MPI.Intracomm, move: Move) -> list[Any]:
     """Start to receive and to send the pieces that have bytes, and copy this rank's own piece."""
     schedule, group, out, data, recv, send = move
     rank, places = group.rank, _places(recv)
-    starts = [0] * group.size if schedule == "all_gather" else _places(send)
+    starts = [0] * group.size if schedule in ("all_gather", "copies") else _places(send)
     arriving, leaving = out.data_ptr(), data.data_ptr()
     others = (*range(rank + 1, group.size), *range(rank))
     receiving: tuple[Any, int, Counts, Counts] = comm.Irecv, arriving, places, recv

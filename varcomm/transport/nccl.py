@@ -21,6 +21,8 @@ class NCCL(Engine):
         if schedule == "broadcast":
             work = dist.broadcast(data, group=pg, group_src=move.root, async_op=True)
         elif schedule != "all_gather":
+            if schedule == "copies":
+                data = data.repeat(len(send) - send.count(0))
             work = dist.all_to_all_single(out, data, list(recv), list(send), pg, async_op=True)
         # a list of uneven tensors is one group of broadcasts; one of even tensors has a buffer
         elif len(set(recv)) == 1:

@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 from varcomm.errors import GroupError, at_least, checked_rank
 from varcomm.transport.engine import Engine, Move, Schedule, Works, is_simulated, recording
-from varcomm.transport.group import forget_destroyed
+from varcomm.transport.group import forget_destroyed, resolve
+
+NODE = 8  # ranks on a simulated node
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Simulated(Engine):
         out[:place].zero_()
         out[place + own :].zero_()
         if own and out.data_ptr() != data.data_ptr():
-            first = 0 if schedule == "all_gather" else sum(send[: group.rank])
+            first = 0 if schedule in ("all_gather", "copies") else sum(send[: group.rank])
             out[place : place + own].copy_(data[first : first + own])
         return []
 
@@ -74,6 +76,7 @@ def alone(size: int, rank: int) -> Iterator[None]:
             f"{dist.get_world_size()}. Call torch.distributed.destroy_process_group() first."
         )
     dist.init_process_group("fake", rank=rank, world_size=ranks)
+    resolve(None).node_size = NODE
     try:
         yield
     finally:

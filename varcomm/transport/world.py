@@ -33,7 +33,7 @@ from varcomm.transport import environment
 from varcomm.transport.debug import checked_seconds
 from varcomm.transport.environment import Place
 from varcomm.transport.failure import note_exceptions
-from varcomm.transport.group import forget_destroyed, resolve
+from varcomm.transport.group import MANY, forget_destroyed, resolve
 
 logger = logging.getLogger("varcomm")
 
@@ -149,6 +149,7 @@ def join(place: Place, backend: str | None, timeout: float | timedelta) -> None:
     if "nccl" in backend:
         device = torch.device("cuda", _gpu(place, torch.cuda.device_count()))
         torch.cuda.set_device(device)
+    node_size = 0
     try:
         if mpi:
             from varcomm.transport.mpi import start, store_of  # mpi4py is an optional package
@@ -165,6 +166,8 @@ def join(place: Place, backend: str | None, timeout: float | timedelta) -> None:
             timeout=limit,
             device_id=device,
         )
+        if place.size >= MANY:
+            node_size = _node_size(store, place)
     except VarcommError:
         raise
     except (RuntimeError, ValueError) as error:
@@ -173,12 +176,24 @@ def join(place: Place, backend: str | None, timeout: float | timedelta) -> None:
             f"rank {place.rank} of {place.size} (started by {place.launcher}) could not join "
             f"the others{where} with backend {backend!r}: {error}"
         ) from error
-    resolve(None).over_mpi = mpi
+    resolve(None).over_mpi, resolve(None).node_size = mpi, node_size
     note_exceptions()
     atexit.register(_leave, weakref.ref(dist.group.WORLD), os.getpid())
     logger.debug(
         "rank %d of %d joined by %s, backend %s", place.rank, place.size, place.launcher, backend
     )
+
+
+def _node_size(store: Store, place: Place) -> int:
+    """Return the ranks on each host, if all have as many consecutive ranks, else 0; collective."""
+    size = place.local_size
+    if not size or place.rank % size != place.local_rank:
+        size = 0
+    store.add(f"varcomm/hosts of {size}", 1)
+    if store.add("varcomm/hosts", 1) == place.size:
+        store.set("varcomm/hosts known", "yes")
+    store.get("varcomm/hosts known")  # waits until all have counted
+    return size if store.add(f"varcomm/hosts of {size}", 0) == place.size else 0
 
 
 def _gpu(place: Place, visible: int) -> int:

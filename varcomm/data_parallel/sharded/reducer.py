@@ -12,13 +12,13 @@ from varcomm.data_parallel.buckets import Owner, gradient_dtype, started
 from varcomm.data_parallel.sharded.arguments import NAME
 from varcomm.data_parallel.sharded.shard import Shard
 from varcomm.errors import ArgumentError
-from varcomm.ops import packing
+from varcomm.ops import levels, packing
 from varcomm.ops.operator import checking
-from varcomm.ops.reduction import accumulated
+from varcomm.ops.reduction import accumulated, accumulation_dtype
 from varcomm.transport.agreement import debugging
 from varcomm.transport.auxiliary_group import Lane, weakly
 from varcomm.transport.engine import Pending
-from varcomm.transport.group import Group
+from varcomm.transport.group import MANY, Group
 
 __all__ = ["Reducer"]
 
@@ -117,23 +117,23 @@ class Reducer:
         gradients = {name: held.pop(name) for name in shard.parameters if name in held}
         here = [name in gradients for name, _ in shard.segments]
         flat, rows = _packed(shard, gradients)
-        own = [rows[group.rank]] * group.size
-        message = started("reduce_scatter_v", group, packing.exchange, flat, rows, own)
+        message = started("reduce_scatter_v", group, _begun, flat, rows)
         self._in_flight.append((shard, here, message))
         self._started += 1
         self._arrived.difference_update(shard.parameters)
-        # without waiting
-        while self._in_flight and all(w.is_completed() for w in self._in_flight[0][2].works):
+        # without waiting; on a GPU, further rounds must begin in one order on all ranks
+        while self._in_flight and not (flat.is_cuda and group.size >= MANY):
+            if not self._in_flight[0][2].is_done():
+                break
             self._add_next()
 
     def _add_next(self) -> None:
         """Add the sum over ranks of a bucket, and whether any rank used each segment."""
         shard, here, message = self._in_flight[0]
-        parts = message.wait().view(self._group().size, -1)
-        size = parts.shape[1] - len(here)
-        total = accumulated(parts[:, :size].unbind(), use_fp32=True)
+        total = message.wait()
+        total, used = total.split([len(total) - len(here), len(here)])
         # without waiting for a GPU, if this rank has used all
-        shard.add(total, here if all(here) else parts[:, size:].ne(0).any(0).tolist())
+        shard.add(total, here if all(here) else used.ne(0).tolist())
         self._in_flight.popleft()
 
     def drop_unstarted(self) -> None:
@@ -158,6 +158,16 @@ class Reducer:
             self._add_next()
         self._started = 0
         self._arrived.clear()
+
+
+def _begun(name: str, group: Group, flat: torch.Tensor, rows: Sequence[int]) -> Pending:
+    """Begin the sum of pieces over ranks, which is not rounded."""
+    if group.size >= MANY:
+        rounds = levels.reduce_scatter(name, group, flat, rows, range(group.size), use_fp32=True)
+        return levels.InRounds(rounds, (-1,), accumulation_dtype(flat.dtype, use_fp32=True))
+    own = [rows[group.rank]] * group.size
+    works, values = packing.exchange(name, group, flat, rows, own)
+    return Pending(works, lambda: accumulated(values.view(group.size, -1).unbind(), use_fp32=True))
 
 
 def _packed(shard: Shard, gradients: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, list[int]]:

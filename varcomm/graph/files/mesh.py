@@ -233,7 +233,7 @@ def _read(path: Path) -> Any:
     try:
         import meshio
     except ImportError as error:
-        raise MissingPackageError('read_mesh needs meshio: pip install "varcomm[mesh]".') from error
+        raise MissingPackageError("read_mesh needs meshio: pip install meshio.") from error
     if not path.is_file():
         raise ArgumentError(f"read_mesh: there is no file {path}.")
     if path.suffix.lower() == ".vtu":

@@ -104,7 +104,7 @@ def check_target(path: Any) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingPackageError('plot needs matplotlib: pip install "varcomm[plot]".') from error
+        raise MissingPackageError("plot needs matplotlib: pip install matplotlib.") from error
     where, known = Path(path), sorted(Figure().canvas.get_supported_filetypes())
     if where.suffix.lower().removeprefix(".") not in known:
         raise ArgumentError(f"the picture {str(where)!r} must end in one of .{', .'.join(known)}.")

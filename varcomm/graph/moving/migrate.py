@@ -17,21 +17,18 @@ from varcomm.graph.partitioned_graph import NodeType, PartitionedGraph
 from varcomm.graph.partitioners.assign import assign_sharded
 from varcomm.graph.shard import AscendingIds, NodeShard, Shard, described
 from varcomm.ops.checks import checked_tensor
-from varcomm.ops.packing import taken
+from varcomm.ops.packing import signed, taken
 from varcomm.plan.checks import checked_index
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.sizes import ShardSizes
 from varcomm.transport.agreement import agree_and_share, share
 from varcomm.transport.group import Group
 
-__all__ = ["SIGNED", "migrate", "migrated"]
+__all__ = ["migrate", "migrated"]
 
 Rows = dict[str, torch.Tensor]
 
 _WHAT = "graph.migrate"
-
-# unsigned integers cannot be selected by index
-SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def migrate(graph: PartitionedGraph, owner: Any, node_attrs: Any = None) -> PartitionedGraph:
@@ -188,9 +185,8 @@ class _Move:
         """Return the new rows from old rows and arriving rows."""
         if len(self.origin) == len(self.at):
             return arriving
-        if (signed := SIGNED.get(rows.dtype)) is not None:
-            return self.merged(rows.view(signed), arriving.view(signed)).view(rows.dtype)
-        return rows.index_select(0, self.origin).index_copy_(0, self.at, arriving)
+        out = signed(rows).index_select(0, self.origin)
+        return out.index_copy_(0, self.at, signed(arriving)).view(rows.dtype)
 
     def numbers(self, first: int, leaves: torch.Tensor) -> torch.Tensor:
         """Return the new global numbers of the old rows; `first` is that of the first new row."""

@@ -31,12 +31,15 @@ _LEAST_FLOW = 1e-6
 
 
 def rebalance(graph: PartitionedGraph, weights: torch.Tensor | float) -> PartitionedGraph:
-    """Return the graph with even costs per rank, by as few moved nodes as possible.
+    """Return the graph with even costs per rank, which move between neighbouring ranks.
 
     Collective; an error on one rank is raised on all ranks. Costs flow between ranks that share a
     border, with the smallest squared flows that even them [1]_; each rank passes on its nodes
     nearest to the receiving rank. A rank without nodes receives a piece of the rank with the
     largest cost. Deterministic. No rank holds the graph, only the costs of all ranks.
+
+    Parts keep their borders with each other, so nodes move at every border between a rank with too
+    large a cost and a distant one: on 5 ranks of a mesh up to 1.6 times the excess.
 
     Communication: a few numbers per rank, and that of :meth:`PartitionedGraph.migrate`; each round
     also moves the structure of the graph, once more for the attributes. In each round every rank

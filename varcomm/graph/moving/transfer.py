@@ -5,23 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from varcomm.errors import ArgumentError, VarcommError
+from varcomm.errors import ArgumentError, DisagreementError, VarcommError
 from varcomm.graph.directory import Directory
 from varcomm.graph.index import plain
-from varcomm.graph.moving.migrate import SIGNED
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.shard import Shard, described
+from varcomm.ops.packing import taken
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.sizes import ShardSizes
-from varcomm.transport.agreement import agree, agree_and_share, compare
-from varcomm.transport.group import Group
+from varcomm.transport.agreement import agree, agree_and_share
+from varcomm.transport.group import Group, resolve
 
 __all__ = ["Transfer", "remap", "transfer"]
 
+T = TypeVar("T")
 Side = PartitionedGraph | Shard | None
 
 
@@ -71,9 +72,7 @@ class Transfer:
                 "the new graph: new.batch, new.edge_index."
             )
         if self.weights is None:
-            if (signed := SIGNED.get(x.dtype)) is not None:
-                return self(x.view(signed)).view(x.dtype)
-            return self.plan(x).index_select(0, self.place)
+            return taken(self.plan(x), self.place)
         if not (x.is_floating_point() or x.is_complex()):
             raise ArgumentError(
                 f"weighted sums are for floats and complex numbers; got {described(x)}. Fetch rows "
@@ -120,16 +119,17 @@ class _Sides:
 def transfer(old: Side, new: Side) -> Transfer:
     """Plan how rows of one partition become those of another partition of the same graph.
 
-    Collective; an error on one rank is raised on all ranks, except that a rank must not pass None
-    for the larger partition: the other ranks then wait until the timeout. For fields, results and
-    optimizer states, which :func:`migrate` does not carry, and between different numbers of ranks.
+    Collective on the ranks of the larger partition; an error on one is raised on all. For fields,
+    results and optimizer states, which :func:`migrate` does not carry, and between different
+    numbers of ranks.
 
     Parameters
     ----------
     old, new : PartitionedGraph or NodeShard or EdgeShard
         Two partitions of the same rows: of the nodes of a graph with one type, of the nodes of one
         type, ``graph["paper"]``, or of edges, ``graph.edges``. The ranks of one must be among those
-        of the other; elsewhere the other partition is None.
+        of the other; elsewhere the other partition is None. None for both is an error on all ranks
+        of the world, in which it is agreed on.
 
     Returns
     -------
@@ -171,7 +171,7 @@ def transfer(old: Side, new: Side) -> Transfer:
     [[0.4, 0.6], [0.0, 0.2]]
     """
     what = "graph.transfer"
-    sides, _ = _sides(what, old, new, lambda new: None)
+    sides, *_ = _sides(what, old, new, lambda new: None)
     if sides.old_sizes.total != sides.new_sizes.total:
         raise ArgumentError(
             f"{what}: old has {sides.old_sizes.total} rows, and new {sides.new_sizes.total}. Both "
@@ -190,7 +190,7 @@ def remap(
 ) -> Transfer:
     """Plan how fields of a mesh become fields of its refinement or coarsening.
 
-    Collective; an error on one rank is raised on all ranks, except as in :func:`transfer`.
+    Collective as :func:`transfer`; an error on one rank is raised on all ranks.
 
     Parameters
     ----------
@@ -218,6 +218,8 @@ def remap(
     ArgumentError
         On every rank, if parents are out of range or weights not finite; with `conserve`, if a
         weight is negative or an old row has no child.
+    DisagreementError
+        On every rank, if ranks differ in `conserve`.
 
     Notes
     -----
@@ -247,17 +249,19 @@ def remap(
     def check(shard: Shard | None) -> tuple[torch.Tensor, torch.Tensor]:
         return _checked_parents(parents, weights, conserve, shard)
 
-    sides, (ids, share) = _sides(what, old, new, check)
+    def outline(checked: tuple[torch.Tensor, torch.Tensor]) -> list[int]:
+        ids = checked[0]
+        return [int(conserve), *(map(int, ids.aminmax()) if ids.numel() else (-1, -1))]
 
-    def in_range() -> None:
-        if ids.numel() and not -1 <= int(ids.min()) <= int(ids.max()) < sides.old_sizes.total:
+    sides, (ids, share), outlines = _sides(what, old, new, check, outline)
+    if len({each[0] for each in outlines}) > 1:
+        raise DisagreementError(f"{what}: conserve is True on some ranks, and False on others.")
+    for rank, (_, low, high) in enumerate(outlines):
+        if low < -1 or high >= sides.old_sizes.total:
             raise ArgumentError(
-                f"parents span {int(ids.min())}...{int(ids.max())}, out of range for "
+                f"{what}: parents on rank {rank} span {low}...{high}, out of range for "
                 f"{sides.old_sizes.total} old rows; -1 is for none."
             )
-
-    agree(what, in_range, sides.group)
-    compare(sides.group, {"operation": what, "conserve": bool(conserve)})
     ids, share, group = ids.to(sides.device), share.to(sides.device), sides.group
     has = ids >= 0
     plan, of_parent = sides.directory().fetching(ids[has])
@@ -286,6 +290,8 @@ def _checked_parents(
     parents: Any, weights: Any, conserve: bool, shard: Shard | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return parents, int64, and weights, float64, both (n_new, k)."""
+    if not isinstance(conserve, bool):
+        raise ArgumentError(f"conserve must be True or False; got {conserve!r}.")
     rows = 0 if shard is None else shard.num_owned
     if parents is None and shard is None:
         parents = torch.empty(0, dtype=torch.int64)
@@ -318,27 +324,36 @@ def _checked_parents(
 
 
 def _sides(
-    what: str, old: Side, new: Side, check: Callable[[Shard | None], Any]
-) -> tuple[_Sides, Any]:
-    """Return both partitions and the result of `check` of the new one, or raise on all ranks."""
+    what: str,
+    old: Side,
+    new: Side,
+    check: Callable[[Shard | None], T],
+    public: Callable[[T], Any] = lambda _: None,
+) -> tuple[_Sides, T, list[Any]]:
+    """Return both partitions and the result of `check` of the new one, or raise on all ranks.
+
+    The last are the public parts of the results of all ranks.
+    """
     groups = [side.group for side in (old, new) if isinstance(side, PartitionedGraph | Shard)]
-    if not groups:
-        raise ArgumentError(f"{what}: pass a partition of this rank as old or new.")
-    group = max(groups, key=lambda each: each.size)
+    group = max(groups, key=lambda each: each.size) if groups else resolve(None)
     if not all(set(each.ranks) <= set(group.ranks) for each in groups):
         _refuse(what, groups)
 
-    def shards() -> tuple[list[Shard | None], Any]:
+    def shards() -> tuple[list[Shard | None], T]:
         for name, side in (("old", old), ("new", new)):
             if not isinstance(side, PartitionedGraph | Shard | None):
                 raise ArgumentError(f"{name} must be a graph or a shard; got {described(side)}.")
+        if not groups:
+            raise ArgumentError("pass a partition of this rank as old or new.")
         pair = [side.nodes if isinstance(side, PartitionedGraph) else side for side in (old, new)]
         return pair, check(pair[1])
 
-    def outline(own: tuple[list[Shard | None], Any]) -> list[Any]:
-        return [each and [each.noun, each.num_owned, each.sizes.total] for each in own[0]]
+    def outline(own: tuple[list[Shard | None], T]) -> Any:
+        sides = [each and [each.noun, each.num_owned, each.sizes.total] for each in own[0]]
+        return sides, public(own[1])
 
-    (pair, checked), of_ranks = agree_and_share(what, shards, outline, group)
+    (pair, checked), shared = agree_and_share(what, shards, outline, group)
+    of_ranks, publics = zip(*shared, strict=True)
     sizes = []
     for name, column in zip(("old", "new"), zip(*of_ranks, strict=True), strict=True):
         sizes.append(ShardSizes(0 if each is None else each[1] for each in column))
@@ -350,7 +365,7 @@ def _sides(
     if len(nouns := {each[0] for pair in of_ranks for each in pair if each is not None}) > 1:
         raise ArgumentError(f"{what}: {' and '.join(sorted(nouns))} have no rows in common.")
     device = next(each for each in pair if each is not None).ids.gaps.device
-    return _Sides(group, pair[0], pair[1], sizes[0], sizes[1], device), checked
+    return _Sides(group, pair[0], pair[1], sizes[0], sizes[1], device), checked, [*publics]
 
 
 def _refuse(what: str, groups: list[Group]) -> NoReturn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from math import inf
+from math import dist, inf
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,9 @@ from varcomm.errors import ArgumentError
 from varcomm.graph.neighbours.ghosts import Boxes, Frame, Ghosts
 from varcomm.graph.neighbours.links import Links, has_derivative, tree_of
 from varcomm.graph.neighbours.positions import (
+    FARTHEST,
+    SLACK,
+    SLACK_AT,
     Own,
     agreed,
     checked_positions,
@@ -26,9 +29,6 @@ from varcomm.transport.group import GroupLike, resolve
 __all__ = ["knn"]
 
 _WHAT = "graph.knn"
-
-# Factor of distances, and part of the largest coordinate: differences of rounding stay below these.
-_SLACK, _SLACK_AT = 1 + 1e-9, 1e-12
 
 
 def knn(pos: torch.Tensor, k: int, group: GroupLike = None) -> PartitionedGraph:
@@ -106,19 +106,25 @@ def knn(pos: torch.Tensor, k: int, group: GroupLike = None) -> PartitionedGraph:
     own_ids = torch.arange(mine.start, mine.stop, device=own.pos.device)
     low, high = (np.array(each) for each in zip(*bounds, strict=True))
     low, high = low.min(0), high.max(0)
-    extent = float(np.linalg.norm(high - low))
-    margin = _SLACK_AT * float(max(np.abs(low).max(), np.abs(high).max()))
+    if (extent := dist(low, high)) > FARTHEST:
+        raise ArgumentError(f"{_WHAT}: positions are {extent:g} apart. Use another unit of length.")
+    margin = SLACK_AT * float(max(np.abs(low).max(), np.abs(high).max()))
+
+    def certain(far: float) -> float:
+        return far * (1 + SLACK) + margin
+
     reach = [extent * (k / sizes.total) ** (1 / own.pos.shape[1])] * ranks.size
     while True:
         # at first where a rank has too few nodes to know, a guess; later twice as far
         reach = [
-            r * _SLACK + margin if r < inf else 2 * r0 for r, r0 in zip(needed, reach, strict=True)
+            certain(far) if far < inf else 2 * before
+            for far, before in zip(needed, reach, strict=True)
         ]
         boxes = Boxes.of(own.frame, bounds, reach)
         ghosts = Ghosts.fetched(boxes, own.points, own.pos, own_ids, ranks)
         points = torch.cat([own.points, ghosts.pos.double()])
         farthest = share(_WHAT, partial(_farthest, points, own.points, k), ranks)
-        if all(far * _SLACK + margin <= r for far, r in zip(farthest, reach, strict=True)):
+        if all(certain(far) <= r for far, r in zip(farthest, reach, strict=True)):
             break
         needed = tuple(farthest)
 
@@ -156,7 +162,7 @@ def _nearest(points: torch.Tensor, owned: int, k: int) -> Links:
     while len(rows):
         many = min(2 * many, len(points))
         distance, near = tree.query(own[rows], many)
-        wanted = distance <= distance[:, k : k + 1] * _SLACK
+        wanted = distance <= distance[:, k : k + 1] * (1 + SLACK)
         done = ~wanted[:, -1] | (many == len(points))
         at, nth = np.nonzero(wanted & done[:, None] & (near != rows[:, None]))
         found.append(np.stack([near[at, nth], rows[at]]))

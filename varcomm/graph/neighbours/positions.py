@@ -23,9 +23,15 @@ from varcomm.transport.agreement import agree_and_share, compare
 from varcomm.transport.engine import engine_for, is_simulated
 from varcomm.transport.group import Group
 
-__all__ = ["Own", "agreed", "checked_positions", "shards"]
+__all__ = ["FARTHEST", "SLACK", "SLACK_AT", "Own", "agreed", "checked_positions", "shards"]
 
 T = TypeVar("T")
+
+# Parts of a distance and of the largest coordinate: differences of rounding stay below these.
+SLACK, SLACK_AT = 1e-9, 1e-12
+
+# Squares of distances up to this one are finite.
+FARTHEST = 1e150
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,9 +73,7 @@ def checked_positions(pos: torch.Tensor, what: str, group: Group) -> torch.Tenso
     try:
         import scipy.spatial  # type: ignore[import-untyped]  # noqa: F401
     except ImportError as error:
-        raise MissingPackageError(
-            f'{what} needs SciPy: pip install "varcomm[neighbours]".'
-        ) from error
+        raise MissingPackageError(f"{what} needs SciPy: pip install scipy.") from error
     checked_tensor(pos, "", "pos")
     if not pos.is_floating_point() or pos.dim() != 2 or not pos.shape[1]:
         raise ArgumentError(f"pos must be floats of shape (n, D); got {described(pos)}.")

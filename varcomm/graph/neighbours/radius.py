@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,9 @@ from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.graph.neighbours.ghosts import Boxes, Frame, Ghosts
 from varcomm.graph.neighbours.links import Links, has_derivative
 from varcomm.graph.neighbours.positions import (
+    FARTHEST,
+    SLACK,
+    SLACK_AT,
     Own,
     agreed,
     checked_positions,
@@ -30,9 +33,6 @@ from varcomm.transport.group import Group, GroupLike, resolve
 __all__ = ["radius"]
 
 _WHAT = "graph.radius"
-
-# Of the reach, and of the largest position: differences of rounding stay below these.
-_SLACK, _SLACK_AT = 1e-9, 1e-12
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +78,7 @@ class _Request:
     def serves(self, kept: _Kept) -> bool:
         """Return whether own nodes are so near to where they stood that no pair is missing.
 
-        Of a change of the cell, what moves all positions alike is no motion: it only scales the
+        A change of the cell that moves all positions with it is no motion: it only scales the
         distances that the skin guarantees.
         """
         points, scale, cell, then = kept.points, 1.0, self.fixed_cell, kept.cell
@@ -92,12 +92,12 @@ class _Request:
         """Return the reach of a search, for positions up to `largest`; raise if too wide."""
         reach, cell = self.cutoff + self.skin, self.fixed_cell
         largest += 0.0 if cell is None else float(cell.abs().max())
-        if (slack := _SLACK_AT * largest) > reach:
+        if (slack := SLACK_AT * largest) > reach:
             raise ArgumentError(
                 f"{_WHAT}: numbers up to {largest:g} are too large to find pairs within {reach:g}. "
                 "Bring positions into the cell, or near zero."
             )
-        return reach + _SLACK * reach + slack
+        return reach + SLACK * reach + slack
 
     def chosen(
         self, links: Links, points: torch.Tensor, ids: torch.Tensor
@@ -197,9 +197,7 @@ def radius(
 
     def check() -> tuple[_Request, dict[str, object]]:
         rows = checked_positions(pos, _WHAT, ranks)
-        reach = _checked_length(cutoff, "cutoff"), _checked_length(skin, "skin")
-        if not reach[0]:
-            raise ArgumentError("cutoff must be above zero; got 0.")
+        reach = _checked_length(cutoff, "cutoff", 1e-150), _checked_length(skin, "skin", 0.0)
         vectors = _checked_cell(cell, rows)
         periodic = _checked_pbc(pbc, rows.shape[1], vectors is not None)
         most = None if max_neighbours is None else at_least(1, max_neighbours, "max_neighbours")
@@ -305,13 +303,15 @@ def _count(found: Sequence[Any]) -> int:
     return found[0].count  # type: ignore[no-any-return]
 
 
-def _checked_length(value: Any, name: str) -> float:
+def _checked_length(value: Any, name: str, least: float) -> float:
     try:
         length = float(value)
     except (TypeError, ValueError):
         length = -inf
-    if not isfinite(length) or length < 0:
-        raise ArgumentError(f"{name} must be a finite number, not negative; got {value!r}.")
+    if not least <= length <= FARTHEST:
+        raise ArgumentError(
+            f"{name} must be a number from {least:g} to {FARTHEST:g}; got {value!r}."
+        )
     return length
 
 
@@ -320,9 +320,9 @@ def _checked_cell(cell: Any, pos: torch.Tensor) -> torch.Tensor | None:
     if cell is None:
         return None
     try:
-        vectors = (
-            cell if isinstance(cell, torch.Tensor) else torch.from_numpy(np.array(cell, float))
-        )
+        vectors = cell if isinstance(cell, torch.Tensor) else torch.from_numpy(np.array(cell))
+        if vectors.is_complex():
+            raise TypeError("these are complex")
         vectors = vectors.to(pos.device, torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ArgumentError(f"cell must hold numbers: {error}.") from error
@@ -332,7 +332,7 @@ def _checked_cell(cell: Any, pos: torch.Tensor) -> torch.Tensor | None:
             f"{tuple(vectors.shape)}. For lengths of a box pass torch.diag(lengths)."
         )
     volume = torch.linalg.det(vectors.detach() / vectors.detach().norm(dim=1, keepdim=True))
-    if not bool(volume.abs() > _SLACK):  # NaN too, of a zero vector
+    if not bool(volume.abs() > SLACK):  # NaN too, of a zero vector
         raise ArgumentError(
             "cell is singular. A direction that is not periodic needs a vector too: pass "
             "ase.geometry.complete_cell(cell)."

@@ -258,7 +258,7 @@ def _by_metis(
         import pymetis
     except ImportError as error:
         raise MissingPackageError(
-            'method="metis" needs pymetis: pip install "varcomm[partition]". '
+            'method="metis" needs pymetis: pip install pymetis. '
             'Or choose method="rcb" (with data.pos) or "block".'
         ) from error
     if edge_weight is not None:  # of all edges between two nodes, added; a sum of zero is no edge
