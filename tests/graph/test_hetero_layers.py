@@ -232,7 +232,7 @@ def bases(rank):
 def moved(rank):
     """From a graph with several types to one with a single type, and back."""
     torch.manual_seed(0)
-    layer, data, graph = pyg.GCNConv(4, 5).double(), data_of(), graph_of("random")
+    layer, data, graph = pyg.SGConv(4, 5).double(), data_of(), graph_of("random")
     plain = data["a", "other", "a"].edge_index
     whole = layer(data["a"].x, plain)
     alone = partition(Data(x=data["a"].x, edge_index=plain), method="block")
