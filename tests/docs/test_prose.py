@@ -9,12 +9,23 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md",
     "docs/failures.md",
+    "docs/how_it_works/adjoints.md",
+    "docs/how_it_works/conventions.md",
+    "docs/how_it_works/fp32.md",
+    "docs/how_it_works/halo.md",
+    "docs/how_it_works/plans.md",
     "docs/index.md",
     "docs/sharp_bits.md",
     "docs/start.md",
     "docs/tutorials/01_uneven_shards.py",
+    "docs/tutorials/02_first_halo_exchange.py",
+    "docs/tutorials/03_partition_a_mesh.py",
     "docs/tutorials/04_pyg_on_ranks.py",
     "docs/tutorials/05_forces.py",
+    "docs/tutorials/06_nothing_divides.py",
+    "docs/tutorials/07_sharded_gradients.py",
+    "docs/tutorials/08_overlap.py",
+    "docs/tutorials/09_cluster.py",
     "docs/tutorials/10_finding_a_hang.py",
 ]
 COLUMNS = 84  # of code: wider lines are cut on the built page
