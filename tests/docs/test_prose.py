@@ -8,7 +8,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md",
+    "docs/checkpoints.md",
+    "docs/compile.md",
+    "docs/dtensor.md",
     "docs/failures.md",
+    "docs/gradients.md",
     "docs/how_it_works/adjoints.md",
     "docs/how_it_works/conventions.md",
     "docs/how_it_works/fp32.md",
@@ -17,6 +21,7 @@ PAGES = [
     "docs/index.md",
     "docs/sharp_bits.md",
     "docs/start.md",
+    "docs/tensor_parallel.md",
     "docs/tutorials/01_uneven_shards.py",
     "docs/tutorials/02_first_halo_exchange.py",
     "docs/tutorials/03_partition_a_mesh.py",
