@@ -163,8 +163,8 @@ else:
     print("There is no MPI on this machine.")
 
 # %%
-# ``mpiexec`` can also start ranks that use Gloo or NCCL: call ``vc.init("gloo")``. On several hosts,
-# these ranks need ``MASTER_ADDR`` and ``MASTER_PORT``.
+# ``mpiexec`` can also start ranks that use Gloo or NCCL: call ``vc.init("gloo")``. On several
+# hosts, these ranks need ``MASTER_ADDR`` and ``MASTER_PORT``.
 #
 # SLURM
 # -----
