@@ -426,7 +426,7 @@ class EdgeShard(Numbering, Shard):
                 "edges between two types of nodes have no self loops: build the layer with "
                 "add_self_loops=False."
             )
-        if torch.compiler.is_compiling():
+        if in_graph(edges):
             return torch.ops.varcomm.self_loops(edges, targets)  # type: ignore[no-any-return]
         return _self_loops(edges, targets)
 
