@@ -173,8 +173,8 @@ class Exchange(_Planned):
         """Pick the rows to send, which is the one copy; the received rows are the result."""
         plan, dim, row = self.plan.routes, self.dim, packing.rest(x.shape, self.dim)
         index, shape = plan.send_index, (plan.num_received, *row)
-        counts, width = plan.elements(prod(row)), x.element_size()
-        begin = packing.exchanger(self.name, plan.group, *counts, width, "neighbours")
+        (send, recv), width = plan.elements(prod(row)), x.element_size()
+        begin = packing.exchanger(self.name, plan.group, send, recv, width, "neighbours")
 
         def start(x: torch.Tensor) -> Pending:
             front = x.movedim(dim, 0) if dim else x
@@ -198,8 +198,9 @@ class ExchangeAdjoint(_Planned):
     def prepared(self, x: torch.Tensor) -> Callable[[torch.Tensor], Pending]:
         plan, dim, use_fp32 = self.plan.routes, self.dim, self.use_fp32
         row = packing.rest(x.shape, dim)
-        shape, counts = (len(plan.send_index), *row), plan.elements(prod(row))[::-1]
-        begin = packing.exchanger(self.name, plan.group, *counts, x.element_size(), "neighbours")
+        shape, (recv, send) = (len(plan.send_index), *row), plan.elements(prod(row))
+        width = x.element_size()
+        begin = packing.exchanger(self.name, plan.group, send, recv, width, "neighbours")
 
         def start(x: torch.Tensor) -> Pending:
             copies = x.new_empty(shape)
