@@ -13,6 +13,7 @@ from torch_geometric.utils import add_remaining_self_loops, get_laplacian, one_h
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.adapt.propagate import SCORES_FIRST, Running, Scores
+from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.index import PartitionedIndex, plain
 from varcomm.graph.nn.graphs import extreme, largest
 from varcomm.ops.all_gather_v import all_gather_v
@@ -84,8 +85,9 @@ def _gcn_forward(
     """
     is_plain = type(self) is pyg.GCNConv and self.normalize and not self.cached
     summed = is_plain and self.aggr == "add" and self.flow == "source_to_target"
-    edges = edge_index if isinstance(edge_index, PartitionedIndex) else None
-    if not summed or edges is None or edges.kind != "edges" or edges.of.hops > 1:
+    edges = edge_index.of if isinstance(edge_index, PartitionedIndex) else None
+    one_hop = isinstance(edges, EdgeShard) and edges.hops == 1 and edge_index.kind == "edges"
+    if not (summed and one_hop):
         return pyg.GCNConv.forward(self, x, edge_index, edge_weight)  # type: ignore[no-any-return]
     nodes = x.size(self.node_dim)
     if self.add_self_loops:
