@@ -8,6 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md",
+    "CONTRIBUTING.md",
     "docs/checkpoints.md",
     "docs/coming_from/anemoi.md",
     "docs/coming_from/egnn.md",
@@ -48,6 +49,11 @@ PAGES = [
     "docs/tutorials/08_overlap.py",
     "docs/tutorials/09_cluster.py",
     "docs/tutorials/10_finding_a_hang.py",
+    "examples/nodes/README.md",
+    "examples/ocean/README.md",
+    "examples/poisson/README.md",
+    "examples/resume/README.md",
+    "examples/text/README.md",
 ]
 COLUMNS = 84  # of code: wider lines are cut on the built page
 WORDS = 30  # per sentence
