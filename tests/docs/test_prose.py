@@ -51,9 +51,12 @@ PAGES = [
     "docs/tutorials/10_finding_a_hang.py",
     "examples/nodes/README.md",
     "examples/ocean/README.md",
+    "examples/ocean_3d/README.md",
     "examples/poisson/README.md",
     "examples/resume/README.md",
     "examples/text/README.md",
+    "examples/three_ways/README.md",
+    "examples/weather/README.md",
 ]
 COLUMNS = 84  # of code: wider lines are cut on the built page
 WORDS = 30  # per sentence
@@ -85,7 +88,7 @@ def text_of(page):
     code = re.findall(r"^```\w+\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     indented = re.findall(r"^ {4}\S.*", text, re.MULTILINE)
     prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-    prose = re.sub(r"^( {4}\S|:::|:link).*", "", prose, flags=re.MULTILINE)
+    prose = re.sub(r"^( {4}|:::|:link).*", "", prose, flags=re.MULTILINE)
     return prose, [*"\n".join(code).splitlines(), *indented]
 
 
