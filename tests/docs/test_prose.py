@@ -8,7 +8,20 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md",
+    "CONTRIBUTING.md",
     "docs/checkpoints.md",
+    "docs/coming_from/anemoi.md",
+    "docs/coming_from/egnn.md",
+    "docs/coming_from/fairchem.md",
+    "docs/coming_from/fairscale.md",
+    "docs/coming_from/index.md",
+    "docs/coming_from/mace.md",
+    "docs/coming_from/megatron.md",
+    "docs/coming_from/meshgraphnet.md",
+    "docs/coming_from/nanotron.md",
+    "docs/coming_from/physicsnemo.md",
+    "docs/coming_from/pyg.md",
+    "docs/coming_from/torch_distributed_nn.md",
     "docs/compatibility.md",
     "docs/compile.md",
     "docs/dtensor.md",
@@ -36,6 +49,14 @@ PAGES = [
     "docs/tutorials/08_overlap.py",
     "docs/tutorials/09_cluster.py",
     "docs/tutorials/10_finding_a_hang.py",
+    "examples/nodes/README.md",
+    "examples/ocean/README.md",
+    "examples/ocean_3d/README.md",
+    "examples/poisson/README.md",
+    "examples/resume/README.md",
+    "examples/text/README.md",
+    "examples/three_ways/README.md",
+    "examples/weather/README.md",
 ]
 COLUMNS = 84  # of code: wider lines are cut on the built page
 WORDS = 30  # per sentence
@@ -67,7 +88,7 @@ def text_of(page):
     code = re.findall(r"^```\w+\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     indented = re.findall(r"^ {4}\S.*", text, re.MULTILINE)
     prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-    prose = re.sub(r"^( {4}\S|:::|:link).*", "", prose, flags=re.MULTILINE)
+    prose = re.sub(r"^( {4}|:::|:link).*", "", prose, flags=re.MULTILINE)
     return prose, [*"\n".join(code).splitlines(), *indented]
 
 
