@@ -254,9 +254,17 @@ def changed_after_distribute(rank):
         model.head = part.double()
         with pytest.raises(ArgumentError, match=r"head \(.*put into the model after distribute"):
             model(graph.x, graph.edge_index)
-    model.norms, model.head = [pyg.BatchNorm(NODE)], nn.Identity()
-    with pytest.raises(ArgumentError, match="norms in a list"):
-        distribute(model, graph)(graph.x, graph.edge_index)
+    model.head = nn.Identity()
+    for norm in (pyg.BatchNorm(NODE), pyg.PairNorm(), pyg.LayerNorm(NODE, mode="graph")):
+        for model.norms in ([norm], {"last": [nn.Sequential(norm)]}):
+            with pytest.raises(ArgumentError, match="norms in a list"):
+                distribute(model, graph)(graph.x, graph.edge_index)
+    model.norms = [mean := pyg.MeanAggregation()]
+    distribute(model, graph)(graph.x, graph.edge_index)
+    pooled = pyg.MeanAggregation()(data.x, data.batch)
+    torch.testing.assert_close(mean(graph.x, graph.batch), pooled)
+    with pytest.raises(ArgumentError, match="this rank's rows alone"):
+        mean(graph.x)
     model.norms, model.head = None, pyg.BatchNorm(NODE).double()
     out = distribute(model, graph)(graph.x, graph.edge_index)
     assert varcomm.all_reduce(out.sum(0)).abs().max() < 1e-10

@@ -14,11 +14,11 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.ops import packing
-from varcomm.ops.compilation import counts_in, extent_of
+from varcomm.ops.compilation import count_in, extent_of
 from varcomm.ops.operator import Operator, checking, torch_operator
 from varcomm.plan.checks import checked_range
 from varcomm.plan.row_sum import RowSum
-from varcomm.transport.engine import Pending
+from varcomm.transport.engine import Pending, Works
 from varcomm.transport.group import Group, named
 
 
@@ -44,6 +44,12 @@ class Routes:
         return RowSum(self.send_index, self.num_rows)
 
     @cached_property
+    def sent(self) -> tuple[torch.Tensor, RowSum]:
+        """The own rows that are sent, ascending, and the sum of copies for these alone."""
+        rows, places = self.send_index.unique(return_inverse=True)
+        return rows, RowSum(places, len(rows))
+
+    @cached_property
     def extent(self) -> torch.Tensor:
         """The numbers of received and own rows, for compiled code."""
         return extent_of(self.num_received, self.num_rows, device=self.send_index.device)
@@ -59,8 +65,7 @@ class Routes:
     def rows(self) -> tuple[int, int]:
         """Return how many rows this rank receives, and how many it owns."""
         if torch.compiler.is_compiling():
-            received, owned = counts_in(self.extent)
-            return received, owned
+            return count_in(self.extent, 0), count_in(self.extent, 1)
         return self.num_received, self.num_rows
 
     def elements(self, row: int) -> tuple[list[int], list[int]]:
@@ -173,13 +178,17 @@ class Exchange(_Planned):
 
     def start(self, x: torch.Tensor) -> Pending:
         """Pick the rows to send, which is the one copy; the received rows are the result."""
-        plan, front = self.plan.routes, self._front(x)
-        row = front.shape[1:]
+        front = self._front(x)
+        received = front.new_empty(self.plan.routes.num_received, *front.shape[1:])
+        return Pending(self._send(front, received), lambda: packing.back(received, self.dim))
+
+    def _send(self, front: torch.Tensor, received: torch.Tensor) -> Works:
+        plan = self.plan.routes
         picked = packing.flat(packing.taken(front, plan.send_index))
-        send, recv = plan.elements(prod(row))
-        works, values = packing.exchange(self.name, plan.group, picked, send, recv, "neighbours")
-        received = values.view(plan.num_received, *row)
-        return Pending(works, lambda: packing.back(received, self.dim))
+        send, recv = plan.elements(prod(front.shape[1:]))
+        return packing.exchange(
+            self.name, plan.group, picked, send, recv, "neighbours", received.view(-1)
+        )[0]
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         return self._like(x, self.plan.num_received)
@@ -193,16 +202,58 @@ class ExchangeAdjoint(_Planned):
     name = "exchange_adjoint"
 
     def start(self, x: torch.Tensor) -> Pending:
-        plan, front = self.plan.routes, self._front(x)
-        row = front.shape[1:]
+        row_sum, (works, copies) = self.plan.routes.row_sum, self._return(self._front(x))
+        return Pending(works, lambda: packing.back(row_sum(copies, self.use_fp32), self.dim))
+
+    def _return(self, front: torch.Tensor) -> tuple[Works, torch.Tensor]:
+        plan, row = self.plan.routes, front.shape[1:]
         recv, send = plan.elements(prod(row))
         rows = packing.flat(front)
         works, values = packing.exchange(self.name, plan.group, rows, send, recv, "neighbours")
-        copies = values.view(len(plan.send_index), *row)
-        return Pending(works, lambda: packing.back(plan.row_sum(copies, self.use_fp32), self.dim))
+        return works, values.view(len(plan.send_index), *row)
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         return self._like(x, self.plan.num_rows)
+
+
+@torch_operator
+@dataclass(frozen=True)
+class ExchangeAppended(Exchange):
+    """From own rows to these and, behind them, the received rows."""
+
+    name = "exchange_appended"
+
+    def start(self, x: torch.Tensor) -> Pending:
+        """Receive into the end of the result; the own rows are copied meanwhile."""
+        plan, front = self.plan.routes, self._front(x)
+        out = front.new_empty(plan.num_rows + plan.num_received, *front.shape[1:])
+        works = self._send(front, out[plan.num_rows :])
+        out[: plan.num_rows].copy_(front)
+        return Pending(works, lambda: packing.back(out, self.dim))
+
+    def result(self, x: torch.Tensor) -> torch.Tensor:
+        received, own = self.plan.rows()
+        return self._like(x, own + received)
+
+
+@torch_operator
+@dataclass(frozen=True)
+class ExchangeAppendedAdjoint(ExchangeAdjoint):
+    """Add to each own row the copies of it that are received rows elsewhere."""
+
+    name = "exchange_appended_adjoint"
+
+    def start(self, x: torch.Tensor) -> Pending:
+        """Send the received rows back; only rows that were sent are written twice."""
+        plan, front = self.plan.routes, self._front(x)
+        works, copies = self._return(front[plan.num_rows :])
+        out = front[: plan.num_rows].clone(memory_format=torch.contiguous_format)
+
+        def finish() -> torch.Tensor:
+            rows, row_sum = plan.sent
+            return packing.back(out.index_add_(0, rows, row_sum(copies, self.use_fp32)), self.dim)
+
+        return Pending(works, finish)
 
 
 class _Recorded(Routes):
@@ -253,6 +304,7 @@ class IndexedAllToAllVAdjoint(_Indexed, ExchangeAdjoint):
 
 _PAIRS: list[tuple[type[_Planned], type[_Planned]]] = [
     (Exchange, ExchangeAdjoint),
+    (ExchangeAppended, ExchangeAppendedAdjoint),
     (IndexedAllToAllV, IndexedAllToAllVAdjoint),
 ]
 _ADJOINTS = dict(_PAIRS) | {adjoint: kind for kind, adjoint in _PAIRS}

@@ -17,7 +17,7 @@ from varcomm.ops.digest import digest
 from varcomm.ops.operator import Handle, call, checking, in_graph
 from varcomm.ops.reduction import checked_summable
 from varcomm.plan.checks import checked_count_matrix, checked_index, checked_indices
-from varcomm.plan.exchange import Exchange, ExchangeAdjoint, Routes, numbered
+from varcomm.plan.exchange import Exchange, ExchangeAdjoint, ExchangeAppended, Routes, numbered
 from varcomm.sizes import ShardSizes, checked_dim, checked_sizes
 from varcomm.transport.agreement import agree_and_share
 from varcomm.transport.engine import Pending, Schedule, is_simulated
@@ -265,6 +265,11 @@ class ExchangePlan(Routes):
         return cls.from_indices(indices, state["num_rows"], group=group)
 
 
+def with_received(plan: ExchangePlan, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """Return own rows and, behind them, the received rows: the received ones are not copied."""
+    return call(_with_received, plan, x, (), dim, True, False)
+
+
 def _forward(
     plan: ExchangePlan, x: torch.Tensor, _: object, dim: int, use_fp32: bool, *__: object
 ) -> Exchange:
@@ -272,6 +277,11 @@ def _forward(
         checked_tensor(x, where)
         dim = _checked_rows(plan, x, dim, plan.rows()[1], "own", where)
     return Exchange(plan if in_graph(x) else plan.inner, dim, use_fp32)
+
+
+def _with_received(plan: ExchangePlan, x: torch.Tensor, *given: Any) -> ExchangeAppended:
+    operator = _forward(plan, x, *given)
+    return ExchangeAppended(operator.plan, operator.dim, operator.use_fp32)
 
 
 def _adjoint(
