@@ -15,7 +15,7 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.ops import packing
-from varcomm.ops.compilation import counts_in, extent_of
+from varcomm.ops.compilation import count_in, extent_of
 from varcomm.ops.operator import Operator, checking, torch_operator
 from varcomm.plan.checks import checked_range
 from varcomm.plan.row_sum import RowSum
@@ -60,8 +60,7 @@ class Routes:
     def rows(self) -> tuple[int, int]:
         """Return how many rows this rank receives, and how many it owns."""
         if torch.compiler.is_compiling():
-            received, owned = counts_in(self.extent)
-            return received, owned
+            return count_in(self.extent, 0), count_in(self.extent, 1)
         return self.num_received, self.num_rows
 
     def elements(self, row: int) -> tuple[list[int], list[int]]:
