@@ -92,7 +92,7 @@ def exchanges(rank):
         model = distribute(pyg.GraphSAGE(4, 8, 3, 2).double(), graph)
         with varcomm.trace() as calls:
             model(graph.x, graph.edge_index)
-        assert [call.name for call in calls] == ["exchange_appended"] * count
+        assert [call.name for call in calls] == ["exchange"] * count
 
 
 def in_two_blocks(rank):
@@ -109,7 +109,7 @@ def in_two_blocks(rank):
             x = model[1](model[0](graph.x, graph.edge_index), graph.edge_index)
         torch.testing.assert_close(x, whole[graph.owned_ids], **CLOSE)
     # degrees of sources are sent in each layer of GCN
-    assert [call.name for call in calls].count("exchange_appended") == 2 + 4
+    assert [call.name for call in calls].count("exchange") == 2 + 4
 
 
 def sage():

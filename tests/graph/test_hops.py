@@ -64,7 +64,7 @@ def assert_part(data, method, ranks, hops):
     assert all(torch.equal(graph[name], data[name][edges]) for name in names)
     with varcomm.trace() as calls:
         assert torch.equal(graph.with_halo(graph.owned_ids), ids)
-    assert [call.name for call in calls] == ["exchange_appended"], "one exchange, whatever the hops"
+    assert [call.name for call in calls] == ["exchange"], "one exchange, whatever the hops"
     assert graph.hops == graph.edges.hops == hops
 
 

@@ -51,7 +51,7 @@ def test_simulated_ranks_are_exact():
         assert float(found.counts["flops"][rank]) == work.flops
         assert float(found.memory[rank]) == work.memory
     times = found.times(H100)
-    names = {"exchange_appended", "exchange_appended_adjoint", "replicated_sum", "all_reduce"}
+    names = {"exchange", "exchange_adjoint", "replicated_sum", "all_reduce"}
     assert set(times.communication) == names
     assert times.step == float(times.total.max())
     lines = str(found).splitlines()
