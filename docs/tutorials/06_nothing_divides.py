@@ -230,7 +230,7 @@ for name, found in {"heads 2 + 2 + 1": even, "heads 3 + 2 + 0": uneven}.items():
     held = " + ".join(str(of_rank[2]) for of_rank in found)
     of_losses, of_gradients = largest_difference(found)
     errors = f"losses within {of_losses:.0e}, gradient within {of_gradients:.0e}"
-    print(f"{name}:   {held} parameters; {errors}")
+    print(f"{name}:   {held} parameters\n  {errors}")
 
 # %%
 # The differences are rounding. Each rank holds all parameters of the norms, so the counts of

@@ -9,6 +9,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md",
     "CONTRIBUTING.md",
+    "docs/architecture/index.md",
     "docs/checkpoints.md",
     "docs/coming_from/anemoi.md",
     "docs/coming_from/egnn.md",
