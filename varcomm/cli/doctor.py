@@ -205,9 +205,9 @@ def _page(
     chosen = {k: v for k, v in sorted(os.environ.items()) if k.startswith(_PREFIXES)}
     yield "### varcomm doctor\n"
     yield from _table(["", ""], {**versions(), **machine(), **chosen}.items())
+    yield from _chosen(results, seconds)
     yield ""
     yield from _table(["engine", "ranks", "result"], (_summary(*each) for each in results.items()))
-    yield from _chosen(results, seconds)
     for engine, found in results.items():
         yield from (f"\n{engine.name}, {name}: {why}" for name, why in found.items() if why)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from varcomm.ops import packing
-from varcomm.ops.operator import apply, in_graph
+from varcomm.ops.operator import call, in_graph
 from varcomm.plan.exchange import Exchange, ExchangeAdjoint, Routes
 from varcomm.transport.engine import Pending
 
@@ -47,7 +47,11 @@ def _received(plan: Any, columns: Sequence[Tensor], use_fp32: bool) -> Tensor:
         # compilers write the columns side by side as they compute them
         return plan(torch.cat(list(columns), dim=1), use_fp32=use_fp32)  # type: ignore[no-any-return]
     picked: Tensor = _Pick.apply(plan.inner, use_fp32, *columns)  # type: ignore[no-untyped-call]
-    return apply(_Picked(plan.inner, 0, use_fp32), picked)
+    return call(_picked, plan, picked, (), (use_fp32,), False)
+
+
+def _picked(plan: Any, _: Tensor, __: object, use_fp32: bool, *___: object) -> _Picked:
+    return _Picked(plan.inner, 0, use_fp32)
 
 
 class _Pick(torch.autograd.Function):
@@ -96,12 +100,9 @@ class _Picked(Exchange):
     def adjoint(self) -> _PickedAdjoint:
         return _PickedAdjoint(self.plan, self.dim, self.use_fp32)
 
-    def start(self, x: Tensor) -> Pending:
-        plan, width = self.plan.routes, x.shape[1]
-        send, recv = plan.elements(width)
-        values = packing.flat(x)
-        works, out = packing.exchange(self.name, plan.group, values, send, recv, "neighbours")
-        return Pending(works, lambda: out.view(plan.num_received, width))
+    def prepared(self, x: Tensor) -> Callable[[Tensor], Pending]:
+        counts = self.plan.routes.elements(x.shape[1])
+        return _between(self, x, self.plan.num_received, *counts)
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,21 @@ class _PickedAdjoint(ExchangeAdjoint):
     def adjoint(self) -> _Picked:
         return _Picked(self.plan, self.dim, self.use_fp32)
 
-    def start(self, x: Tensor) -> Pending:
-        plan, width = self.plan.routes, x.shape[1]
-        recv, send = plan.elements(width)
-        values = packing.flat(x)
-        works, out = packing.exchange(self.name, plan.group, values, send, recv, "neighbours")
-        return Pending(works, lambda: out.view(len(plan.send_index), width))
+    def prepared(self, x: Tensor) -> Callable[[Tensor], Pending]:
+        plan = self.plan.routes
+        return _between(self, x, len(plan.send_index), *plan.elements(x.shape[1])[::-1])
+
+
+def _between(
+    operator: Exchange | ExchangeAdjoint, x: Tensor, rows: int, send: list[int], recv: list[int]
+) -> Callable[[Tensor], Pending]:
+    """Return the function that moves matrices like `x`, and receives so many rows."""
+    group, shape = operator.group, (rows, x.shape[1])
+    begin = packing.exchanger(operator.name, group, send, recv, x.element_size(), "neighbours")
+
+    def start(x: Tensor) -> Pending:
+        received = x.new_empty(shape)
+        works = begin(packing.plain(x), received)
+        return Pending(works, lambda: received)
+
+    return start
