@@ -76,7 +76,7 @@ def _gcn_forward(
     self: Any,
     running: Running,
     x: torch.Tensor,
-    edge_index: torch.Tensor,
+    edge_index: Any,
     edge_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Scale rows before they travel, and sums behind them: degrees need no exchange of their own.
