@@ -59,7 +59,7 @@ def main():
     for name in options.examples:
         words = [*commands[name], *MORE.get(name, [])]
         print(f"\n{name}: {' '.join(words)} --steps {options.steps}\n")
-        print("| ranks | s a step | MiB a rank, at most |\n| --- | --- | --- |", flush=True)
+        print("| ranks | seconds per step | peak MiB per rank |\n| --- | --- | --- |", flush=True)
         for ranks in options.ranks:
             with tempfile.TemporaryDirectory() as scratch:
                 seconds, memory = cost(words, ranks, options.steps, scratch)

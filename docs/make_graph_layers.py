@@ -115,7 +115,10 @@ the vector: these have local ids. `graph.edges.local_ids` is the place to take s
 
 Code without such a vector cannot be seen: a mean over dimension 0, `F.batch_norm`, or
 `global_mean_pool(x, None)`, is that of this rank. Give `graph.batch`, which is zeros if the data
-have none, or use `graph.mean`. `varcomm.testing.same_as_one_process` finds such code.
+have none, or use `graph.mean`. `zeros_like(graph.batch)` and `edge_index.new_zeros(len(x))` are
+ordinary tensors, and so is a mask: `x[graph.batch == b].mean(0)` is that of this rank. The refusals
+of `DeepGraphInfomax`, and of losses such as `GAE.recon_loss`, are of PyG's classes; copies of these
+in your own file compute means of this rank. `varcomm.testing.same_as_one_process` finds all of it.
 
 A rank may have no edges: a model that returns early if `edge_index.size(1) == 0` skips an
 exchange, for which the other ranks wait until the timeout. A copy of `LabelPropagation` in your own

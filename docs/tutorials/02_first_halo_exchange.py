@@ -2,19 +2,20 @@
 Your first halo exchange
 ========================
 
-You will solve the heat equation on a rod that is split unevenly over three ranks, exchange the rows
-at the borders with an :class:`varcomm.ExchangePlan`, and differentiate through all time steps. You
-need to know PyTorch; the :doc:`first tutorial <01_uneven_shards>` says what ranks and shards are.
+This tutorial solves the heat equation on a rod that is split over three ranks. Ranks exchange the
+rows at their borders with an :class:`varcomm.ExchangePlan`, and gradients flow through all time
+steps. It takes 10 minutes. You need to know PyTorch, and :doc:`ranks and shards
+<01_uneven_shards>`.
 """
 
 # %%
-# Who owns what
-# -------------
+# Owned rows and halo rows
+# ------------------------
 #
-# The rod has 48 points. Rank 0 owns the first 19, rank 1 the next 6, rank 2 the rest: ranks *own*
-# rows, and each row has one owner. To make a time step, a rank also needs the point left of its
-# first one and the point right of its last one. These are its *halo*: read-only copies of rows that
-# others own, and filling them is a *halo exchange*.
+# The rod has 48 points. Rank 0 owns the first 19, rank 1 the next 6, and rank 2 the last 23. Each
+# point has one owner. For a time step, a rank also needs the point left of its first one and the
+# point right of its last one. These copies of other ranks' rows are its *halo* (ghost cells). A
+# *halo exchange* fills the halo.
 
 import matplotlib.pyplot as plt
 import torch
@@ -27,7 +28,7 @@ ranks = vc.Ranks(len(SIZES))
 
 
 def needed_by(rank):
-    """The points next to this rank's own, in the numbers of the whole rod."""
+    """Return the points next to the rank's points, with indices of the full rod."""
     own = SIZES.range(rank)
     return [
         point for point in (own.start - 1, own.stop) if 0 <= point < SIZES.total
@@ -35,9 +36,9 @@ def needed_by(rank):
 
 
 # %%
-# Each rank says what it needs, in the numbers of the whole rod. Who has to send it is found by
-# arithmetic on ``SIZES``, and the ranks tell each other once. The result is a *plan*: frozen,
-# checked, and used at every step.
+# Each rank lists the rows that it needs, with their indices in the full rod. ``SIZES`` determines
+# the owner of each row, and each rank sends its list to the owners once. The result is a *plan*,
+# which you make once and call at every step.
 
 
 def make_plan(rank):
@@ -47,21 +48,23 @@ def make_plan(rank):
 def describe(rank):
     plan = make_plan(rank)
     return (
-        f"rank {rank}: sends its rows {plan.send_index.tolist()}, {plan.send_counts} to each rank; "
-        f"receives {plan.recv_counts} from each"
+        f"rank {rank}: sends its rows {plan.send_index.tolist()}, "
+        f"{plan.send_counts} per rank; receives {plan.recv_counts} per rank"
     )
 
 
 print("\n".join(ranks.run(describe)))
 
 # %%
-# The plan as a picture: a line a rank, owned points filled, the halo in the colour of its owner.
+# The plan as a picture, with one line per rank. Owned points are filled. Halo points are hatched in
+# the colour of their owner.
 
+# sphinx_gallery_start_ignore
 COLOURS = [
     "#56b4e9",
     "#e69f00",
     "#cc79a7",
-]  # one a rank; told apart by colour-blind readers too
+]  # per rank, safe for colour-blind readers
 
 figure, ax = plt.subplots(figsize=(9, 2.2), facecolor="white", layout="constrained")
 for rank in range(len(SIZES)):
@@ -79,7 +82,7 @@ for rank in range(len(SIZES)):
         }
         ax.add_patch(Rectangle((point - 0.4, -rank + 0.05), 0.8, 0.6, **style))
 ax.set_title(
-    "What each rank owns (filled) and copies from others (hatched)", loc="left"
+    "Owned points (filled) and halo points (hatched) of each rank", loc="left"
 )
 ax.set_xlim(-0.6, SIZES.total - 0.4)
 ax.set_ylim(1 - len(SIZES) - 0.1, 0.8)
@@ -89,24 +92,23 @@ ax.set_yticks(
 ax.tick_params(left=False)
 ax.set_xlabel("point of the rod")
 ax.spines[["left", "top", "right"]].set_visible(False)
+# sphinx_gallery_end_ignore
 plt.show()
 
 # %%
 # A time step
 # -----------
 #
-# ``plan(u)`` sends own rows and returns those that arrive, in the order in which they were asked
-# for: the left neighbour first. At the two ends of the rod no heat passes, as if the next point
-# were as warm as the last.
+# ``plan(u)`` sends rows of ``u`` and returns the received rows, in the order in which the rank
+# listed them: the left neighbour first. The two ends of the rod are insulated.
 #
-# ``solve`` is what a rank runs. It is also what one process runs, with ``None`` for the plan: there
-# are no borders then but the two ends.
+# ``solve`` runs on each rank. One process runs it as well, with ``plan=None``.
 
 STEPS = 60
 
 
 def solve(u, plan, rank):
-    """Temperatures after all steps; u is this rank's part of those before."""
+    """Return the final temperatures of the points whose initial ones are u."""
     left_border = plan is not None and rank > 0
     for _ in range(STEPS):
         halo = u[:0] if plan is None else plan(u)
@@ -118,7 +120,7 @@ def solve(u, plan, rank):
 
 
 def initial(points):
-    """Warm in two places; in float64, to see rounding alone."""
+    """Return temperatures with two warm places, in fp64."""
     x = torch.tensor(points, dtype=torch.float64)
     return torch.exp(-(((x - 16) / 2) ** 2)) + 0.6 * torch.exp(
         -(((x - 33) / 3) ** 2)
@@ -129,10 +131,10 @@ def initial(points):
 # Forward and backward on three ranks
 # -----------------------------------
 #
-# We ask how much the temperature at one point at the end depends on each temperature at the start.
-# That point belongs to rank 1. The other ranks do not know it: their part of the loss is zero, and
-# they call ``backward`` all the same. At each of the steps, backward of the exchange sends the
-# gradient of a copy back to the row's owner, which adds it to its own.
+# The loss is the final temperature at one point. Its gradient shows how much that temperature
+# depends on each initial temperature. Rank 1 owns the point, so the loss of the other ranks is
+# zero. They call ``backward`` as well: at each step, the backward of the exchange sends the
+# gradient of a halo row to its owner, which adds it to its own gradient.
 
 POINT = 22
 
@@ -150,33 +152,34 @@ parts = ranks.run(on_ranks)
 end, gradient = (torch.cat(shards) for shards in zip(*parts, strict=True))
 
 # %%
-# One process, to compare
-# -----------------------
+# Compare with one process
+# ------------------------
 
 whole_start = initial(range(SIZES.total)).requires_grad_()
 whole_end = solve(whole_start, None, 0)
 whole_end[POINT].backward()
 
-print(f"temperatures differ by at most {(end - whole_end).abs().max():.1e}")
-print(
-    f"gradients differ by at most    {(gradient - whole_start.grad).abs().max():.1e}"
-)
+apart = (end - whole_end).abs().max(), (gradient - whole_start.grad).abs().max()
+print(f"temperatures differ by at most {apart[0]:.1e}")
+print(f"gradients differ by at most    {apart[1]:.1e}")
 
 # %%
-# What if the ranks did not exchange anything? Each piece of the rod would then be a rod of its own,
-# and nothing would warn: shapes fit, no rank waits, and the numbers are wrong.
+# A run without the exchange shows why it is needed. Each part of the rod is then a rod of its own.
+# No error is raised, because all shapes match, and the numbers are wrong.
 
 alone_end, alone_gradient = (
     torch.cat(shards) for shards in zip(*ranks.run(on_ranks, False), strict=True)
 )
+print(f"temperatures differ by up to {(alone_end - whole_end).abs().max():.2f}")
 
+# sphinx_gallery_start_ignore
 figure, axes = plt.subplots(
     2, 1, figsize=(9, 6), sharex=True, facecolor="white", layout="constrained"
 )
 panels = [
-    ("Temperature after the last step", whole_end.detach(), end, alone_end),
+    ("Final temperature", whole_end.detach(), end, alone_end),
     (
-        f"How the last temperature at point {POINT} depends on the first ones",
+        f"Gradient of the final temperature at point {POINT}",
         whole_start.grad,
         gradient,
         alone_gradient,
@@ -193,7 +196,7 @@ for ax, (title, of_one, of_ranks, without) in zip(axes, panels, strict=True):
         color="#6b747b",
         ls=":",
         lw=2,
-        label="three ranks that do not exchange",
+        label="three ranks without exchange",
     )
     ax.plot(of_one, color="#22272b", lw=1.5, label="one process")
     for rank in range(len(SIZES)):
@@ -213,14 +216,16 @@ figure.legend(
 )
 axes[1].set_xlabel("point of the rod")
 axes[1].set_xlim(-0.5, SIZES.total - 0.5)
+# sphinx_gallery_end_ignore
 plt.show()
 
 # %%
-# What it costs
-# -------------
+# Messages and bytes
+# ------------------
 #
-# A plan knows what a call sends, and :func:`varcomm.trace` counts what was sent in forward and
-# backward: a message to each neighbour, with the rows that it needs and no others.
+# ``plan.nbytes`` returns the bytes that one call sends. :func:`varcomm.trace` counts messages and
+# bytes, forward and backward. A rank sends one message to each neighbour, with only the rows that
+# the neighbour needs.
 
 
 def count(rank):
@@ -237,13 +242,15 @@ print(ranks.run(count)[1])
 ranks.close()
 
 # %%
-# What to take away
-# -----------------
+# Summary
+# -------
 #
-# - Each row has one owner. A halo is a copy of rows that others own, and an exchange fills it.
-# - Make a plan once, from the rows that you need; call it at every step.
-# - Autograd goes through it: the gradient of a copy returns to the owner and is added there.
-# - All ranks call ``backward``, also those whose part of the loss is zero.
+# - Each row has one owner. A halo holds copies of rows that other ranks own, and an exchange fills
+#   it.
+# - Make a plan once, from the rows that you need, and call it at every step.
+# - Autograd differentiates the exchange: the gradient of a copy returns to the owner, which adds
+#   it.
+# - All ranks call ``backward``, also ranks whose part of the loss is zero.
 #
-# All about plans is on :doc:`their own page </how_it_works/plans>`. A mesh has borders of any
-# shape. Next: :doc:`partition a mesh and look at it <03_partition_a_mesh>`.
+# Next: :doc:`partition a mesh and draw the parts <03_partition_a_mesh>`. Reference: :doc:`plans
+# </how_it_works/plans>`.

@@ -1,19 +1,20 @@
 """
-Partition a mesh and look at it
-===============================
+Partition a mesh and draw the parts
+===================================
 
-You will read a mesh from a file, split it over four ranks by several methods, look at the parts and
-their halos, and read the report that says what a partition costs. You need to know what a mesh or
-a graph is, and from the :doc:`second tutorial <02_first_halo_exchange>` what a halo is.
+This tutorial reads a mesh from a file, partitions it over four ranks with several methods, draws
+the parts and their halos, and prints the communication that a partition causes. It takes 10
+minutes. You need to know a mesh or a graph, and the halo of the :doc:`second tutorial
+<02_first_halo_exchange>`.
 """
 
 # %%
-# A mesh
-# ------
+# A mesh file
+# -----------
 #
-# Points around two cylinders in a channel, close to each other near the cylinders and far apart
-# elsewhere, joined to triangles. We write it to a file and go on as if a mesh generator had made
-# it.
+# The mesh fills a channel around two cylinders. Its triangles are small near the cylinders. Here
+# hidden code draws the mesh and writes ``channel.vtu``. In your project, a mesh generator writes
+# the file.
 
 import tempfile
 from pathlib import Path
@@ -27,18 +28,19 @@ from scipy.spatial import Delaunay
 
 import varcomm as vc
 
+# sphinx_gallery_start_ignore
 CYLINDERS = np.array([[1.2, 0.9], [2.4, 1.3]])  # centres
 RADIUS = 0.22
 LENGTH, WIDTH = 5.0, 2.0
 
 
 def to_cylinders(points):
-    """Distance of each point to the surface of the nearest cylinder."""
+    """Return the distance of each point to the nearest cylinder."""
     return np.linalg.norm(points[:, None] - CYLINDERS, axis=2).min(axis=1) - RADIUS
 
 
 def border():
-    """Points on the walls and on the cylinders, which stay where they are."""
+    """Return the fixed points on the walls and on the cylinders."""
     along, across = np.linspace(0, LENGTH, 41), np.linspace(0, WIDTH, 17)[1:-1]
     walls = [np.column_stack([along, np.full(41, y)]) for y in (0, WIDTH)]
     ends = [np.column_stack([np.full(15, x), across]) for x in (0, LENGTH)]
@@ -55,7 +57,7 @@ def make_mesh():
     away = to_cylinders(drawn)
     dense = random.random(len(drawn)) < 0.04 + 0.96 * np.exp(-away / 0.15)
     fixed, free = border(), drawn[dense & (away > 0.01)]
-    for _ in range(8):  # move each point to the mean of those around it
+    for _ in range(8):  # move each point to the mean of its neighbours
         points = np.concatenate([free, fixed])
         triangles = Delaunay(points).simplices
         outside = to_cylinders(points[triangles].mean(axis=1)) > 0
@@ -68,6 +70,7 @@ def make_mesh():
     return points, triangles
 
 
+# sphinx_gallery_end_ignore
 points, triangles = make_mesh()
 folder = Path(tempfile.mkdtemp())
 file = folder / "channel.vtu"
@@ -76,22 +79,22 @@ meshio.Mesh(in_space, {"triangle": triangles}).write(file)
 print(f"{len(points):,} points, {len(triangles):,} triangles")
 
 # %%
-# From a file to parts
-# --------------------
+# Partition the mesh
+# ------------------
 #
-# ``read_mesh`` makes a PyTorch Geometric ``Data`` of any file that meshio reads: here nodes are the
-# mesh's points, and edges join the points of a triangle, in both directions. ``partition`` gives
-# each rank the nodes that it owns and all edges *into* them. What lies at the other end of these
-# edges and belongs to others is the halo.
+# ``read_mesh`` returns a PyTorch Geometric ``Data`` object, from any file that meshio reads. Here,
+# nodes are the points of the mesh. Edges join the points of a triangle, in both directions.
+# ``partition`` assigns nodes to ranks. A rank holds its owned nodes and all edges *into* them. Its
+# halo holds the sources of these edges that other ranks own.
 #
-# - ``metis`` looks at the edges, and cuts few of them;
-# - ``hilbert`` cuts a curve through the positions of the nodes into pieces;
-# - ``rcb``, recursive coordinate bisection, halves the points along the longer side, again and
-#   again;
-# - ``block`` takes nodes by their numbers. It is right where neighbours have numbers close to each
-#   other. Ours were drawn by chance.
+# - ``metis`` cuts few edges;
+# - ``hilbert`` orders nodes along a space-filling curve through their positions, and cuts the curve
+#   into pieces;
+# - ``rcb`` (recursive coordinate bisection) halves the points along the longer side, repeatedly;
+# - ``block`` assigns contiguous ranges of node ids. Use it if neighbouring nodes have neighbouring
+#   ids. Here the ids are random.
 #
-# One run does it all, and brings back what we want to draw.
+# One run tries all methods, and returns the parts for the pictures below.
 
 METHODS = ["metis", "hilbert", "rcb", "block"]
 
@@ -114,30 +117,30 @@ parts = ranks.run(split, str(file), str(folder / "parts"))
 # The report
 # ----------
 #
-# The report is the same on every rank. ``cut`` counts the edges that come from other ranks,
-# ``halo`` the nodes at their other end, ``sent`` the rows that a rank sends in each exchange.
+# ``graph.report()`` is the same on every rank. ``cut`` counts edges from other ranks, ``halo``
+# counts their source nodes, and ``sent`` counts the rows that a rank sends per exchange.
 
 for method in METHODS:
     print(parts[0][method][2], end="\n\n")
 
 # %%
-# Look at it
-# ----------
+# Pictures of the parts
+# ---------------------
 #
-# Each triangle is drawn in the colour of its corners' rank, and white where they have different
-# ones: that is where halos are. ``graph.plot("parts.png")`` draws a similar picture, from the ranks
-# themselves.
+# A triangle has the colour of its corners' rank. A triangle between ranks is white: these nodes are
+# in halos. ``graph.plot("parts.png")`` draws a similar picture.
 
+# sphinx_gallery_start_ignore
 COLOURS = [
     "#56b4e9",
     "#e69f00",
     "#cc79a7",
     "#009e73",
-]  # told apart by colour-blind readers too
+]  # safe for colour-blind readers
 
 
 def owners(method):
-    """The rank of each node."""
+    """Return the rank of each node."""
     owner = np.empty(len(points), dtype=int)
     for rank, found in enumerate(parts):
         owner[found[method][0]] = rank
@@ -166,15 +169,17 @@ for ax, method in zip(axes.flat, METHODS, strict=True):
         f"{method}: {100 * report.edge_cut:.1f} % of edges between ranks",
         loc="left",
     )
+# sphinx_gallery_end_ignore
 plt.show()
 
 # %%
-# One rank's view
-# ---------------
+# The part of one rank
+# --------------------
 #
-# What does rank 1 know? Its own nodes, and the halo in the colours of the owners. Everything else
-# is not there: no rank has an array as long as the whole mesh after partitioning.
+# Rank 1 holds its owned nodes and its halo, here in the colours of the owners. After partitioning,
+# no rank holds an array with a row for every node of the mesh.
 
+# sphinx_gallery_start_ignore
 METHOD, RANK = "metis", 1
 owner = owners(METHOD)
 own, halo, _ = parts[RANK][METHOD]
@@ -199,7 +204,7 @@ for rank in sorted(set(owner[halo])):
     there = points[halo][owner[halo] == rank]
     style = {"mfc": "white", "mec": COLOURS[rank], "mew": 1.6}
     ax.plot(*there.T, "s", ms=5, **style, label=f"halo, owned by rank {rank}")
-ax.set_title(f"What rank {RANK} has: its nodes, their edges, its halo", loc="left")
+ax.set_title(f"Owned nodes, edges and halo of rank {RANK}", loc="left")
 ax.legend(
     loc="upper center",
     bbox_to_anchor=(0.5, 0),
@@ -209,25 +214,26 @@ ax.legend(
 )
 ax.set_aspect("equal")
 ax.axis("off")
+# sphinx_gallery_end_ignore
 plt.show()
 
 # %%
-# What it will cost
-# -----------------
+# Predict the cost
+# ----------------
 #
-# With the width of a layer, the report tells bytes. With rates of your machine, it predicts which
-# share of the time communication takes, by the simplest model that is of use. The rates here are
-# made up: time a layer on one rank, and take the network's figures, before you believe them.
+# If you pass the width of a layer, the report states bytes. If you also pass rates, it predicts the
+# share of time that communication takes. The rates below are examples. Measure yours: the time of a
+# layer on one rank, and the bandwidth and latency of the network.
 
 report = parts[0]["metis"][2]
 print(report.table(channels=64, bandwidth=1e9, edge_rate=10e6, latency=20e-6))
 
 # %%
-# Save it, and load it on another number of ranks
-# -----------------------------------------------
+# Save a partition and load it on two ranks
+# -----------------------------------------
 #
-# A partition is saved without pickle. Four ranks wrote this one; two can load it, and each then
-# owns what two ranks did.
+# A partition is saved without pickle. Four ranks wrote this one. Two ranks load it, and each of
+# them then owns the nodes of two saved parts.
 
 
 def reload(rank, folder):
@@ -239,15 +245,15 @@ ranks.close()
 print(vc.launch(reload, 2, str(folder / "parts"))[0])
 
 # %%
-# What to take away
-# -----------------
+# Summary
+# -------
 #
-# - ``read_mesh`` and ``partition`` make a part for each rank of a mesh file; a rank has its own
-#   nodes, the edges into them, and the halo.
-# - METIS cuts fewest edges. Methods that look at positions alone are fast; blocks need numbers that
+# - ``read_mesh`` reads a mesh file, and ``partition`` returns this rank's part: owned nodes, the
+#   edges into them, and the halo.
+# - METIS cuts the fewest edges. Methods that use positions are fast. ``block`` needs ids that
 #   follow the mesh.
-# - ``graph.report()`` says what each exchange will send, before you train.
-# - A saved partition can be loaded on any number of ranks.
+# - ``graph.report()`` states the rows that each exchange sends, before you train.
+# - A saved partition loads on any number of ranks.
 #
-# Next: :doc:`train a PyG model on several ranks <04_pyg_on_ranks>`. The page :doc:`meshes, reports
-# and pictures </meshes>` has all formats and options.
+# Next: :doc:`train a PyG model on several ranks <04_pyg_on_ranks>`. Reference: :doc:`meshes,
+# reports and pictures </meshes>`, with all formats and options.

@@ -1,19 +1,18 @@
 """
-Tensor parallelism when nothing divides
-=======================================
+Tensor parallelism with indivisible sizes
+=========================================
 
-You will learn to share out the layers of a transformer over ranks whose number divides neither its
-heads, nor its features, nor its vocabulary, and to get the losses and gradients of one process. You
-need to know what is inside of a transformer's block. Nothing has to be rounded up to a number that
-divides, and no weight is padded.
+This tutorial shards the layers of a transformer over three ranks. Its numbers of heads, features
+and tokens are not divisible by three. The losses and gradients equal those of one process, without
+padding. It takes 15 minutes. You need to know the layers of a transformer block.
 """
 
 # %%
-# A model of awkward numbers
-# --------------------------
+# Indivisible sizes
+# -----------------
 #
-# Three ranks shall share 131 tokens, 5 heads and 107 hidden features. Everywhere in varcomm,
-# ``sizes`` says how much each rank holds. Balanced sizes are what is taken where we do not choose.
+# Three ranks share 131 tokens, 5 heads and 107 hidden features. In varcomm, ``sizes`` lists how
+# much each rank holds. The default is balanced sizes.
 
 from functools import partial
 
@@ -31,19 +30,18 @@ sizes = {name: vc.ShardSizes.balanced(n, P) for name, n in WHOLE.items()}
 
 for name, n in WHOLE.items():
     padded = -(-n // P) * P
-    print(
-        f"{n:4} {name:8} = {' + '.join(map(str, sizes[name]))}   (padded, it would be {padded})"
-    )
+    parts = " + ".join(map(str, sizes[name]))
+    print(f"{n:4} {name:8} = {parts}   (with padding: {padded})")
 
 # %%
-# In a picture, each bar is what one rank holds, and hatched is what padding would add:
+# Each bar is the share of one rank. The hatched area is the padding that other libraries would add:
 
 # sphinx_gallery_start_ignore
 COLOURS = [
     "#56b4e9",
     "#e69f00",
     "#cc79a7",
-]  # one a rank; told apart by colour-blind readers too
+]  # per rank, safe for colour-blind readers
 INK, PALE = "#22272b", "#8a9299"
 plt.rcParams |= {
     "font.size": 11,
@@ -87,10 +85,11 @@ draw_sizes(sizes)
 # Two linear layers
 # -----------------
 #
-# Megatron's pair: the first layer is split by its outputs (*column parallel*), the second one by
-# its inputs (*row parallel*). Between them each rank has its own features only, and the second
-# layer's results are *partial*: their sum over ranks is the value. ``from_linear`` takes each
-# rank's part of a layer that is there. Here all ranks make the same layers, by the same seed.
+# This is Megatron's pair of layers. The first layer is split by outputs (*column parallel*), the
+# second by inputs (*row parallel*). Between them, each rank holds only its own features. The
+# results of the second layer are *partial*: their sum over ranks is the value. ``from_linear``
+# copies this rank's part of an existing layer. Here all ranks make the same layers from the same
+# seed.
 #
 # :class:`varcomm.Ranks` starts three local ranks and keeps them for all runs of this page.
 
@@ -118,32 +117,34 @@ def two_layers(rank):
     torch.testing.assert_close(x.grad, expected_gradient)
     torch.testing.assert_close(up.weight.grad, weight_gradient)
     shapes = [tuple(tensor.shape) for tensor in (up.weight, hidden, down.weight)]
-    return f"rank {rank}: shapes {shapes}, calls {forward} forward, {len(calls) - forward} backward"
+    calls = f"{forward} forward, {len(calls) - forward} backward"
+    return f"rank {rank}: shapes {shapes}, calls: {calls}"
 
 
 print("\n".join(ranks.run(two_layers)))
 
 # %%
-# The shapes are those of the first weight, of what lies between the layers, and of the second
-# weight; result and gradients are those of one process, or a check would have raised. One call
-# forward sums the partial results, and one backward sums what ranks have for the gradient of ``x``.
-# Every rank calls ``backward()`` on its copy of the same loss, and it counts once.
+# The printed shapes are those of the first weight, the hidden features and the second weight.
+# Result and gradients equal those of one process, or ``assert_close`` would have raised. One call
+# in forward sums the partial results. One call in backward sums the gradients of ``x``. Every rank
+# calls ``backward()`` on its copy of the same loss, and the loss counts once.
 #
-# A whole model
-# -------------
+# Shard an existing model
+# -----------------------
 #
-# A small GPT that knows nothing of ranks: :class:`varcomm.models.GPT` is made of plain modules, and
-# you can do the same to yours. A plan says which module becomes what. Names may have ``*``.
+# :class:`varcomm.models.GPT` is made of plain modules, without code for ranks. ``tp.parallelize``
+# replaces modules according to a plan, which maps names to layers. Names may contain ``*``. The
+# same works for your model.
 #
-# Two details deserve a look. Queries, keys and values come from one fused layer, so its sizes are a
-# list of three blocks, each split on its own. And attention wants whole heads: sizes of 8 features
-# a head are multiples of 8. Five heads over three ranks are then 2, 2 and 1.
+# Queries, keys and values come from one fused layer. Its sizes are therefore a list of three
+# blocks, each of which is split separately. Attention needs complete heads, so sizes are multiples
+# of 8, the features per head. Five heads on three ranks are 2, 2 and 1.
 
-HEAD = 8  # features of one
+HEAD = 8  # features per head
 
 
 def plan(heads, features):
-    """What each module becomes, where ranks hold so many heads and hidden features."""
+    """Return the layer for each module, from heads and features per rank."""
     queries = [HEAD * count for count in heads]
     column, row = (
         tp.ColumnParallelLinear.from_linear,
@@ -167,7 +168,7 @@ STEPS = 30
 
 
 def train(rank, heads=None, features=None):
-    """Train on the text; `rank` None is one process."""
+    """Train on the text; `rank` is None in one process."""
     torch.manual_seed(0)
     model = GPT(131, 5 * HEAD, num_layers=2, num_heads=5, mlp_size=107).double()
     if rank is not None:
@@ -178,7 +179,7 @@ def train(rank, heads=None, features=None):
         loss = model.loss(ids[:-1], ids[1:])
         optimizer.zero_grad()
         loss.backward()
-        if gradient is None:  # of the first step, put together from all ranks
+        if gradient is None:  # the full gradient of the first step
             weight = model.blocks[0].attention.qkv.weight
             spec = tp.shard_spec(weight)
             gradient = (
@@ -197,21 +198,21 @@ alone, true_gradient, whole = train(None)
 even = ranks.run(train, sizes["heads"], sizes["features"])
 
 # %%
-# The head's weight is that of the embedding, and stays shared. The loss is computed from logits of
-# which each rank has its tokens only; no rank ever has them all.
+# The head shares its weight with the embedding, also on ranks. Each rank computes the logits of its
+# own tokens, and the loss uses these parts. No rank holds all logits.
 #
-# Sizes as you like
-# -----------------
+# Choose sizes
+# ------------
 #
-# Balanced sizes suit ranks that are equally fast. Where one is slower, or has less memory, give it
-# less, or nothing at all: a size may be zero. The third rank now has no head, and few features.
+# Balanced sizes suit ranks of equal speed. Give a slower rank, or one with less memory, a smaller
+# size. A size may be zero. Here the third rank has no heads and few features.
 
 uneven = ranks.run(train, [3, 2, 0], [50, 50, 7])
 ranks.close()
 
 
 def largest_difference(found):
-    """Of losses and of a gradient, on any rank, relative to those of one process."""
+    """Return the differences of losses and of a gradient from one process."""
     losses = torch.tensor([of_rank[0] for of_rank in found], dtype=torch.float64)
     reference = torch.tensor(alone, dtype=torch.float64)
     gradients = torch.stack([of_rank[1] for of_rank in found])
@@ -223,18 +224,17 @@ def largest_difference(found):
     ).abs().max().item(), of_gradients.item()
 
 
-print(
-    f"one process:       {whole} parameters, losses {alone[0]:.6f} to {alone[-1]:.6f}"
-)
+losses = f"losses {alone[0]:.6f} to {alone[-1]:.6f}"
+print(f"one process:       {whole} parameters, {losses}")
 for name, found in {"heads 2 + 2 + 1": even, "heads 3 + 2 + 0": uneven}.items():
     held = " + ".join(str(of_rank[2]) for of_rank in found)
     of_losses, of_gradients = largest_difference(found)
     errors = f"losses within {of_losses:.0e}, gradient within {of_gradients:.0e}"
-    print(f"{name}:   {held} parameters; {errors}")
+    print(f"{name}:   {held} parameters\n  {errors}")
 
 # %%
-# Rounding is all that differs. (Parameters of norms are on every rank, which is why the counts add
-# up to a little more than the whole.)
+# The differences are rounding. Each rank holds all parameters of the norms, so the counts of
+# parameters add up to slightly more than the total.
 
 # sphinx_gallery_start_ignore
 figure, ax = plt.subplots(figsize=(8, 4), layout="constrained")
@@ -245,7 +245,7 @@ for name, (
     found,
     marker,
     first,
-) in styles.items():  # markers in turns, or one would hide the other
+) in styles.items():  # markers at alternate steps, so that both are visible
     look = {
         "color": COLOURS[first],
         "markersize": 7,
@@ -253,7 +253,10 @@ for name, (
     }
     ax.plot(steps[first::2], found[0][0][first::2], marker, **look)
 ax.set(
-    xlabel="step", ylabel="loss, nats a token", ylim=(0, None), xlim=(0, STEPS + 1)
+    xlabel="step",
+    ylabel="loss (nats per token)",
+    ylim=(0, None),
+    xlim=(0, STEPS + 1),
 )
 ax.set_title("The same loss at every step", loc="left", weight="bold", fontsize=12)
 ax.legend(frameon=False)
@@ -261,16 +264,17 @@ ax.legend(frameon=False)
 plt.show()
 
 # %%
-# What to take away
-# -----------------
+# Summary
+# -------
 #
-# - ``sizes`` is an argument of every layer; left out, it is balanced. Zeros are sizes too.
-# - Column layers split outputs, row layers inputs. A fused layer has sizes for each of its blocks,
-#   and heads stay whole where sizes are multiples of a head's features.
-# - ``tp.parallelize(model, plan)`` turns a model that is there into a sharded one in place, with
-#   the losses and gradients of one process, to rounding.
-# - ``tp.shard_spec(parameter)`` knows how a parameter is sharded, and gathers it or its gradient.
+# - Every layer accepts ``sizes``. The default is balanced; zeros are allowed.
+# - Column layers split outputs, and row layers split inputs. A fused layer has sizes for each
+#   block. Heads stay complete if sizes are multiples of the features per head.
+# - ``tp.parallelize(model, plan)`` shards an existing model in place. Losses and gradients equal
+#   those of one process, to rounding.
+# - ``tp.shard_spec(parameter)`` describes how a parameter is sharded, and gathers the parameter or
+#   its gradient.
 #
-# Read next: :doc:`/tensor_parallel`, with sequence parallelism, a loss that never holds the logits,
-# and random numbers. Then
-# :doc:`sharded gradients and checkpoints </generated/tutorials/07_sharded_gradients>`.
+# Next: :doc:`sharded gradients and checkpoints </generated/tutorials/07_sharded_gradients>`.
+# Reference: :doc:`/tensor_parallel`, with sequence parallelism, a loss on sharded logits, and
+# random numbers.

@@ -1,20 +1,20 @@
 """
-Sharded gradients, and checkpoints on another number of ranks
-=============================================================
+Sharded gradients and checkpoints
+=================================
 
-You will learn to train with gradients and optimizer states that are shared out over ranks, to save
-in the middle of it on three ranks, and to go on with two, or with one process that knows nothing of
-ranks, on the same loss curve. You need to know ``torch.optim`` and what a ``state_dict`` is.
+This tutorial trains with gradients and optimizer states that are sharded over ranks. Three ranks
+save a checkpoint. Two ranks, and then one process without ranks, continue on the same loss curve.
+It takes 15 minutes. You need to know ``torch.optim`` and ``state_dict``.
 """
 
 # %%
-# What takes the memory
-# ---------------------
+# Memory per parameter
+# --------------------
 #
-# Adam keeps two numbers for each parameter, and backward leaves a gradient: with the parameter
-# itself that makes four. :class:`varcomm.data_parallel.ShardedGradients` leaves parameters whole on
-# every rank, and gives each rank a *piece* of the rest. Pieces need not be equal: here the first of
-# three ranks has more memory than the others.
+# Adam stores two numbers per parameter, and backward leaves a gradient. With the parameter itself,
+# these are four numbers. :class:`varcomm.data_parallel.ShardedGradients` keeps all parameters on
+# every rank and shards the other three, as ZeRO does. Each rank owns a *piece*, and pieces may be
+# uneven. Here the first of three ranks has more memory than the others.
 
 import tempfile
 from pathlib import Path
@@ -55,21 +55,21 @@ def make_adam(parameters):
 print(sum(parameter.numel() for parameter in make_net().parameters()), "parameters")
 
 # %%
-# The training, once for ranks and once for one process
-# -----------------------------------------------------
+# Training on ranks and in one process
+# ------------------------------------
 #
-# Each step draws a batch of 50 rows. All ranks draw the same one, from generators in the same
-# state, and each takes its own rows of it: 17, 17 and 16 on three ranks. The loss of a rank is its
-# part of the mean over all 50, so gradients have to be *summed*.
+# Each step draws a batch of 50 rows. All ranks draw the same batch, from generators in the same
+# state. Each rank uses its part of the batch: 17, 17 and 16 rows on three ranks. Its loss is its
+# part of the mean over all 50 rows, so gradients are *summed* over ranks.
 #
-# Everything that decides how training goes on is in one dict, ``state``. Modules and optimizers are
-# in it themselves, not their ``state_dict()``: the optimizer knows which piece it has.
+# One dict, ``state``, holds everything that a resumed run needs. It contains the module and the
+# optimizer themselves, because the optimizer records which piece this rank owns.
 
 BATCH = 50
 
 
 def advance(state, optimizer, rank=0, size=1):
-    """Make one step; the loss of the whole batch."""
+    """Make one step, and return this rank's part of the loss."""
     batch = torch.randint(len(x), (BATCH,), generator=state["draws"])
     mine = batch[vc.ShardSizes.balanced(BATCH, size).range(rank)]
     loss = (state["net"](x[mine]) - y[mine]).square().sum() / BATCH
@@ -106,8 +106,7 @@ def train_on_ranks(rank, steps, save_at=None, resume=False, sizes="balanced"):
 
 
 # %%
-# First in one process, with plain AdamW, for comparison. Then on three ranks, which save after 40
-# of 80 steps and train on.
+# One process trains with plain AdamW, for comparison. Three ranks train 80 steps and save after 40.
 
 STEPS, SAVED = 80, 40
 
@@ -118,16 +117,15 @@ alone = {step: advance(state, adam).item() for step in range(1, STEPS + 1)}
 
 on_three = vc.launch(train_on_ranks, 3, STEPS, SAVED, False, PIECES)
 for rank, (_, numbers) in enumerate(on_three):
-    print(
-        f"rank {rank} owns {PIECES[rank]:4} elements, and Adam keeps {numbers:4} numbers there"
-    )
+    owned = f"rank {rank} owns {PIECES[rank]:4} elements"
+    print(f"{owned}, and its Adam stores {numbers:4} numbers")
 
 # %%
-# What lies in the folder
-# -----------------------
+# Files of a checkpoint
+# ---------------------
 #
-# A checkpoint is one folder of whole tensors, cut as they were on ranks. No rank has ever put them
-# together. ``read`` does so in any process, without ranks:
+# A checkpoint is a folder of tensors, in the pieces that ranks held. Saving never assembles a full
+# tensor. ``read`` returns full tensors in any process:
 
 saved = read(folder)
 print(*sorted(path.name for path in folder.iterdir()), sep="\n")
@@ -136,11 +134,11 @@ for name, tensor in saved["net"].items():
     print(f"{name:9}  {tuple(tensor.shape)}")
 
 # %%
-# On two ranks
-# ------------
+# Resume on two ranks
+# -------------------
 #
-# The same function, on two ranks and with balanced pieces. ``load`` takes the same ``state`` and
-# fills it in place; each rank reads what it needs.
+# The same function runs on two ranks, with balanced pieces. ``load`` fills ``state`` in place. Each
+# rank reads only the rows that it needs.
 
 on_two = vc.launch(train_on_ranks, 2, STEPS, None, True)
 print(
@@ -151,11 +149,11 @@ print(
 )
 
 # %%
-# In one process
-# --------------
+# Resume in one process
+# ---------------------
 #
-# States are saved by the names of parameters. So a plain optimizer in a plain script can take them
-# as well; nothing here has joined any ranks.
+# Optimizer states are saved by parameter name. A plain optimizer in a plain script can therefore
+# load them. This code has not joined any ranks.
 
 net = make_net()
 adam = make_adam(net.parameters())
@@ -167,8 +165,8 @@ resumed = {
 }
 
 # %%
-# The same curve
-# --------------
+# Compare the losses
+# ------------------
 
 runs = {"three ranks": on_three[0][0], "two ranks, resumed": on_two[0][0]}
 runs["one process, resumed"] = resumed
@@ -179,10 +177,8 @@ differences = {
     for name, losses in runs.items()
 }
 for name, found in differences.items():
-    first, last = min(found), max(found)
-    print(
-        f"{name:21} steps {first:2} to {last}: losses within {max(found.values()):.0e}"
-    )
+    steps = f"steps {min(found):2} to {max(found)}"
+    print(f"{name:21} {steps}: losses within {max(found.values()):.0e}")
 
 # sphinx_gallery_start_ignore
 INK, PALE = "#22272b", "#8a9299"
@@ -210,7 +206,7 @@ above.semilogy(
     list(alone.values()),
     color=INK,
     lw=1.2,
-    label="one process, all along",
+    label="one process",
 )
 for name, (colour, marker, first) in LOOKS.items():
     steps = [step for step in runs[name] if step % 4 == first]
@@ -231,7 +227,7 @@ above.text(
 above.legend(frameon=False, loc="upper right")
 above.set(ylabel="loss of the batch")
 above.set_title(
-    "One curve on three ranks, two and one", loc="left", weight="bold", fontsize=12
+    "Loss on three ranks, two and one", loc="left", weight="bold", fontsize=12
 )
 below.set(
     ylabel="relative\ndifference",
@@ -241,25 +237,27 @@ below.set(
 )
 below.set_yticks([1e-16, 1e-14, 1e-12, 1e-10])
 below.set_title(
-    "Difference from one process; 0 is drawn at the bottom", loc="left", fontsize=11
+    "Difference from one process (zeros at the bottom)", loc="left", fontsize=11
 )
 # sphinx_gallery_end_ignore
 plt.show()
 
 # %%
-# Losses differ by the rounding of sums that are added up in another order, and stay together. That
-# is more than learning equally well: a bug that shows up on 48 ranks can be looked for on two.
+# The losses differ by rounding, because ranks add the same numbers in another order. A bug that
+# appears on 48 ranks can therefore be studied on two.
 #
-# What to take away
-# -----------------
+# Summary
+# -------
 #
-# - ``ShardedGradients(model, factory, sizes=...)`` takes the place of the optimizer. Parameters
-#   stay whole; gradients and states are in pieces of any sizes, also of none.
-# - Let the loss of each rank be its part of the whole, and sum. Where ranks count rows that nobody
-#   knows beforehand, divide by a :class:`varcomm.data_parallel.GlobalCount`.
-# - Put modules, optimizers, generators and counters into one dict; ``save`` it on any number of
-#   ranks and ``load`` it on any other. A save that is killed leaves the checkpoint before it.
-# - Draw what concerns all ranks from generators in the same state, and save these.
+# - ``ShardedGradients(model, factory, sizes=...)`` replaces the optimizer. Every rank keeps all
+#   parameters; gradients and optimizer states are in pieces of any sizes, including zero.
+# - Each rank's loss is its part of the total, and gradients are summed. If the total number of rows
+#   is unknown before the step, divide by a :class:`varcomm.data_parallel.GlobalCount`.
+# - Put modules, optimizers, generators and counters into one dict. ``save`` it on any number of
+#   ranks, and ``load`` it on any other number. If a save is killed, the previous checkpoint remains
+#   valid.
+# - Draw random numbers that all ranks share from generators in the same state, and save these
+#   generators.
 #
-# Read next: :doc:`/gradients` and :doc:`/checkpoints`. Then
-# :doc:`overlap, and reading a trace </generated/tutorials/08_overlap>`.
+# Next: :doc:`overlap </generated/tutorials/08_overlap>`. Reference: :doc:`/gradients` and
+# :doc:`/checkpoints`.

@@ -1,19 +1,19 @@
 """
-Overlap, and reading a trace
-============================
+Overlap communication with computation
+======================================
 
-You will learn to count what your program sends, to let data travel while the program computes, and
-to see in a trace of torch's profiler whether it does. You need to know that a collective call
-returns when its data have arrived, and that this is what we want to avoid.
+This tutorial counts the messages of a program, sends data while the program computes, and checks
+the overlap in a trace of torch's profiler. It takes 15 minutes. You need to know that a collective
+returns when its data has arrived (:doc:`first tutorial <01_uneven_shards>`).
 """
 
 # %%
-# What is sent
-# ------------
+# Count messages and bytes
+# ------------------------
 #
-# Two ranks hold uneven shards of a table. Each computes something with its own rows, and then needs
-# a few values of all of them. First without any overlap, and without a clock:
-# :func:`varcomm.trace` counts messages and bytes on this rank, forward and backward.
+# Two ranks hold uneven shards of a table. Each computes with its own rows and then with the rows of
+# both. This version does not overlap. :func:`varcomm.trace` counts this rank's messages and bytes,
+# forward and backward.
 
 import json
 import tempfile
@@ -56,21 +56,20 @@ ranks = vc.Ranks(2)
 print(ranks.run(count)[0])
 
 # %%
-# Rank 0 sends its own rows forward, and receives those of rank 1. In backward, the adjoint of a
-# gather is a reduce-scatter: the same bytes travel the other way. Bytes are exact, as there is no
-# padding. If a table like this one shows calls that you did not expect, look there first: a call
-# that is not made is faster than one that overlaps.
+# Forward, rank 0 sends its rows and receives those of rank 1. The adjoint of the gather is a
+# reduce-scatter, which sends the same bytes in the reverse direction. Bytes are exact, because
+# varcomm does not pad. Look for calls that you did not expect: removing a call saves more than
+# overlapping it.
 #
 # Start, compute, wait
 # --------------------
 #
 # With ``async_op=True`` a call returns a :class:`varcomm.Handle` at once, and ``handle.wait()``
-# gives the result. What stands between the two runs while data travel. So the two versions below
-# differ in one thing: where they wait.
+# returns the result. Code between the two runs while data is in flight. The two versions below
+# differ only in the place of ``wait()``.
 #
-# ``record_function`` gives names to parts of our own program, for the trace. To have something to
-# wait for, rank 1 is late: it reads a file before it begins, for which a sleep stands here. Ranks
-# wait for each other, and not for the network alone.
+# ``record_function`` names parts of the program in the trace. Rank 1 is late, because it reads a
+# file first (a ``sleep`` here). Rank 0 therefore waits for rank 1, and not only for the network.
 
 
 def step(rank, x, weight, overlap):
@@ -91,30 +90,26 @@ def step(rank, x, weight, overlap):
 
 
 # %%
-# A trace of each
-# ---------------
+# Trace both versions
+# -------------------
 #
-# torch's profiler writes a file for each rank, which `Perfetto <https://ui.perfetto.dev>`_ shows.
-# Inside :func:`varcomm.trace`, varcomm's calls are in it by name. Four kinds of entries show all
-# about overlap:
+# torch's profiler writes one file per rank. `Perfetto <https://ui.perfetto.dev>`_ displays it.
+# Inside :func:`varcomm.trace`, the file contains varcomm's calls by name. Four kinds of entries
+# show overlap:
 #
-# ================================== ==============================================================
-# entry                              what it is
-# ================================== ==============================================================
-# ``varcomm::all_gather_v``          the call, as long as it takes to *start* it
-# ``gloo:broadcast``, ...            the engine, here Gloo, in its own threads: data on their way
-# ``_Wait``                          this rank waits; in backward, within ``_StartBackward``
-# ours: ``own rows``, ``backward``   what the program computes
-# ================================== ==============================================================
+# - ``varcomm::all_gather_v``: the time to *start* the call;
+# - ``gloo:broadcast`` and others: the engine, here Gloo, moves data in its own threads;
+# - ``_Wait``: this rank waits; in backward, within ``_StartBackward``;
+# - ``own rows``, ``backward`` and others: computations of the program.
 #
-# A barrier makes ranks begin together, so that a start of the profiler that takes longer on one of
-# them is not taken for something else. On one host all ranks have the same clock.
+# A barrier makes ranks begin together, because the profiler may start later on one rank. Ranks on
+# one host share a clock.
 
 NAMES = {"reading", "own rows", "all rows", "backward", "_Wait"}
 
 
 def traced(rank, overlap):
-    """Return the entries of one step: name, begin and duration in seconds."""
+    """Return name, begin and duration (in seconds) of one step's entries."""
     x, weight = make_shard(rank)
     step(rank, x, weight, overlap)  # the first step also sets up connections
     with profile(activities=[ProfilerActivity.CPU]) as seen, vc.trace():
@@ -149,8 +144,8 @@ for name, found in versions.items():
         print(f"{name:18}  rank {rank}: {times}")
 
 # %%
-# What has been measured is this run, on this machine, which may have had other things to do. The
-# picture shows where the time went. Each rank has two lanes: its program, and its engine.
+# These times are from the machine that built this page, which may have run other programs as well.
+# In the picture each rank has two lanes: its program and its engine.
 
 # sphinx_gallery_start_ignore
 INK, PALE = "#22272b", "#8a9299"
@@ -208,7 +203,7 @@ for ax, (name, found) in zip(axes, versions.items(), strict=True):
 axes[1].set_xlabel("milliseconds since the step began")
 axes[1].set_xlim(0, None)
 patches = [Patch(color=colour, label=label) for label, colour in LOOKS.values()]
-patches.append(Patch(color=ENGINE, label="on its way"))
+patches.append(Patch(color=ENGINE, label="in flight"))
 figure.legend(
     handles=patches, loc="outside lower center", ncols=6, frameon=False, fontsize=10
 )
@@ -216,30 +211,28 @@ figure.legend(
 plt.show()
 
 # %%
-# How to read it
+# Read the trace
 # --------------
 #
-# Above, the program of rank 0 waits until rank 1 has read its file. Nothing is computed, although
-# its own rows need nobody else. Below, it computes them while its engine waits in its place.
+# In the upper version, the program of rank 0 waits until rank 1 has read its file. In the lower
+# version, rank 0 computes its own rows in that time, and its engine waits.
 #
-# Look at backward, too. autograd goes the other way: at the place of ``wait()`` it *starts* the
-# adjoint, and at the place of the call it waits for it. So what overlapped in forward overlaps in
-# backward, without a line of code: the last bar of each engine is the reduce-scatter.
+# Backward overlaps as well, without a change in the code. Autograd runs in reverse order: it
+# *starts* the adjoint at the place of ``wait()``, and waits for it at the place of the call. The
+# last bar of each engine is the reduce-scatter.
 #
-# What overlap cannot do: a rank that has more to compute than the others remains the one for which
-# they wait in the end. And on CPUs the engine needs a core for its own work, so where all cores
-# compute there may be little to gain.
+# Overlap has two limits. If one rank computes longer than the others, they still wait for it at the
+# end. On CPUs the engine needs a core, so overlap gains little if all cores compute.
 #
-# What to take away
-# -----------------
+# Summary
+# -------
 #
-# - Count first, with :func:`varcomm.trace`: calls, messages and bytes, by operation and by peer.
-# - ``async_op=True`` where data are ready, ``wait()`` where they are needed, and between the two
-#   what does not need them. Backward then overlaps by itself.
-# - All ranks start and wait in the same order; what was passed must not be changed in between.
-# - In a trace, look for long ``_Wait``. If the engine's entry begins long before that of another
-#   rank, it is the other rank that came late.
+# - Count first, with :func:`varcomm.trace`: calls, messages and bytes, per operation and per peer.
+# - Start a call with ``async_op=True`` when its data is ready, and call ``wait()`` when the result
+#   is needed. Place independent work between the two. Backward then overlaps too.
+# - All ranks start and wait in the same order. Do not change an input between start and wait.
+# - In a trace, look for long ``_Wait`` entries. If this rank's engine entry begins long before that
+#   of another rank, the other rank was late.
 #
-# ``ShardedGradients`` has this built in: it sums gradients during backward (:doc:`/gradients`).
-# Read next: :doc:`/sharp_bits`, then :doc:`from a laptop to a cluster
-# </generated/tutorials/09_cluster>`.
+# ``ShardedGradients`` overlaps by default: it sums gradients during backward (:doc:`/gradients`).
+# Next: :doc:`run on a cluster </generated/tutorials/09_cluster>`. Reference: :doc:`/sharp_bits`.

@@ -1,20 +1,20 @@
 """
-From a laptop to a cluster
-==========================
+Run on SLURM, on MPI and on several hosts
+=========================================
 
-You will learn to start one and the same script with torchrun, with SLURM's ``srun`` and with MPI's
-``mpiexec``, on one host and on several, and what ``vc.init()`` reads to find out where it is. You
-need to know how to submit a job on your cluster. There are complete batch scripts at the end.
+This tutorial starts one script with torchrun, with SLURM's ``srun`` and with MPI's ``mpiexec``, on
+one host and on several. It takes 15 minutes. You need to know how to submit a job on your cluster.
+The :ref:`batch scripts <batch-scripts>` are at the end.
 """
 
 # %%
 # The script
 # ----------
 #
-# So far, :func:`varcomm.launch` has started ranks from within Python. On a cluster something else
-# starts them: the same script, once per rank. Its first line of varcomm is ``vc.init()``, which
-# joins the other ranks. Nothing in it depends on who has started it; the name of the engine is an
-# argument here only because this page tries two.
+# In the other tutorials, :func:`varcomm.launch` starts the ranks from Python. On a cluster, a
+# launcher starts the same script once per rank. ``vc.init()`` joins the other ranks; call it first.
+# The script is the same for all launchers. The engine is an argument here only because this page
+# uses two.
 
 import os
 import re
@@ -38,9 +38,10 @@ sizes = vc.ShardSizes.balanced(1003, world.size)
 rows = sizes.range(world.rank)
 own = torch.arange(rows.start, rows.stop, device=world.device)
 total = vc.all_reduce(own.sum()).item()
-said = f"rank {world.rank} of {world.size}, local rank {world.local_rank}, on {world.device}: "
-said += f"rows {rows.start} to {rows.stop - 1}, total {total}"
-print(said + "\\n", end="", flush=True)                # ranks share a pipe: a line at once
+place = f"rank {world.rank} of {world.size}, local rank {world.local_rank}"
+result = f"rows {rows.start} to {rows.stop - 1}, total {total}"
+line = f"{place}, on {world.device}: {result}\\n"
+print(line, end="", flush=True)  # one write per line: ranks share a pipe
 """
 folder = tempfile.TemporaryDirectory()
 train = Path(folder.name, "train.py")
@@ -48,7 +49,7 @@ train.write_text(SCRIPT)
 
 
 def start(*command, **environ):
-    """Start a command; on a GPU's host, ranks of this page stay on the CPU."""
+    """Start a command whose ranks use the CPU."""
     environ = (
         os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | environ
     )
@@ -57,20 +58,20 @@ def start(*command, **environ):
 
 
 def lines(*processes):
-    """What processes have printed, sorted, since ranks print in any order."""
-    said = [process.communicate(timeout=300) for process in processes]
-    for process, (_, complaint) in zip(processes, said, strict=True):
+    """Return the printed lines, sorted, because ranks print in any order."""
+    outputs = [process.communicate(timeout=300) for process in processes]
+    for process, (_, errors) in zip(processes, outputs, strict=True):
         if process.returncode:
-            raise RuntimeError(complaint)
-    return sorted("".join(printed for printed, _ in said).splitlines())
+            raise RuntimeError(errors)
+    return sorted("".join(printed for printed, _ in outputs).splitlines())
 
 
 # %%
 # torchrun on one host
 # --------------------
 #
-# ``torchrun --standalone --nproc-per-node 2 train.py`` on a laptop; ``--nproc-per-node gpu`` takes
-# as many ranks as there are GPUs. (``python -m torch.distributed.run`` is the same program.)
+# Run ``torchrun --standalone --nproc-per-node 2 train.py``. ``--nproc-per-node gpu`` starts one
+# rank per GPU. ``python -m torch.distributed.run`` is the same program.
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 print(
@@ -81,9 +82,9 @@ print(
 # torchrun on several hosts
 # -------------------------
 #
-# Then torchrun runs once on each host, with the same address of one of them, at which they meet.
-# Two of them on one machine do what they would do on two hosts. Each starts two ranks. Ranks count
-# on from host to host, local ranks begin anew: a rank takes the GPU of its local rank.
+# Run torchrun once on each host, with the address of one of the hosts. Here two torchruns on one
+# machine stand for two hosts, and each starts two ranks. Ranks are numbered over all hosts, and
+# local ranks are numbered per host. A rank uses the GPU of its local rank.
 
 with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
@@ -104,7 +105,7 @@ found = lines(*hosts)
 print("\n".join(found))
 
 # sphinx_gallery_start_ignore
-COLOURS = ["#a9d8f4", "#f2cf80"]  # one a host
+COLOURS = ["#a9d8f4", "#f2cf80"]  # per host
 INK, PALE = "#22272b", "#8a9299"
 plt.rcParams |= {"font.size": 11, "figure.facecolor": "white", "text.color": INK}
 figure, ax = plt.subplots(figsize=(9, 2.5), layout="constrained")
@@ -147,14 +148,14 @@ plt.show()
 #
 # ``vc.init("mpi")`` runs varcomm's collectives and plans over MPI, with mpi4py and a stock PyTorch.
 # torch.distributed's own calls use Gloo. ``pip install mpi4py mpich`` installs mpi4py and MPICH;
-# mpi4py also loads the MPI of your cluster. It serves clusters of CPUs with a fast network that MPI
-# supports. Ranks find each other without an address. Start them with ``mpiexec`` or ``srun``, not
-# with torchrun. On CPUs, ``vc.init()`` chooses MPI by itself under ``mpiexec`` and ``mpirun``.
+# mpi4py also loads the MPI of your cluster. Use this engine on clusters of CPUs with a fast network
+# that MPI supports. Ranks need no address. Start them with ``mpiexec`` or ``srun``, not with
+# torchrun. On CPUs, ``vc.init()`` chooses MPI under ``mpiexec`` and ``mpirun``.
 
 places = [
     str(Path(sys.executable).parent),
     os.environ["PATH"],
-]  # that of this environment first
+]  # this environment first
 mpiexec = shutil.which("mpiexec", path=os.pathsep.join(places))
 if mpiexec and find_spec("mpi4py"):
     print("\n".join(lines(start(mpiexec, "-n", 2, sys.executable, train, "mpi"))))
@@ -162,14 +163,14 @@ else:
     print("There is no MPI on this machine.")
 
 # %%
-# ``mpiexec`` may also start ranks that use Gloo or NCCL: ``vc.init("gloo")``. On several hosts,
-# they need ``MASTER_ADDR`` and ``MASTER_PORT`` then.
+# ``mpiexec`` can also start ranks that use Gloo or NCCL: call ``vc.init("gloo")``. On several
+# hosts, these ranks need ``MASTER_ADDR`` and ``MASTER_PORT``.
 #
 # SLURM
 # -----
 #
-# There is no SLURM where this page is made. What ``srun`` tells each task we can tell it as well:
-# these are the variables that ``vc.init()`` reads, here for two tasks on one host.
+# This page was built without SLURM. Instead, it sets the variables that ``srun`` sets for each
+# task, here for two tasks on one host:
 
 tasks = [
     start(
@@ -188,36 +189,36 @@ print("\n".join(lines(*tasks)))
 folder.cleanup()
 
 # %%
-# What ``vc.init()`` reads
-# ------------------------
+# Environment variables
+# ---------------------
 #
-# The first of these that is there counts, in this order:
+# ``vc.init()`` uses the first of these launchers whose variables are set:
 #
-# ============ ================================================== ==================================
-# started by   where this rank is                                 where ranks meet
-# ============ ================================================== ==================================
-# torchrun     ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``           ``MASTER_ADDR``, ``MASTER_PORT``
-# Open MPI     ``OMPI_COMM_WORLD_RANK``, ``_SIZE``,               this host; on several hosts
-#              ``_LOCAL_RANK``                                    ``MASTER_ADDR``
-# MPICH        ``PMI_RANK``, ``PMI_SIZE``, ``MPI_LOCALRANKID``    the same
-# SLURM        ``SLURM_PROCID``, ``SLURM_STEP_NUM_TASKS``,        the first host of
-#              ``SLURM_LOCALID``                                  ``SLURM_STEP_NODELIST``
-# nothing      one rank                                           nowhere
-# ============ ================================================== ==================================
+# - *torchrun*: ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``. Ranks meet at ``MASTER_ADDR`` and
+#   ``MASTER_PORT``.
+# - *Open MPI*: ``OMPI_COMM_WORLD_RANK``, ``OMPI_COMM_WORLD_SIZE`` and
+#   ``OMPI_COMM_WORLD_LOCAL_RANK``. Ranks meet on this host; on several hosts, set ``MASTER_ADDR``.
+# - *MPICH*: ``PMI_RANK``, ``PMI_SIZE`` and ``MPI_LOCALRANKID``. Ranks meet as with Open MPI.
+# - *SLURM*: ``SLURM_PROCID``, ``SLURM_STEP_NUM_TASKS`` and ``SLURM_LOCALID``. Ranks meet on the
+#   first host of ``SLURM_STEP_NODELIST``.
+# - *no launcher*: a world of one rank.
 #
-# ``MASTER_ADDR`` and ``MASTER_PORT`` win where they are set. Else the port is derived from the
-# number of the job, so that two jobs on one host do not meet. With ``vc.init("mpi")``, ranks need
-# no place to meet. Incomplete or contradictory variables raise a ``LaunchError``.
+# If ``MASTER_ADDR`` and ``MASTER_PORT`` are set, they take precedence. Otherwise the port is
+# derived from the job id, so that two jobs on one host use different ports. With
+# ``vc.init("mpi")``, ranks need neither. Incomplete or contradictory variables raise a
+# ``LaunchError``.
+#
+# .. _batch-scripts:
 #
 # Batch scripts
 # -------------
 #
-# They have not been run for this page, for want of a cluster; fill in what is yours: partition,
-# account, the number of GPUs of a host. The folder of the script and that of its checkpoints must
-# be on a file system that all hosts share.
+# These scripts have not been run on a cluster. Fill in your partition, your account and the number
+# of GPUs per host. The folders of the script and of its checkpoints must be on a file system that
+# all hosts share.
 #
-# **SLURM, one task per GPU.** The shortest. SLURM starts the ranks, and there is no address to
-# give.
+# **SLURM, one task per GPU.** This is the shortest script. SLURM starts the ranks, and no address
+# is needed.
 #
 # .. code-block:: bash
 #
@@ -236,8 +237,8 @@ folder.cleanup()
 #
 #     srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 python train.py
 #
-# **SLURM, one torchrun per host.** Where ranks shall be started again after one has failed: each
-# time all of them begin anew, from the last checkpoint.
+# **SLURM, one torchrun per host.** torchrun restarts all ranks after one has failed. Let the script
+# load the last checkpoint.
 #
 # .. code-block:: bash
 #
@@ -257,11 +258,11 @@ folder.cleanup()
 #
 #     srun --cpus-per-task="$SLURM_CPUS_PER_TASK" torchrun \
 #         --nnodes="$SLURM_NNODES" --nproc-per-node=8 --max-restarts=3 \
-#         --rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint="$first:29500" \
-#         train.py
+#         --rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d \
+#         --rdzv-endpoint="$first:29500" train.py
 #
 # **MPI on hosts without GPUs.** Here ``train.py`` calls ``vc.init("mpi")``. MPICH's ``mpiexec``
-# finds the hosts of a SLURM job by itself. Open MPI's is called in the same way; without it, ``srun
+# finds the hosts of a SLURM job. Call Open MPI's in the same way. Without ``mpiexec``, ``srun
 # --mpi=pmix`` starts ranks for Open MPI.
 #
 # .. code-block:: bash
@@ -280,7 +281,7 @@ folder.cleanup()
 #
 #     mpiexec -n "$SLURM_NTASKS" python train.py
 #
-# **Without a batch system.** On each of two hosts, with the name of the first one:
+# **Without a batch system.** Run on each of two hosts, with the name of the first one:
 #
 # .. code-block:: bash
 #
@@ -288,15 +289,15 @@ folder.cleanup()
 #         --rdzv-id=train --rdzv-backend=c10d --rdzv-endpoint=first-host:29500 \
 #         train.py
 #
-# What to take away
-# -----------------
+# Summary
+# -------
 #
-# - One script: ``world = vc.init()`` first, then ``world.rank``, ``world.size`` and
+# - The script starts with ``world = vc.init()``, and uses ``world.rank``, ``world.size`` and
 #   ``world.device``.
-# - ``srun`` alone is enough on SLURM; torchrun where ranks shall start again; ``vc.init("mpi")``
-#   for clusters of CPUs.
-# - Before the first long job, run the script for a minute with as many ranks as there will be, and
-#   with ``vc.init(timeout=60)``, so that a wrong network is found out soon.
+# - On SLURM, ``srun`` is enough. Use torchrun if ranks shall restart after a failure, and
+#   ``vc.init("mpi")`` on clusters of CPUs.
+# - Before a long job, run the script for a minute on the full number of ranks, with
+#   ``vc.init(timeout=60)``. A wrong network then fails soon.
 #
-# Read next: :doc:`/checkpoints`, for jobs that end before the training does, then
-# :doc:`finding a hang </generated/tutorials/10_finding_a_hang>`.
+# Next: :doc:`find the rank that hangs </generated/tutorials/10_finding_a_hang>`. For jobs that end
+# before the training does, see :doc:`/checkpoints`.

@@ -8,6 +8,7 @@ import torch_geometric.nn as pyg
 from torch import nn
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.nn.models.schnet import RadiusInteractionGraph
 from torch_geometric.utils import get_laplacian
 
 import varcomm
@@ -143,7 +144,7 @@ def refused(rank):
         layers = model.modules() if isinstance(model, nn.Module) else ()
         assert not any("varcomm" in repr(vars(layer).keys()) for layer in layers), own[-1]
     for name in LAYERS_REFUSED:
-        model = made_without_its_package(getattr(pyg, name))
+        model = made_without_its_package(getattr(pyg, name, RadiusInteractionGraph))
         pygs[name] = error_of(ArgumentError, distribute, model, graph)
     on_rank_1 = pyg.WLConv() if rank == 1 else seeded(sage)
     for make in ALLOWED:

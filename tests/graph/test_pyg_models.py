@@ -201,6 +201,7 @@ def test_models_are_exact_or_refused(worlds):
 
 
 COPIED = ["SchNet", "PMLP", "NeuralFingerprint", "SignedGCN", "MaskLabel", "RECT_L"]
+COPIED_AND_REFUSED = ["AttentiveFP", "LightGCN", "GraphUNet", "LINKX"]
 
 
 def copied(rank, paths):
@@ -212,7 +213,7 @@ def copied(rank, paths):
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module  # where PyG looks for types
         spec.loader.exec_module(module)
-        make, call, *by = EXACT[name]
+        make, call, *by = (EXACT | REFUSED)[name]
         place = pyg if hasattr(pyg, name) else pyg.models
         pygs = getattr(place, name)
         setattr(place, name, getattr(module, name))
@@ -225,11 +226,12 @@ def copied(rank, paths):
 
 def test_copies_of_classes_get_the_same_answer(worlds, tmp_path):
     paths = {}
-    for name in COPIED:
+    for name in COPIED + COPIED_AND_REFUSED:
         kind = getattr(pyg, name, None) or getattr(pyg.models, name)
         paths[name] = tmp_path / f"own_{name.lower()}.py"
         paths[name].write_text(Path(inspect.getfile(kind)).read_text())
-    assert worlds.run(3, copied, paths)[0] == dict.fromkeys(COPIED, "exact")
+    expected = dict.fromkeys(COPIED, "exact") | dict.fromkeys(COPIED_AND_REFUSED, "refused")
+    assert worlds.run(3, copied, paths)[0] == expected
 
 
 class Changing(Parts):
@@ -254,9 +256,17 @@ def changed_after_distribute(rank):
         model.head = part.double()
         with pytest.raises(ArgumentError, match=r"head \(.*put into the model after distribute"):
             model(graph.x, graph.edge_index)
-    model.norms, model.head = [pyg.BatchNorm(NODE)], nn.Identity()
-    with pytest.raises(ArgumentError, match="norms in a list"):
-        distribute(model, graph)(graph.x, graph.edge_index)
+    model.head = nn.Identity()
+    for norm in (pyg.BatchNorm(NODE), pyg.PairNorm(), pyg.LayerNorm(NODE, mode="graph")):
+        for model.norms in ([norm], {"last": [nn.Sequential(norm)]}):
+            with pytest.raises(ArgumentError, match="norms in a list"):
+                distribute(model, graph)(graph.x, graph.edge_index)
+    model.norms = [mean := pyg.MeanAggregation()]
+    distribute(model, graph)(graph.x, graph.edge_index)
+    pooled = pyg.MeanAggregation()(data.x, data.batch)
+    torch.testing.assert_close(mean(graph.x, graph.batch), pooled)
+    with pytest.raises(ArgumentError, match="this rank's rows alone"):
+        mean(graph.x)
     model.norms, model.head = None, pyg.BatchNorm(NODE).double()
     out = distribute(model, graph)(graph.x, graph.edge_index)
     assert varcomm.all_reduce(out.sum(0)).abs().max() < 1e-10

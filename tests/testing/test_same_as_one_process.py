@@ -2,6 +2,7 @@
 
 import inspect
 import pickle
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -101,6 +102,24 @@ class Pooled(torch.nn.Module):
         return global_mean_pool(x, batch)
 
 
+@dataclass
+class Logits:
+    logits: torch.Tensor
+    hidden: list[torch.Tensor]
+
+
+class Lazy(torch.nn.Module):
+    """Takes its widths from the data, and returns a dataclass."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = SAGEConv(-1, 4), torch.nn.LazyLinear(2)
+
+    def forward(self, x, edge_index):
+        hidden = self.conv(x, edge_index)
+        return Logits(self.head(hidden), [hidden])
+
+
 class Typed(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -167,6 +186,7 @@ def test_right_models_pass():
         (Typed(), papers(), {"loss": of_papers}),
         (Sequential("x, edge_index", in_order), rows, {}),
         (Pooled(), rows, {}),
+        (Lazy(), rows, {}),
         (Net(lambda x, edges: x * degree(edges[0], len(x), x.dtype)[:, None]), data, {}),
     ]
     for model, given, options in cases:
@@ -216,6 +236,10 @@ def by_number(x, edge_index):
     return x / x.size(0)
 
 
+def noisy(x, edge_index):
+    return x + torch.rand_like(x)
+
+
 def less_largest(x, edge_index):
     return x - F.pad(x, (0, 0, 0, 1)).amax(0)  # a rank may own no rows
 
@@ -238,6 +262,7 @@ IN_FORWARD = [
     (without_halo, "x.index_add(", "A missing halo"),
     (of_neighbours, "torch.cdist(x, x)", "this rank's nodes with each other"),
     (by_number, "x / x.size(0)", "the number of this rank's rows"),
+    (noisy, "torch.rand_like(x)", "other random numbers"),
 ]
 
 
@@ -274,6 +299,11 @@ def test_mistakes_around_the_model():
         assert ("sum_gradients" in table + first) == (options.get("step") is without_sum)
 
 
+def test_a_number_of_this_rank_has_no_line():
+    with pytest.raises(AssertionError, match=r"first wrong value: 1 of the outputs.*num_nodes"):
+        same_as_one_process(Net(lambda x, edges: (x, x.size(0))), graph())
+
+
 def test_refusals():
     data, model = graph(), gcn()
     without_edges = Data(x=data.x)
@@ -283,6 +313,9 @@ def test_refusals():
         ((model, data.x), {}, "data"),
         ((model, data), {"step": step, "loss": squares}, "step"),
         ((model, data), {"parts": 0}, "parts"),
+        ((model, data), {"tol": None}, "tol"),
+        ((model, data), {"call": model.state_dict()}, "call"),
+        ((model, data), {"loss": lambda out, data: out}, "one number; got torch.Size"),
     ]:
         with pytest.raises(ArgumentError, match=named):
             same_as_one_process(*arguments, **options)

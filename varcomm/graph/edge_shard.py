@@ -16,7 +16,7 @@ from varcomm.graph.nn.graphs import STARTS_FROM_ZERO
 from varcomm.graph.shard import Shard
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_to_all_v import all_to_all_v
-from varcomm.ops.compilation import counts_in, extent_of, kept_from_compilation, varying
+from varcomm.ops.compilation import count_in, extent_of, kept_from_compilation, varying
 from varcomm.ops.operator import checking, in_graph
 from varcomm.plan.exchange_plan import ExchangePlan
 
@@ -157,7 +157,7 @@ class EdgeShard(Numbering, Shard):
         """
         if torch.compiler.is_compiling():
             halo, sources = self.plan.rows()
-            targets = counts_in(self.extent)[0]
+            targets = count_in(self.extent, 0)
         else:
             halo, sources, targets = self.num_halo, self.num_sources, self.num_targets
         return (sources + halo, 0, sources + halo) if self.hops > 1 else (sources, halo, targets)
@@ -413,9 +413,11 @@ class EdgeShard(Numbering, Shard):
         """Return whether so many owned nodes are up to the last node that has an edge."""
         return not torch.compiler.is_compiling() and self._last[-1:] == [count]
 
-    def positions_of_loops(self, loops: bool, mask: torch.Tensor) -> torch.Tensor:
-        """Return the positions in a mask of all edges, of self loops or of the others."""
-        count = counts_in(self.extent)[2]
+    def positions_of_loops(self, loops: bool, mask: torch.Tensor) -> torch.Tensor | slice:
+        """Return what selects, like a mask of all edges, self loops or the others."""
+        count = count_in(self.extent, 2)
+        if not loops and count == 0:
+            return slice(None)
         return _positions(mask, count if loops else mask.shape[0] - count)
 
     def check_loops(self, edges: torch.Tensor) -> torch.Tensor:
@@ -426,7 +428,7 @@ class EdgeShard(Numbering, Shard):
                 "edges between two types of nodes have no self loops: build the layer with "
                 "add_self_loops=False."
             )
-        if torch.compiler.is_compiling():
+        if in_graph(edges):
             return torch.ops.varcomm.self_loops(edges, targets)  # type: ignore[no-any-return]
         return _self_loops(edges, targets)
 

@@ -70,8 +70,8 @@ class Numbering:
         """Return whether PyG may ask for so many nodes: those up to the last that has an edge."""
         return False
 
-    def positions_of_loops(self, loops: bool, mask: torch.Tensor) -> torch.Tensor:
-        """Return the positions in a mask of all edges, of self loops or of the others."""
+    def positions_of_loops(self, loops: bool, mask: torch.Tensor) -> torch.Tensor | slice:
+        """Return what selects, like a mask of all edges, self loops or the others."""
         raise _unknown("self loops")
 
     def check_loops(self, edges: torch.Tensor) -> torch.Tensor:
@@ -144,15 +144,16 @@ class PartitionedIndex(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Carry on what the numbers stand for; select and reduce as on the full graph."""
-        kwargs = dict(kwargs or {})
-        name = _name_of(func)
-        if (out := kwargs.pop("out", None)) is not None:
-            raise _refuse(func, _first(*args, *kwargs.values(), out).kind, "Do not give out=.")
+        # compiled code is traced instruction by instruction: this is kept short for that
+        rule = _BY_FUNCTION.get(func) if torch.compiler.is_compiling() else _rule_of(func)
+        if not kwargs:
+            return _other(func, args, {}) if rule is None else rule(func, *args)
+        if kwargs.get("out") is not None:
+            raise _refuse(func, _first(*args, *kwargs.values()).kind, "Do not give out=.")
+        kwargs = {name: value for name, value in kwargs.items() if name != "out"}
         if "input" in kwargs:
             args = (kwargs.pop("input"), *args)
-        if name in _RULES:
-            return _RULES[name](func, *args, **kwargs)
-        return _other(func, args, kwargs)
+        return _other(func, args, kwargs) if rule is None else rule(func, *args, **kwargs)
 
     def __copy__(self) -> PartitionedIndex:
         return PartitionedIndex.make(self.plain, self.of, self.kind, self.whole, self.line)
@@ -163,6 +164,15 @@ class PartitionedIndex(torch.Tensor):
     def tolist(self) -> Any:
         """Refuse: torch would return the local numbers without a call of the rules below."""
         raise _refuse(torch.Tensor.tolist, self.kind)
+
+
+def _of_plain(name: str) -> property:
+    return property(lambda index: getattr(index.plain, name))
+
+
+# read without __torch_function__, whose call costs more, above all while it is compiled
+for _name in ("shape", "dtype", "device", "layout", "is_cuda", "ndim"):
+    setattr(PartitionedIndex, _name, _of_plain(_name))
 
 
 def plain(value: Any) -> Any:
@@ -191,14 +201,30 @@ def _name_of(func: Callable[..., Any]) -> str:
     return getattr(func, "__name__", "")
 
 
+def _rule_of(func: Callable[..., Any]) -> Callable[..., Any] | None:
+    return _RULES.get(getattr(func, "__name__", ""))
+
+
 def _other(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Compute with local numbers: integers that result select nothing, and floats are refused."""
+    out = _fresh(func, *args, **kwargs)
+    return _computed(func, out, _first(*args, *kwargs.values()))
+
+
+def _known(func: Callable[..., Any], x: PartitionedIndex, *args: Any, **kwargs: Any) -> Any:
+    """Return a number or a property of this rank's vector."""
+    return func(x.plain, *args, **kwargs)
+
+
+def _fresh(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return a tensor with other values, or a text."""
+    values = {name: _unwrapped(value) for name, value in kwargs.items()}
+    return func(*[_unwrapped(one) for one in args], **values)
+
+
+def _in_place(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     given = _first(*args, *kwargs.values())
-    name = _name_of(func)
-    if name.startswith("__i") or (name.endswith("_") and not name.endswith("__")):
-        raise _refuse(func, given.kind, "Operations in place do not change what numbers stand for.")
-    out = func(*[_unwrapped(one) for one in args], **{k: _unwrapped(v) for k, v in kwargs.items()})
-    return out if name in _FRESH else _computed(func, out, given)
+    raise _refuse(func, given.kind, "Operations in place do not change what numbers stand for.")
 
 
 def _first(*values: Any) -> PartitionedIndex:
@@ -321,6 +347,8 @@ def _getitem(func: Callable[..., Any], x: Any, key: Any) -> Any:
 
 def _part(func: Callable[..., Any], x: PartitionedIndex, key: Any) -> Any:
     """Return some of the numbers."""
+    if x.kind in _ENDS and isinstance(key, int):
+        return PartitionedIndex.make(x.plain[key], x.of, _ENDS[x.kind][key], x.whole)
     if x.kind in _ENDS and isinstance(key, list) and key == [1, 0]:
         return _flip(func, x, 0)
     own = [_selecting(one) for one in key] if isinstance(key, tuple) else None
@@ -615,14 +643,12 @@ def _never(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 _SIGNS = {"neg", "__neg__", "mul", "__mul__", "__rmul__"}
 _CATS = {"cat", "concat", "concatenate"}
 _EQUAL = {"eq": True, "__eq__": True, "ne": False, "not_equal": False, "__ne__": False}
-_ORDINARY = """
-    new_zeros new_ones new_full new_empty new_tensor zeros_like ones_like full_like empty_like
-    rand_like randn_like isclose allclose __repr__ __format__
-"""
-_FRESH = frozenset(_ORDINARY.split())
 _BY_NAMES: dict[str, Callable[..., Any]] = {
     "clone contiguous detach resolve_conj resolve_neg to cpu cuda view view_as reshape expand "
     "expand_as unsqueeze squeeze long pin_memory requires_grad_ alias": _same,
+    "new_zeros new_ones new_full new_empty new_tensor zeros_like ones_like full_like empty_like "
+    "rand_like randn_like isclose allclose __repr__ __format__": _fresh,
+    "dim ndimension size stride is_contiguous is_floating_point is_complex": _known,
     "__getitem__": _getitem,
     "__setitem__": _setitem,
     "index_select": _index_select,
@@ -648,9 +674,13 @@ _BY_NAMES: dict[str, Callable[..., Any]] = {
     "_segment_reduce": _never,
 }
 _RULES = {name: rule for names, rule in _BY_NAMES.items() for name in names.split()}
+for _name in {*dir(torch), *dir(torch.Tensor)} - {*_RULES}:
+    if _name.startswith("__i") or (_name.endswith("_") and not _name.endswith("__")):
+        _RULES[_name] = _in_place
 _NAMES = {
     getattr(of, name): name
-    for name in (*_RULES, *_FRESH, *_SIGNS)
+    for name in (*_RULES, *_SIGNS)
     for of in (torch, torch.Tensor, torch.nn.functional)
     if callable(getattr(of, name, None))
 }
+_BY_FUNCTION = {func: _RULES[name] for func, name in _NAMES.items() if name in _RULES}

@@ -15,7 +15,7 @@ from varcomm.graph.index import PartitionedIndex, plain
 from varcomm.graph.nn.graphs import Graphs
 from varcomm.graph.reductions import replicated_sum
 from varcomm.ops.all_gather_v import all_gather_v
-from varcomm.ops.compilation import counts_in, extent_of, kept_from_compilation
+from varcomm.ops.compilation import count_in, extent_of, kept_from_compilation
 from varcomm.ops.gather_v import gather_v, scatter_v
 from varcomm.ops.operator import checking
 from varcomm.ops.packing import taken
@@ -94,7 +94,7 @@ class Shard:
     def counted(self) -> int:
         """Return the number of owned rows; symbolic in compiled code."""
         if torch.compiler.is_compiling():
-            return counts_in(self.owned_extent)[0]
+            return count_in(self.owned_extent, 0)
         return self.num_owned
 
     def __getattr__(self, name: str) -> Any:

@@ -78,6 +78,6 @@ def varying(tensor: torch.Tensor, *dims: int) -> torch.Tensor:
     return tensor
 
 
-def counts_in(extent: torch.Tensor) -> tuple[int, ...]:
-    """Return the numbers that a shape holds."""
-    return tuple(count - _ABOVE for count in extent.shape[:-1])
+def count_in(extent: torch.Tensor, place: int) -> int:
+    """Return one of the numbers that a shape holds."""
+    return extent.shape[place] - _ABOVE

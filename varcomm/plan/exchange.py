@@ -15,7 +15,7 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.ops import packing
-from varcomm.ops.compilation import counts_in, extent_of
+from varcomm.ops.compilation import count_in, extent_of
 from varcomm.ops.operator import Operator, checking, torch_operator
 from varcomm.plan.checks import checked_range
 from varcomm.plan.row_sum import RowSum
@@ -60,8 +60,7 @@ class Routes:
     def rows(self) -> tuple[int, int]:
         """Return how many rows this rank receives, and how many it owns."""
         if torch.compiler.is_compiling():
-            received, owned = counts_in(self.extent)
-            return received, owned
+            return count_in(self.extent, 0), count_in(self.extent, 1)
         return self.num_received, self.num_rows
 
     def elements(self, row: int) -> tuple[list[int], list[int]]:
@@ -173,8 +172,8 @@ class Exchange(_Planned):
         """Pick the rows to send, which is the one copy; the received rows are the result."""
         plan, dim, row = self.plan.routes, self.dim, packing.rest(x.shape, self.dim)
         index, shape = plan.send_index, (plan.num_received, *row)
-        counts, width = plan.elements(prod(row)), x.element_size()
-        begin = packing.exchanger(self.name, plan.group, *counts, width, "neighbours")
+        (send, recv), width = plan.elements(prod(row)), x.element_size()
+        begin = packing.exchanger(self.name, plan.group, send, recv, width, "neighbours")
 
         def start(x: torch.Tensor) -> Pending:
             front = x.movedim(dim, 0) if dim else x
@@ -198,8 +197,9 @@ class ExchangeAdjoint(_Planned):
     def prepared(self, x: torch.Tensor) -> Callable[[torch.Tensor], Pending]:
         plan, dim, use_fp32 = self.plan.routes, self.dim, self.use_fp32
         row = packing.rest(x.shape, dim)
-        shape, counts = (len(plan.send_index), *row), plan.elements(prod(row))[::-1]
-        begin = packing.exchanger(self.name, plan.group, *counts, x.element_size(), "neighbours")
+        shape, (recv, send) = (len(plan.send_index), *row), plan.elements(prod(row))
+        width = x.element_size()
+        begin = packing.exchanger(self.name, plan.group, send, recv, width, "neighbours")
 
         def start(x: torch.Tensor) -> Pending:
             copies = x.new_empty(shape)

@@ -21,6 +21,10 @@ __all__ = ["Comparison", "same_as_one_process"]
 
 # Causes and fixes of a wrong value, by a pattern of the operation that made it.
 _CAUSES = {
+    "^rand|^normal|^bernoulli|^multinomial|^poisson": (
+        "ranks draw other random numbers than one process. Draw them before vc.graph.partition, as "
+        "an attribute of the data, or compare in eval mode."
+    ),
     r"scatter|index_|bincount|segment": (
         "it covers this rank's rows and edges. A missing halo is in graph.with_halo(x)[row]; take "
         "the index from graph.edge_index itself, not from a copy by torch.tensor or tolist."
@@ -139,6 +143,11 @@ def same_as_one_process(
             "model must be a torch.nn.Module or a function that returns one; got "
             f"{type(model).__name__}."
         )
+    for name, value in (("call", call), ("loss", loss), ("step", step)):
+        if value is not None and not callable(value):
+            raise ArgumentError(f"{name} must be a function; got {value!r}.")
+    if not isinstance(tol, int | float) or not 0 <= tol < math.inf:
+        raise ArgumentError(f"tol must be a number of at least 0; got {tol!r}.")
     if step is not None and (call or loss):
         raise ArgumentError("step replaces call and loss. Pass step alone, or the other two.")
     several = hasattr(data, "edge_types")
@@ -160,6 +169,8 @@ def same_as_one_process(
     try:
         (whole,) = varcomm.launch(run, 1, Task(*task, None, []))
     except LaunchError as error:
+        if isinstance(error.__cause__, VarcommError):
+            raise error.__cause__ from error
         hint = "" if call or step else "\nPass call=lambda model, data: model(...) if needed."
         if "ModuleNotFoundError" in str(error):  # a class that PyG made in this process
             hint = "\nPass a function that makes the model, in place of the model."
@@ -202,12 +213,16 @@ def _compared(whole: Run, ranks: Sequence[Run], tol: float, has_step: bool) -> C
             error = max(_error(value, *pair) for pair in pairs) / (scale or 1)
             result.errors[kind] = max(result.errors.get(kind, 0.0), error)
             if not error <= tol and not result.first:
-                result.first = f"{kind}, {name}: outputs are right, and this is not. "
+                result.first = f"first wrong value: {name} of the {kind}"
     if forward := result.wrong & {"outputs", "loss", "buffers"}:
         outside = "outputs" in result.errors and forward == {"loss"}
-        result.first = _first_record(whole, ranks, "loss" if outside else "", tol)
+        found = _first_record(whole, ranks, "loss" if outside else "", tol)
+        result.first = found or (
+            f"{result.first}. No operation on floats differs before: it may be a number of this "
+            "rank's rows. Use graph.num_nodes, or graph.num_edges."
+        )
     elif result.wrong:
-        result.first += _SUM + _ONCE if has_step else _ONCE
+        result.first += f"; outputs are right. {_SUM if has_step else ''}{_ONCE}"
     return result
 
 

@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -73,7 +74,7 @@ def run(rank: int, task: Task) -> Run:
             model = model()
             if not isinstance(model, torch.nn.Module):
                 raise ArgumentError(f"the function returned a {type(model).__name__}, no Module.")
-            model = model.double().cpu()
+        model = model.double().cpu()  # pickles of lazy parameters forget their dtype
         if task.step is None and task.owners is None:
             _use_ordinary_vectors(graph)
         elif task.step is None:
@@ -87,7 +88,7 @@ def run(rank: int, task: Task) -> Run:
                 recorder.during = "call"
                 result = (task.call or _call)(model, graph)
                 kinds = torch.Tensor | int | float | complex
-                leaves = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, kinds)]
+                leaves = [leaf for leaf in _leaves(result) if isinstance(leaf, kinds)]
                 outputs = [torch.as_tensor(leaf) for leaf in leaves]
                 if task.loss is not None:
                     recorder.during = "loss"
@@ -112,6 +113,15 @@ def run(rank: int, task: Task) -> Run:
         for kind, those in values.items()
     }
     return Run(axes, kept, recorder.records)
+
+
+def _leaves(result: Any) -> list[Any]:
+    """Return the values in lists, tuples, dicts and dataclasses."""
+    nested = [
+        _leaves(vars(leaf)) if is_dataclass(leaf) and not isinstance(leaf, type) else [leaf]
+        for leaf in tree_flatten(result)[0]
+    ]
+    return [leaf for leaves in nested for leaf in leaves]
 
 
 def expected(whole: torch.Tensor, shape: torch.Size, axes: list[Axis]) -> Iterator[torch.Tensor]:
@@ -196,7 +206,8 @@ def _backward(outputs: list[torch.Tensor], value: Any, task: Task, axes: list[Ax
     if value is not None:
         if not isinstance(value, torch.Tensor) or value.dim():
             raise ArgumentError(
-                f"loss(out, data) must return a tensor of one number; got {value!r}."
+                "loss(out, data) must return a tensor of one number; got "
+                f"{getattr(value, 'shape', repr(value))}."
             )
         value.backward()
         return

@@ -44,8 +44,11 @@ REFUSED = {
     "Node2Vec": _WALKS,
     "PANConv": _COMPILED,
     "RENet": _MEMORY,
+    "RadiusInteractionGraph": f"{_NEIGHBOURS}. Give SchNet an interaction_graph that returns "
+    "graph.edge_index and lengths",
     "SplineConv": _COMPILED,
     "TGNMemory": _MEMORY,
+    "ViSNet": _NEIGHBOURS,
     "WLConv": "it numbers colours in the order of its nodes, and every rank has other nodes",
     "XConv": _NEIGHBOURS,
 }

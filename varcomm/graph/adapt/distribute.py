@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +28,9 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 _RUNNING = "_varcomm_running"
 
 _CHECKED = "_varcomm_checked"
+
+# Attributes of every module, among them its registered parts.
+_OWN = frozenset(vars(torch.nn.Module()))
 
 # What this module adapts or refuses.
 _ADAPTED = (MessagePassing, Aggregation, torch.nn.MultiheadAttention, *OVER_ALL_NODES)
@@ -132,12 +136,17 @@ def _check_parts(model: torch.nn.Module, args: object) -> None:
     if torch.compiler.is_compiling():
         return
     for name, module in model.named_modules():
-        lists = (value for value in vars(module).values() if isinstance(value, list | tuple))
-        if any(isinstance(each, OVER_ALL_NODES) for value in lists for each in value):
-            raise ArgumentError(
-                f"{name or 'the model'} has norms in a list or tuple, where torch does not find "
-                "them. Use torch.nn.ModuleList, and call distribute(model, graph) again."
-            )
+        for held in _hidden(module):
+            for inner, part in held.named_modules():
+                if isinstance(part, OVER_ALL_NODES) or is_global_norm(part):
+                    raise ArgumentError(
+                        f"{name or 'the model'} has norms in a list, tuple or dict, where torch "
+                        "does not find them. Use torch.nn.ModuleList or ModuleDict, and call "
+                        "distribute(model, graph) again."
+                    )
+                if is_readout(held, inner) and _RUNNING not in vars(part):
+                    vars(part)[_RUNNING] = None
+                    part.register_forward_pre_hook(_check_readout, with_kwargs=True)
         running = vars(module).get(_RUNNING)
         if running is None and isinstance(module, _ADAPTED):
             raise ArgumentError(
@@ -151,6 +160,19 @@ def _check_parts(model: torch.nn.Module, args: object) -> None:
                     "edges. Explain the model on the full graph, in one process."
                 )
             attach(module, running)
+
+
+def _hidden(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the modules in lists, tuples and dicts of a module, which torch does not find."""
+    left = [value for name, value in vars(module).items() if name not in _OWN]
+    seen = set()
+    while left:
+        value = left.pop()
+        if isinstance(value, list | tuple | dict) and id(value) not in seen:
+            seen.add(id(value))
+            parts = value.values() if isinstance(value, dict) else value
+            left += [each for each in parts if isinstance(each, list | tuple | dict)]
+            yield from (each for each in parts if isinstance(each, torch.nn.Module))
 
 
 def _check_readout(module: Aggregation, args: object, given: dict[str, Any]) -> None:

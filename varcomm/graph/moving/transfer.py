@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -336,8 +336,7 @@ def _sides(
     """
     groups = [side.group for side in (old, new) if isinstance(side, PartitionedGraph | Shard)]
     group = max(groups, key=lambda each: each.size) if groups else resolve(None)
-    if not all(set(each.ranks) <= set(group.ranks) for each in groups):
-        _refuse(what, groups)
+    apart = [each for each in groups if not set(each.ranks) <= set(group.ranks)]
 
     def shards() -> tuple[list[Shard | None], T]:
         for name, side in (("old", old), ("new", new)):
@@ -345,6 +344,11 @@ def _sides(
                 raise ArgumentError(f"{name} must be a graph or a shard; got {described(side)}.")
         if not groups:
             raise ArgumentError("pass a partition of this rank as old or new.")
+        if apart:
+            raise ArgumentError(
+                "neither group of ranks contains the other. Move rows by way of a group of all "
+                "ranks."
+            )
         pair = [side.nodes if isinstance(side, PartitionedGraph) else side for side in (old, new)]
         return pair, check(pair[1])
 
@@ -352,6 +356,9 @@ def _sides(
         sides = [each and [each.noun, each.num_owned, each.sizes.total] for each in own[0]]
         return sides, public(own[1])
 
+    for other in apart:  # its ranks wait in it
+        with suppress(VarcommError):
+            agree(what, shards, other)
     (pair, checked), shared = agree_and_share(what, shards, outline, group)
     of_ranks, publics = zip(*shared, strict=True)
     sizes = []
@@ -366,19 +373,3 @@ def _sides(
         raise ArgumentError(f"{what}: {' and '.join(sorted(nouns))} have no rows in common.")
     device = next(each for each in pair if each is not None).ids.gaps.device
     return _Sides(group, pair[0], pair[1], sizes[0], sizes[1], device), checked, [*publics]
-
-
-def _refuse(what: str, groups: list[Group]) -> NoReturn:
-    """Raise on the ranks of both groups, of which neither contains the other."""
-    error = ArgumentError(
-        f"{what}: neither group of ranks contains the other. Move rows by way of a group of all "
-        "ranks."
-    )
-
-    def call() -> NoReturn:
-        raise error
-
-    for group in groups:
-        with suppress(VarcommError):
-            agree(what, call, group)
-    raise error
