@@ -104,8 +104,7 @@ def training(rank, ranks):
             loss = graph.mean(F.mse_loss(out, graph.y, reduction="none"))
             optimizer.zero_grad()
             loss.backward()
-            for parameter in model.parameters():  # sum_gradients looks which ranks have one
-                parameter.grad = varcomm.all_reduce(parameter.grad)
+            varcomm.data_parallel.sum_gradients(model)
             optimizer.step()
 
         try:

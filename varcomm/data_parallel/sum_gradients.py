@@ -137,8 +137,11 @@ def _flat(bucket: Sequence[torch.nn.Parameter]) -> torch.Tensor:
         p.new_zeros(p.numel(), dtype=dtype) if p.grad is None else p.grad.reshape(-1)
         for p in bucket
     ]
-    flags = torch.tensor([0.0 if p.grad is None else inf for p in bucket], dtype=dtype)
-    return torch.cat([*parts, flags.to(parts[0].device)])
+    flags = parts[0].new_full((len(bucket),), inf)
+    for place, parameter in enumerate(bucket):
+        if parameter.grad is None:
+            flags[place].zero_()
+    return torch.cat([*parts, flags])
 
 
 def _deliver(bucket: Sequence[torch.nn.Parameter], total: Pending) -> None:
