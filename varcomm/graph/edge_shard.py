@@ -136,7 +136,8 @@ class EdgeShard(Numbering, Shard):
         if self.is_plain:
             return self.local_ids
         # not kept: a cycle of references would keep the memory of old graphs until it is found
-        return PartitionedIndex.make(self.local_ids, self, "edges", whole=True)
+        out = PartitionedIndex.make(self.local_ids, self, "edges", whole=True)
+        return out if torch.compiler.is_compiling() else varying(out, 1)
 
     @property
     def num_sources(self) -> int:
