@@ -348,7 +348,7 @@ def _getitem(func: Callable[..., Any], x: Any, key: Any) -> Any:
 def _part(func: Callable[..., Any], x: PartitionedIndex, key: Any) -> Any:
     """Return some of the numbers."""
     if x.kind in _ENDS and isinstance(key, int):
-        return PartitionedIndex.make(x.plain[key], x.of, _ENDS[x.kind][key], x.whole)
+        return PartitionedIndex.make(x.plain[key], x.of, _ENDS[x.kind][key], x.whole, known=x.known)
     if x.kind in _ENDS and isinstance(key, list) and key == [1, 0]:
         return _flip(func, x, 0)
     own = [_selecting(one) for one in key] if isinstance(key, tuple) else None
