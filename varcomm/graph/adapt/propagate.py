@@ -81,9 +81,11 @@ def attach(layer: MessagePassing, running: Running) -> None:
 
     The instance's methods are replaced, because torch.compile skips PyG's hooks.
     """
-    layer.propagate = _Adapted(layer, "propagate", running)
+    take = layer.inspector.get_flat_param_names
+    names = take(["message", "aggregate", "update"])
+    layer.propagate = _Adapted(layer, "propagate", running, names)
     if layer.inspector.implements("edge_update"):
-        layer.edge_updater = _Adapted(layer, "edge_updater", running)
+        layer.edge_updater = _Adapted(layer, "edge_updater", running, take(["edge_update"]))
 
 
 def is_attached(layer: MessagePassing) -> bool:
@@ -113,6 +115,7 @@ class _Adapted:
     layer: MessagePassing
     method: str
     running: Running
+    names: list[str]  # of the parameters that the method collects for the layer's functions
 
     def __call__(self, edge_index: PartitionedIndex, size: Any = None, **values: Any) -> Any:
         with checking(self.method, self.running.graph.group) as where:
@@ -151,9 +154,8 @@ class _Adapted:
     ) -> list[torch.Tensor]:
         """Return the tensors that the method takes rows of at the sources of edges."""
         layer, place = self.layer, 0 if edge_index.kind == "edges" else 1
-        names = layer._user_args if self.method == "propagate" else layer._edge_user_args
-        if layer.decomposed_layers > 1:  # it takes rows of parts of these
-            names = []
+        # a decomposed layer takes rows of parts of these
+        names = [] if layer.decomposed_layers > 1 else self.names
         end = "_j" if (layer.flow == "source_to_target") == (place == 0) else "_i"
         found = [values.get(name[:-2]) for name in names if name.endswith(end)]
         found = [one[place] if isinstance(one, tuple | list) else one for one in found]
