@@ -113,7 +113,7 @@ def count(step: Callable[[], object]) -> Work:
     ...         vc.data_parallel.sum_gradients(layer)
     ...     work = vc.simulate.count(step)
     >>> work.flops, work.calls.total.messages_sent
-    (40000000, 126)
+    (40000000, 28)
     """
     with _Meter() as meter, trace() as calls, transfers() as found:
         step()
