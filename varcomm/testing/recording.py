@@ -237,15 +237,22 @@ class _Recorder(TorchFunctionMode):
         self.records: dict[tuple[Place, int], torch.Tensor] = {}
         self._calls: Counter[Place] = Counter()
         self._names, self.during = [""], ""
+        # PyG's layers that are running: inside, a distributed one may compute in another order
+        self._layers = 0
         for name, module in model.named_modules():
             shown = f"{name or 'the model'} ({type(module).__name__})"
             module.register_forward_pre_hook(self._entering(shown))
             module.register_forward_hook(self._left_module, always_call=True)
 
     def _entering(self, name: str) -> Callable[..., None]:
-        return lambda module, args: self._names.append(name)
+        def enter(module: torch.nn.Module, _: Any) -> None:
+            self._names.append(name)
+            self._layers += _is_layer_of_pyg(module)
+
+        return enter
 
     def _left_module(self, module: torch.nn.Module, args: Any, out: Any) -> None:
+        self._layers -= _is_layer_of_pyg(module)
         code = getattr(type(module).forward, "__code__", None)
         line = f"{code.co_filename}:{code.co_firstlineno}" if code else ""
         self._record("", line, out)
@@ -268,6 +275,8 @@ class _Recorder(TorchFunctionMode):
         return out
 
     def _record(self, name: str, line: str, values: Any) -> None:
+        if self._layers:
+            return
         for value in tree_flatten(values)[0]:
             if type(value) in (torch.Tensor, torch.nn.Parameter) and _has_gradient(value):
                 place = Place(self.during, self._names[-1], name, line)
@@ -285,3 +294,7 @@ def _line_of_user(frame: FrameType | None) -> str:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def _is_layer_of_pyg(module: torch.nn.Module) -> bool:
+    return type(module).__module__.startswith("torch_geometric.nn.conv.")
