@@ -81,11 +81,11 @@ def attach(layer: MessagePassing, running: Running) -> None:
 
     The instance's methods are replaced, because torch.compile skips PyG's hooks.
     """
-    take = layer.inspector.get_flat_param_names
-    names = take(["message", "aggregate", "update"])
+    take = layer.inspector.get_param_names
+    names = [name for of in ("message", "aggregate", "update") for name in take(of)]
     layer.propagate = _Adapted(layer, "propagate", running, names)
     if layer.inspector.implements("edge_update"):
-        layer.edge_updater = _Adapted(layer, "edge_updater", running, take(["edge_update"]))
+        layer.edge_updater = _Adapted(layer, "edge_updater", running, take("edge_update"))
 
 
 def is_attached(layer: MessagePassing) -> bool:
