@@ -1,0 +1,51 @@
+"""Each page of docs/how_to is one script, which prints what the page shows."""
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGES = sorted((Path(__file__).parents[2] / "docs" / "how_to").glob("*.md"))
+
+
+def parts_of(page):
+    """Return the extra packages of a page, its script, the command, and the printed lines."""
+    text = page.read_text()
+    needs = re.match(r"<!-- needs: (.*?) -->", text)
+    script = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    shown = re.search(r"```text\n\$ (.*?)\n(.*?)```", text, re.DOTALL)
+    assert script, f"{page.name} needs a script"
+    assert shown, f"{page.name} needs a text block that begins with its command"
+    return needs[1].split() if needs else [], script[1], shown[1], shown[2].strip()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.stem != "index"], ids=lambda page: page.stem
+)
+def test_page(page, tmp_path):
+    needs, script, command, expected = parts_of(page)
+    for package in needs:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    program, *options, name = shlex.split(command)
+    assert program in ("torchrun", "python"), command
+    (tmp_path / name).write_text(script)
+    launcher = ["-m", "torch.distributed.run", f"--master-port={20000 + os.getpid() % 20000}"]
+    launcher = launcher if program == "torchrun" else []
+    ran = subprocess.run(
+        [sys.executable, *launcher, *options, name],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    assert ran.stdout.strip() == expected, ran.stderr[-2000:]
