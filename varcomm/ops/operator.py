@@ -326,7 +326,7 @@ def _communicated(
     except EngineFailure as error:
         raise _failed(operator, x.dtype, x.shape, began, error) from error.__cause__
     # detached from a view's base: the caller may write into the result
-    return result.data if result._is_view() else result, number
+    return result.data, number
 
 
 def _started(

@@ -36,8 +36,13 @@ from varcomm.transport.group import Group
 # 22 of 24 cases of 256 bytes to 1 MiB, in loops and with work between calls.
 _FEW_RANKS = 4
 
-# Tag of varcomm's messages, apart from those of users.
-_TAG = 0x7663
+# First tag of varcomm's messages, apart from those of users. The length is added: Gloo would take a
+# message that is too short, and abort the process for one that is too long.
+_TAG = 1 << 30
+
+
+def _tag(length: int) -> int:
+    return _TAG + length % _TAG
 
 
 class Gloo(Engine):
@@ -60,7 +65,7 @@ class Gloo(Engine):
         for other in range(group.size):
             if other != group.rank:
                 with suppress(RuntimeError):  # where this connection is closed, another is not
-                    pg.recv([nothing], other, _TAG + 1).wait(timedelta(milliseconds=1))
+                    pg.recv([nothing], other, _TAG).wait(timedelta(milliseconds=1))
 
 
 def _all_gather(
@@ -86,8 +91,8 @@ def _messages(
     group: Group, arriving: Spans, leaving: Spans, own: Spans, out: Tensor, data: Tensor
 ) -> Works:
     pg, out, data = group.process_group, as_bytes(out), as_bytes(data)
-    works = [pg.recv([out[first:end]], peer, _TAG) for peer, first, end in arriving]
-    works += [pg.send([data[first:end]], peer, _TAG) for peer, first, end in leaving]
+    works = [pg.recv([out[first:end]], peer, _tag(end - first)) for peer, first, end in arriving]
+    works += [pg.send([data[first:end]], peer, _tag(end - first)) for peer, first, end in leaving]
     if own:
         kept, piece = (x[first:end] for x, (_, first, end) in zip((out, data), own, strict=True))
         if kept.data_ptr() != piece.data_ptr():

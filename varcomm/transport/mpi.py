@@ -131,39 +131,55 @@ def _exchange(
             else:
                 kept = as_bytes(data)[here : here + end - there]
                 as_bytes(out)[there:end].copy_(kept)
-    return [_Messages(route, requests, (out, data))] if requests else ()
+    return [_Messages(route, requests, (out, data), arriving)] if requests else ()
 
 
 class _Messages:
     """Messages in flight; the group keeps those that no caller waits for until they are done."""
 
-    def __init__(self, route: Route, requests: list[Any], buffers: object) -> None:
+    def __init__(
+        self, route: Route, requests: list[Any], buffers: object, arriving: Spans | None = None
+    ) -> None:
         self._group, self._name = route.group, route.schedule
         self._requests, self._buffers = requests, buffers
+        self._statuses = [MPI.Status() for _ in requests]
+        self._arriving = arriving or []  # of the first requests
+        self._wrong = ""
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> None:
         try:
             for _ in range(_TESTS):  # before the 10 us in which the timeout is found
-                if _test_all(self._requests):
+                if self._tested():
                     break
                 os.sched_yield()
             else:
                 seconds = (timeout or self._group.timeout()).total_seconds()
-                where = f"{self._name} on {self._group}"
-                _poll(where, lambda: _test_all(self._requests), seconds)
+                _poll(f"{self._name} on {self._group}", self._tested, seconds)
         except MPI.Exception as error:
             # MPI may still read and write the buffers: kept for good
             self._group.unfinished.append((None, self._buffers))
-            self._requests = []
-            reason = MPI.Get_error_string(error.Get_error_class())
-            raise RuntimeError(
-                f"{self._name} on {self._group} failed: {reason}. Mostly ranks expect other sizes "
-                "than their peers send (varcomm.debug() names them), or a peer has ended."
-            ) from error
+            self._wrong = MPI.Get_error_string(error.Get_error_class())
         self._requests = []
+        if self._wrong:
+            raise RuntimeError(
+                f"{self._name} on {self._group} failed: {self._wrong}. Mostly ranks expect other "
+                "sizes than their peers send (varcomm.debug() names them), or a peer has ended."
+            )
 
     def is_completed(self) -> bool:
-        return _test_all(self._requests)
+        return self._tested()
+
+    def _tested(self) -> bool:
+        """Return whether all is done; keep a word on a message that is too short."""
+        if not self._requests:
+            return True
+        if not _test_all(self._requests, self._statuses):
+            return False
+        for (peer, first, end), status in zip(self._arriving, self._statuses, strict=False):
+            if (count := status.Get_count(MPI.BYTE)) != end - first:
+                self._wrong = f"rank {peer} has sent {count} bytes, not {end - first}"
+        self._requests = []
+        return True
 
     def __del__(self) -> None:
         if self._requests:
