@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -35,19 +36,14 @@ def prepared_sum(
     rank, ranks, count = group.rank, group.size, x.numel()
     counts, gets_sum = pieces(x, group, one_round and ranks < MANY), root in (None, rank)
 
-    def in_rounds(x: torch.Tensor) -> Pending:
-        how = use_fp32, root, divisor
-        rounds = (_by_levels if ranks >= MANY else _by_pieces)(
-            name, group, packing.flat(x), counts, *how
-        )
-        pending = InRounds(rounds, x.shape if gets_sum else (-1,), x.dtype)
-        if not gets_sum:
-            finish = pending.finish
-            pending.finish = lambda: finish().new_zeros(elsewhere)
-        return pending
-
-    if ranks >= MANY or counts is not None:
-        return in_rounds
+    how = use_fp32, root, divisor
+    rounds: Callable[[torch.Tensor], Rounds] | None = None
+    if ranks >= MANY:
+        rounds = partial(_by_levels, name, group, counts, *how)
+    elif counts is not None:
+        rounds = partial(_by_pieces, name, group, counts, *how)
+    if rounds is not None:
+        return partial(_in_rounds, rounds, gets_sum, elsewhere)
     others = [other != rank for other in range(ranks)]
     send = [count * (other and root in (None, to)) for to, other in enumerate(others)]
     recv = [count * (other and gets_sum) for other in others]
@@ -66,14 +62,27 @@ def prepared_sum(
     return start
 
 
+def _in_rounds(
+    rounds: Callable[[torch.Tensor], Rounds],
+    gets_sum: bool,
+    elsewhere: Sequence[int],
+    x: torch.Tensor,
+) -> Pending:
+    pending = InRounds(rounds(packing.flat(x)), x.shape if gets_sum else (-1,), x.dtype)
+    if not gets_sum:
+        finish = pending.finish
+        pending.finish = lambda: finish().new_zeros(elsewhere)
+    return pending
+
+
 def _by_pieces(
     name: str,
     group: Group,
-    values: torch.Tensor,
     counts: Sequence[int],
     use_fp32: bool,
     root: int | None,
     divisor: int,
+    values: torch.Tensor,
 ) -> Rounds:
     """Sum a piece on each rank; return the sum as one dimension, on every rank or at `root`."""
     ranks = group.size
@@ -91,11 +100,11 @@ def _by_pieces(
 def _by_levels(
     name: str,
     group: Group,
-    values: torch.Tensor,
     counts: Sequence[int] | None,
     use_fp32: bool,
     root: int | None,
     divisor: int,
+    values: torch.Tensor,
 ) -> Rounds:
     """Sum level by level, all of few values on each rank; return the sum as `_by_pieces` does."""
     dtype = values.dtype

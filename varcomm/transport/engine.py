@@ -137,6 +137,7 @@ def prepared(route: Route, device: torch.device, name: str | None = None) -> Sta
     """
     group = route.group
     engine = engine_for(group, device)
+    start: Start
     if group.size == 1:
         start = _keep if route.recv[0] else _nothing
     elif route.schedule == "broadcast" and not any((*route.recv, *route.send)):

@@ -84,8 +84,8 @@ class MPIEngine(Engine):
         if schedule == "broadcast":
             count, at_root = max(*recv, *send), group.rank == route.root
             others = [(rank, 0, count) for rank in range(group.size) if rank != route.root]
-            ways = ([], others, []) if at_root else ([(route.root, 0, count)], [], [])
-            return partial(_exchange, route, *ways)
+            arriving = [] if at_root else [(route.root, 0, count)]
+            return partial(_exchange, route, arriving, others if at_root else [], [])
         return partial(_exchange, route, *messages(route))
 
     def leave(self, group: Group) -> None:
