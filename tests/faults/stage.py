@@ -130,16 +130,22 @@ def befall(fault, rounds):
     left = rounds
     engine = type(engine_for(resolve(None), torch.device("cpu")))  # every group has its own
 
-    own = engine.start
+    prepare = engine.prepare
 
-    def start(self, move):
-        nonlocal left
-        left -= move.schedule != "broadcast"
-        if left == -1:
-            FAULTS[fault]()
-        return own(self, move)
+    def counted(self, route):
+        start = prepare(self, route)
 
-    engine.start = start
+        def begin(out, data):
+            nonlocal left
+            left -= route.schedule != "broadcast"
+            if left == -1:
+                FAULTS[fault]()
+            return start(out, data)
+
+        return begin
+
+    engine.prepare = counted
+    vars(resolve(None)).pop("operators", None)  # prepared before
 
 
 def act(rank, fault, place, culprit, rounds):

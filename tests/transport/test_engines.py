@@ -10,7 +10,7 @@ import torch.distributed as dist
 import varcomm
 from tests.ops.comparing import Failures, assert_none
 from tests.ops.primitives import PATTERNS, PRIMITIVES, case
-from varcomm.transport.engine import Move, engine_for
+from varcomm.transport.engine import Route, engine_for
 from varcomm.transport.gloo import Gloo
 from varcomm.transport.group import resolve
 from varcomm.transport.pinned import Pinned
@@ -55,12 +55,14 @@ def test_messages_on_gloo(worlds):
 @contextmanager
 def pinned():
     """Let Gloo serve this rank only behind copies; its tensors are on the CPU already."""
-    engines = resolve(None).engines
-    engines[CPU] = Pinned(Gloo())
+    group = resolve(None)
+    group.engines[CPU] = engine = Pinned(Gloo())
+    vars(group).pop("operators", None)  # prepared for the engine before
     try:
-        yield engines[CPU]
+        yield engine
     finally:
-        engines[CPU] = Gloo()
+        group.engines[CPU] = Gloo()
+        vars(group).pop("operators", None)
 
 
 def through_copies(rank, names):
@@ -79,7 +81,8 @@ def through_copies(rank, names):
         total = varcomm.all_reduce(torch.full((10_000,), float(rank)))
         whole = torch.cat([torch.arange(10.0 * (r + 1)) for r in range(RANKS)])
         out, data = (torch.full((RANKS,), n, dtype=torch.uint8) for n in (9, rank))
-        (work,) = engine.start(Move("all", resolve(None), out, data, [1] * RANKS, [1] * RANKS))
+        each = [1] * RANKS
+        (work,) = engine.prepare(Route("all", resolve(None), each, each))(out, data)
         with failures.named("in flight"):
             assert out.tolist() == [9] * RANKS, "bytes arrive in wait()"
             work.wait()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import varcomm
 from tests.transport.processes import all_end, script
 from varcomm.errors import CommunicationError, LaunchError
-from varcomm.transport.engine import Move, begin, broadcast_of, engine_for
+from varcomm.transport.engine import Route, broadcast_route, engine_for, prepared
 from varcomm.transport.group import resolve
 
 MPIEXEC = [str(Path(sys.executable).parent / "mpiexec"), "-n"]
@@ -46,7 +46,7 @@ def moved(rank, unit):
             own = stamp(rank, 0, counts[rank])
             own = out.split(counts)[rank].copy_(own) if in_place else own
             to_each = [counts[rank]] * size
-            wait(begin(Move("all_gather", group, out, own, counts, to_each)))
+            wait(prepared(Route("all_gather", group, counts, to_each), CPU)(out, own))
             assert torch.equal(out, want)
     table = [[unit * ((r + 2 * s) % 3) for s in range(size)] for r in range(size)]
     send, recv = table[rank], [row[rank] for row in table]
@@ -54,13 +54,13 @@ def moved(rank, unit):
     want = torch.cat([stamp(r, rank, n) for r, n in enumerate(recv)])
     for schedule in ("all", "neighbours", "one"):
         out = torch.zeros_like(want)
-        works = begin(Move(schedule, group, out, data, recv, send))
+        works = prepared(Route(schedule, group, recv, send), CPU)(out, data)
         while schedule == "one" and not all(work.is_completed() for work in works):
             pass
         wait(works)
         assert torch.equal(out, want)
     x = stamp(rank, 3, unit)
-    wait(begin(broadcast_of(group, x, size - 1)))
+    wait(prepared(broadcast_route(group, len(x), size - 1), CPU)(x, x))
     assert torch.equal(x, stamp(size - 1, 3, unit))
 
 

@@ -47,14 +47,13 @@ class AllGatherV(_Sharded):
         """Send the shard as it lies in memory; for dim != 0, copy once on arrival."""
         group, sizes, dim, recv = self.group, self.sizes, self.dim, self._counts(x)
         shape, send = packing.like(x.shape, dim, sum(sizes)), [recv[group.rank]] * group.size
-        width = x.element_size()
-        begin = packing.exchanger(self.name, group, send, recv, width, "all_gather")
+        begin = packing.exchanger(self.name, group, x, send, recv, "all_gather")
         received = shape if dim == 0 else (sum(recv),)
         laid_out = packing.plain if dim == 0 else packing.flat
 
         def start(x: torch.Tensor) -> Pending:
             out = x.new_empty(received)
-            works = begin(laid_out(x), out)
+            works = begin(out, laid_out(x))
             return Pending(works, lambda: packing.unpack(out, shape, sizes, dim))
 
         return start
@@ -73,17 +72,30 @@ class ReduceScatterV(_Sharded):
 
     name = "reduce_scatter_v"
 
-    def start(self, x: torch.Tensor) -> Pending:
+    def prepared(self, x: torch.Tensor) -> Callable[[torch.Tensor], Pending]:
         """Send each rank its rows in the narrow dtype; the receiver sums them."""
-        send, rank, ranks = self._counts(x), self.group.rank, self.group.size
-        shape = packing.like(x.shape, self.dim, self.sizes[rank])
-        packed, recv = packing.pack(x, self.sizes, self.dim), [send[rank]] * ranks
-        if ranks >= MANY:
-            how = self.name, self.group, packed, send, range(ranks), self.use_fp32
-            return levels.InRounds(levels.reduce_scatter(*how), shape, x.dtype)
-        works, values = packing.exchange(self.name, self.group, packed, send, recv)
-        parts = values.view(ranks, *shape)
-        return Pending(works, lambda: sum_in_rank_order(parts, self.use_fp32))
+        group, sizes, dim, use_fp32 = self.group, self.sizes, self.dim, self.use_fp32
+        send, shape = self._counts(x), packing.like(x.shape, dim, sizes[group.rank])
+        if group.size >= MANY:
+            return self._start_levels
+        begin = packing.exchanger(self.name, group, x, send, [send[group.rank]] * group.size)
+        received = (group.size, *shape)
+
+        def start(x: torch.Tensor) -> Pending:
+            parts = x.new_empty(received)
+            works = begin(parts, packing.pack(x, sizes, dim))
+            return Pending(works, lambda: sum_in_rank_order(parts.unbind(), use_fp32))
+
+        return start
+
+    def _start_levels(self, x: torch.Tensor) -> Pending:
+        group, packed, shape = (
+            self.group,
+            packing.pack(x, self.sizes, self.dim),
+            self.result(x).shape,
+        )
+        how = self.name, group, packed, self._counts(x), range(group.size), self.use_fp32
+        return levels.InRounds(levels.reduce_scatter(*how), shape, x.dtype)
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         return x.new_empty(packing.like(x.shape, self.dim, self.sizes[self.group.rank]))

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import torch
 
 from varcomm.ops import levels, packing
 from varcomm.ops.levels import InRounds, Rounds, all_gather
-from varcomm.ops.operator import Operator, TensorOrHandle, checking, run, torch_operator
+from varcomm.ops.operator import Operator, TensorOrHandle, call, checking, torch_operator
 from varcomm.ops.reduction import checked_summable, pieces, sum_in_rank_order
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import MANY, Group, GroupLike, resolve
 
-__all__ = ["AllReduce", "all_reduce", "start_sum"]
+__all__ = ["AllReduce", "all_reduce", "prepared_sum"]
 
 
-def start_sum(
+def prepared_sum(
     name: str,
     group: Group,
     x: torch.Tensor,
@@ -27,54 +28,96 @@ def start_sum(
     root: int | None = None,
     elsewhere: Sequence[int] = (),
     divisor: int = 1,
+) -> Callable[[torch.Tensor], Pending]:
+    """Return the start of sums over ranks of tensors like `x`, on every rank or at `root`.
+
+    Others then get zeros of `elsewhere`.
+    """
+    rank, ranks, count = group.rank, group.size, x.numel()
+    counts, gets_sum = pieces(x, group, one_round and ranks < MANY), root in (None, rank)
+
+    how = use_fp32, root, divisor
+    rounds: Callable[[torch.Tensor], Rounds] | None = None
+    if ranks >= MANY:
+        rounds = partial(_by_levels, name, group, counts, *how)
+    elif counts is not None:
+        rounds = partial(_by_pieces, name, group, counts, *how)
+    if rounds is not None:
+        return partial(_in_rounds, rounds, gets_sum, elsewhere)
+    others = [other != rank for other in range(ranks)]
+    send = [count * (other and root in (None, to)) for to, other in enumerate(others)]
+    recv = [count * (other and gets_sum) for other in others]
+    begin = packing.exchanger(name, group, x, send, recv, "copies" if root is None else "one")
+    received = (ranks - 1 if gets_sum else 0, *x.shape)
+
+    def start(x: torch.Tensor) -> Pending:
+        own, got = packing.plain(x), x.new_empty(received)
+        works = begin(got, own)
+        if not gets_sum:
+            return Pending(works, lambda: x.new_zeros(elsewhere))
+        parts = list(got.unbind())
+        parts.insert(rank, own)
+        return Pending(works, lambda: sum_in_rank_order(parts, use_fp32, divisor))
+
+    return start
+
+
+def _in_rounds(
+    rounds: Callable[[torch.Tensor], Rounds],
+    gets_sum: bool,
+    elsewhere: Sequence[int],
+    x: torch.Tensor,
 ) -> Pending:
-    """Start to sum over ranks, on every rank or at `root`; others then get zeros of `elsewhere`."""
-    rounds = _sum(name, group, packing.flat(x), use_fp32, one_round, root, divisor)
-    if root in (None, group.rank):
-        return InRounds(rounds, x.shape, x.dtype)
-    pending = InRounds(rounds, (-1,), x.dtype)
-    finish = pending.finish
-    pending.finish = lambda: finish().new_zeros(elsewhere)
+    pending = InRounds(rounds(packing.flat(x)), x.shape if gets_sum else (-1,), x.dtype)
+    if not gets_sum:
+        finish = pending.finish
+        pending.finish = lambda: finish().new_zeros(elsewhere)
     return pending
 
 
-def _sum(
+def _by_pieces(
     name: str,
     group: Group,
-    values: torch.Tensor,
+    counts: Sequence[int],
     use_fp32: bool,
-    one_round: bool,
     root: int | None,
     divisor: int,
+    values: torch.Tensor,
 ) -> Rounds:
-    """Return the sum as one dimension, on every rank or at `root`."""
-    ranks, dtype = group.size, values.dtype
-    counts = pieces(values, group, one_round and ranks < MANY)
-    if ranks >= MANY:
-        if counts is None:
-            rounds = levels.all_sum(name, group, values, use_fp32, root)
-        else:
-            order = levels.piece_order(group)
-            sizes = [size for _, size in sorted(zip(order, counts, strict=True))]
-            rounds = levels.reduce_scatter(name, group, values, sizes, order, use_fp32)
-        del values  # which the rounds free after the first message
-        total = yield from rounds
-        total = (total if divisor == 1 else total.div_(divisor)).to(dtype)
-        return total if counts is None else (yield from all_gather(name, group, total, sizes, root))
-    if counts is None:
-        works, got = packing.all_gather(name, group, values, [len(values)] * ranks, root=root)
-    else:
-        works, got = packing.exchange(name, group, values, counts, [counts[group.rank]] * ranks)
+    """Sum a piece on each rank; return the sum as one dimension, on every rank or at `root`."""
+    ranks = group.size
+    works, got = packing.exchange(name, group, values, counts, [counts[group.rank]] * ranks)
     del values
     yield works
     del works  # they hold the sent tensor
     if len(got):
         got = sum_in_rank_order(got.view(ranks, -1), use_fp32, divisor)
-    if counts is not None:
-        works, whole = packing.all_gather(name, group, got, counts, root=root)
-        yield works
-        got = whole
-    return got
+    works, whole = packing.all_gather(name, group, got, counts, root=root)
+    yield works
+    return whole
+
+
+def _by_levels(
+    name: str,
+    group: Group,
+    counts: Sequence[int] | None,
+    use_fp32: bool,
+    root: int | None,
+    divisor: int,
+    values: torch.Tensor,
+) -> Rounds:
+    """Sum level by level, all of few values on each rank; return the sum as `_by_pieces` does."""
+    dtype = values.dtype
+    if counts is None:
+        rounds = levels.all_sum(name, group, values, use_fp32, root)
+    else:
+        order = levels.piece_order(group)
+        sizes = [size for _, size in sorted(zip(order, counts, strict=True))]
+        rounds = levels.reduce_scatter(name, group, values, sizes, order, use_fp32)
+    del values  # which the rounds free after the first message
+    total = yield from rounds
+    total = (total if divisor == 1 else total.div_(divisor)).to(dtype)
+    return total if counts is None else (yield from all_gather(name, group, total, sizes, root))
 
 
 @torch_operator
@@ -88,9 +131,9 @@ class AllReduce(Operator):
     one_round: bool = False
     divisor: int = 1
 
-    def start(self, x: torch.Tensor) -> Pending:
+    def prepared(self, x: torch.Tensor) -> Callable[[torch.Tensor], Pending]:
         how = self.use_fp32, self.one_round
-        return start_sum(self.name, self.group, x, *how, divisor=self.divisor)
+        return prepared_sum(self.name, self.group, x, *how, divisor=self.divisor)
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         return x.new_empty(x.shape)
@@ -148,7 +191,12 @@ def all_reduce(
     >>> varcomm.launch(lambda rank: varcomm.all_reduce(torch.tensor([rank, 10])), 3)
     [tensor([ 3, 30]), tensor([ 3, 30]), tensor([ 3, 30])]
     """
-    ranks = resolve(group)
+    return call(_operator, resolve(group), tensor, (), (use_fp32,), async_op)
+
+
+def _operator(
+    ranks: Group, x: torch.Tensor, _: Sequence[int], use_fp32: bool, async_op: bool
+) -> AllReduce:
     with checking("all_reduce", ranks, use_fp32=use_fp32, async_op=async_op) as where:
-        checked_summable(tensor, where, use_fp32)
-    return run(AllReduce(ranks, use_fp32), tensor, async_op)
+        checked_summable(x, where, use_fp32)
+    return AllReduce(ranks, use_fp32)

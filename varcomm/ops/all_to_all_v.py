@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar, Self
@@ -12,7 +12,7 @@ import torch
 from varcomm.errors import ArgumentError
 from varcomm.ops import packing
 from varcomm.ops.checks import checked_shard, checked_whole
-from varcomm.ops.operator import Operator, TensorOrHandle, checking, run, torch_operator
+from varcomm.ops.operator import Operator, TensorOrHandle, call, checking, run, torch_operator
 from varcomm.sizes import checked_sizes
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
@@ -32,19 +32,24 @@ class AllToAllV(Operator):
     concat_dim: int
     concat_sizes: tuple[int, ...]
 
-    def start(self, x: torch.Tensor) -> Pending:
+    def prepared(self, x: torch.Tensor) -> Callable[[torch.Tensor], Pending]:
         """Send blocks whose rows are along `concat_dim`, so that received blocks need no copy."""
-        front, split = x.movedim(self.concat_dim, 0), 0
-        if self.split_dim != self.concat_dim:  # its place once `concat_dim` is the first
-            split = self.split_dim + (self.split_dim < self.concat_dim)
-        packed = packing.pack(front, self.split_sizes, split)
-        send = [rows * prod(packing.rest(front.shape, split)) for rows in self.split_sizes]
-
-        kept = packing.like(front.shape, split, self.split_sizes[self.group.rank])[1:]
+        dim, split_sizes, split = self.concat_dim, self.split_sizes, 0
+        if self.split_dim != dim:  # its place once `concat_dim` is the first
+            split = self.split_dim + (self.split_dim < dim)
+        shape = (x.shape[dim], *packing.rest(x.shape, dim))
+        send = [rows * prod(packing.rest(shape, split)) for rows in split_sizes]
+        kept = packing.like(shape, split, split_sizes[self.group.rank])[1:]
         recv = [rows * prod(kept) for rows in self.concat_sizes]
-        works, values = packing.exchange(self.name, self.group, packed, send, recv)
-        received = values.view(sum(self.concat_sizes), *kept)
-        return Pending(works, lambda: packing.back(received, self.concat_dim))
+        received = (sum(self.concat_sizes), *kept)
+        begin = packing.exchanger(self.name, self.group, x, send, recv)
+
+        def start(x: torch.Tensor) -> Pending:
+            out = x.new_empty(received)
+            works = begin(out, packing.pack(x.movedim(dim, 0) if dim else x, split_sizes, split))
+            return Pending(works, lambda: packing.back(out, dim))
+
+        return start
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         kept = packing.like(x.shape, self.split_dim, self.split_sizes[self.group.rank])
@@ -112,15 +117,35 @@ def all_to_all_v(
     [tensor([0]), tensor([ 1,  2, 10])]
     """
     ranks = resolve(group)
+    if type(send_sizes) in (list, tuple) and type(recv_sizes) in (list, tuple):
+        both = *send_sizes, *recv_sizes
+        return call(_operator, ranks, tensor, both, (len(send_sizes), dim), async_op)
+    return run(_checked(ranks, tensor, send_sizes, recv_sizes, dim, async_op), tensor, async_op)
+
+
+def _operator(
+    ranks: Group, x: torch.Tensor, both: Sequence[int], sent: int, dim: int, async_op: bool
+) -> AllToAllV:
+    return _checked(ranks, x, list(both[:sent]), list(both[sent:]), dim, async_op)
+
+
+def _checked(
+    ranks: Group,
+    x: torch.Tensor,
+    send_sizes: Sequence[int],
+    recv_sizes: Sequence[int],
+    dim: int,
+    async_op: bool,
+) -> AllToAllV:
     with checking("all_to_all_v", ranks, async_op=async_op) as where:
-        sends, dim = checked_whole(tensor, send_sizes, dim, ranks, where, "send_sizes")
+        sends, dim = checked_whole(x, send_sizes, dim, ranks, where, "send_sizes")
         receives = checked_sizes(recv_sizes, "recv_sizes", ranks.size, where)
         if sends[ranks.rank] != receives[ranks.rank]:
             raise ArgumentError(
                 f"{where}this rank sends {sends[ranks.rank]} rows to itself (send_sizes), but "
                 f"expects {receives[ranks.rank]} from itself (recv_sizes)."
             )
-    return run(AllToAllV(ranks, dim, sends, dim, receives), tensor, async_op)
+    return AllToAllV(ranks, dim, sends, dim, receives)
 
 
 @torch_operator

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Self
@@ -10,15 +10,14 @@ from typing import Self
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.ops import packing
-from varcomm.ops.all_reduce import start_sum
+from varcomm.ops.all_reduce import prepared_sum
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.operator import Operator, TensorOrHandle, call, checking, run, torch_operator
 from varcomm.ops.reduction import checked_summable
 from varcomm.ops.root_input import compare_like, known_input, root_input
 from varcomm.sizes import checked_rank
 from varcomm.transport.debug import debugging
-from varcomm.transport.engine import Pending
+from varcomm.transport.engine import Pending, broadcast_route, prepared
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["Broadcast", "Reduce", "broadcast", "reduce"]
@@ -42,12 +41,18 @@ class Broadcast(_Rooted):
 
     name = "broadcast"
 
-    def start(self, x: torch.Tensor) -> Pending:
-        values = x.new_empty(prod(self.shape))
-        if self.group.rank == self.root:
-            values.view(self.shape).copy_(x)
-        works = packing.broadcast(self.name, self.group, values, self.root)
-        return Pending(works, lambda: values.view(self.shape))
+    def prepared(self, x: torch.Tensor) -> Callable[[torch.Tensor], Pending]:
+        group, shape, at_root = self.group, self.shape, self.group.rank == self.root
+        route = broadcast_route(group, prod(shape) * x.element_size(), self.root)
+        begin = prepared(route, x.device, self.name)
+
+        def start(x: torch.Tensor) -> Pending:
+            values = x.new_empty(shape)
+            if at_root:
+                values.copy_(x)
+            return Pending(begin(values, values), lambda: values)
+
+        return start
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         return x.new_empty(self.shape)
@@ -65,9 +70,9 @@ class Reduce(_Rooted):
     name = "reduce"
     one_round: bool = False
 
-    def start(self, x: torch.Tensor) -> Pending:
+    def prepared(self, x: torch.Tensor) -> Callable[[torch.Tensor], Pending]:
         how = self.use_fp32, self.one_round, self.root, self.elsewhere
-        return start_sum(self.name, self.group, x, *how)
+        return prepared_sum(self.name, self.group, x, *how)
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         return x.new_empty(self.shape if self.group.rank == self.root else self.elsewhere)
@@ -209,10 +214,14 @@ def reduce(
     >>> varcomm.launch(lambda rank: varcomm.reduce(torch.tensor([rank, 10]), dst=1), 2)
     [tensor([0, 0]), tensor([ 1, 20])]
     """
-    ranks = resolve(group)
+    return call(_reduce, resolve(group), tensor, (), (dst, use_fp32), async_op)
+
+
+def _reduce(
+    ranks: Group, x: torch.Tensor, _: Sequence[int], dst: int, use_fp32: bool, async_op: bool
+) -> Reduce:
     with checking("reduce", ranks, use_fp32=use_fp32, async_op=async_op) as where:
-        checked_summable(tensor, where, use_fp32)
+        checked_summable(x, where, use_fp32)
         dst = checked_rank(dst, ranks.size, "dst", where)
-    shape = tuple(tensor.shape)
-    operator = Reduce(ranks, dst, shape, elsewhere=shape, use_fp32=use_fp32)
-    return run(operator, tensor, async_op)
+    shape = tuple(x.shape)
+    return Reduce(ranks, dst, shape, elsewhere=shape, use_fp32=use_fp32)

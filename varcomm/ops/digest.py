@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from varcomm.errors import DisagreementError
 from varcomm.ops import packing
+from varcomm.transport.engine import as_bytes
 from varcomm.transport.failure import spans
 
 
@@ -22,7 +23,7 @@ def digest(value: object) -> object:
     if isinstance(value, torch.Tensor) and value.layout == torch.strided:
         if value.is_meta or is_fake(value):  # which have no values
             return str(value.dtype), tuple(value.shape)
-        content = packing.as_bytes(packing.flat(value.detach().cpu())).numpy()
+        content = as_bytes(packing.flat(value.detach().cpu())).numpy()
         return str(value.dtype), tuple(value.shape), crc32(content.data)
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return str(value.dtype), value.shape, crc32(value.tobytes())

@@ -46,12 +46,12 @@ class GatherV(_Rooted):
         row, at_root = prod(packing.rest(shape, dim)), group.rank == self.root
         send = [sizes[group.rank] * row * (rank == self.root) for rank in range(group.size)]
         recv = [rows * row * at_root for rows in sizes]
-        begin = packing.exchanger(self.name, group, send, recv, x.element_size(), "one")
+        begin = packing.exchanger(self.name, group, x, send, recv, "one")
         received = sum(recv)
 
         def start(x: torch.Tensor) -> Pending:
             out = x.new_empty(received)
-            works = begin(packing.flat(x), out)
+            works = begin(out, packing.flat(x))
             if at_root:
                 return Pending(works, lambda: packing.unpack(out, shape, sizes, dim))
             return Pending(works, lambda: x.new_zeros(elsewhere))
@@ -79,11 +79,11 @@ class ScatterV(_Rooted):
         send = [rows * row * at_root for rows in sizes]
         received = prod(shape)
         recv = [received * (other == self.root) for other in range(group.size)]
-        begin = packing.exchanger(self.name, group, send, recv, x.element_size(), "one")
+        begin = packing.exchanger(self.name, group, x, send, recv, "one")
 
         def start(x: torch.Tensor) -> Pending:
             out = x.new_empty(received)
-            works = begin(packing.pack(x, sizes, dim) if at_root else out[:0], out)
+            works = begin(out, packing.pack(x, sizes, dim) if at_root else out[:0])
             return Pending(works, lambda: out.view(shape))
 
         return start

@@ -217,7 +217,7 @@ def _apply(
     if recorded or forward_ad.unpack_dual(x).tangent is not None:
         return _Rule.apply(x, operator, recorded, of, *given)  # type: ignore[no-any-return, no-untyped-call]
     if is_plain:  # neither fake nor recorded by a tracer
-        return _started(operator, x, recorded, of).wait().data, None
+        return _communicated(operator, x, recorded, of)[0], None
     return _run(operator, x, recorded, of)[0], None
 
 
@@ -301,9 +301,7 @@ def _run(
     """Return the result, and the number of the call if ranks compare calls."""
     if _is_traced(x):
         return _recorded(operator, x, None)[0], None
-    pending = _started(operator, x, recorded, of)
-    # detached from a view's base: the caller may write into the result
-    return pending.wait().data, pending.number
+    return _communicated(operator, x, recorded, of)
 
 
 def begin(operator: Operator, x: Tensor, recorded: bool) -> Pending:
@@ -314,6 +312,23 @@ def begin(operator: Operator, x: Tensor, recorded: bool) -> Pending:
     return _started(operator, x, recorded, overlaps=True)
 
 
+def _communicated(
+    operator: Operator, x: Tensor, recorded: bool, of: int | None
+) -> tuple[Tensor, int | None]:
+    """Return the result, and the number of the call if ranks compare calls."""
+    number = _entered(operator, x, recorded, of)
+    began = time.monotonic()
+    try:
+        pending = operator.start(x) if not recorders else _recorded_start(operator, x)
+        if operator.group.in_flight:
+            pending.earlier = tuple(operator.group.in_flight)
+        result = pending.wait()
+    except EngineFailure as error:
+        raise _failed(operator, x.dtype, x.shape, began, error) from error.__cause__
+    # detached from a view's base: the caller may write into the result
+    return result.data, number
+
+
 def _started(
     operator: Operator,
     x: Tensor,
@@ -321,27 +336,36 @@ def _started(
     of: int | None = None,
     overlaps: bool = False,
 ) -> Pending:
-    """Start to communicate; inside :func:`varcomm.debug`, after ranks have compared the call.
-
-    Calls that do not overlap with others first complete those of Handles.
-    """
-    number = _compared(operator, x, recorded, of) if debugging() else None
+    """Start to communicate; the caller waits."""
+    number = _entered(operator, x, recorded, of, overlaps)
     failed = partial(_failed, operator, x.dtype, x.shape, time.monotonic())
-    if in_flight := operator.group.in_flight:
-        for each in () if overlaps else tuple(in_flight):
-            each.complete()
-        in_flight[:] = [each for each in in_flight if not each.done]
     try:
-        if recorders:
-            with span(operator.name):
-                pending = operator.start(x)
-        else:
-            pending = operator.start(x)
+        pending = operator.start(x) if not recorders else _recorded_start(operator, x)
     except EngineFailure as error:  # in the first of several rounds
         raise failed(error) from error.__cause__
     pending.number, pending.failed = number, failed
     pending.earlier = tuple(operator.group.in_flight)
     return pending
+
+
+def _entered(
+    operator: Operator, x: Tensor, recorded: bool, of: int | None, overlaps: bool = False
+) -> int | None:
+    """Return the number of the call if ranks compare calls, which is inside debug().
+
+    Calls that do not overlap with others first complete those of Handles.
+    """
+    number = _compared(operator, x, recorded, of) if debugging() else None
+    if in_flight := operator.group.in_flight:
+        for each in () if overlaps else tuple(in_flight):
+            each.complete()
+        in_flight[:] = [each for each in in_flight if not each.done]
+    return number
+
+
+def _recorded_start(operator: Operator, x: Tensor) -> Pending:
+    with span(operator.name):
+        return operator.start(x)
 
 
 def _compared(operator: Operator, x: Tensor, recorded: bool, of: int | None) -> int:
@@ -598,8 +622,7 @@ def torch_operator(kind: Kind) -> Kind:
     op = getattr(torch.ops.varcomm, name).default
 
     def kernel(x: Tensor, token: object, after: object, *arguments: Any) -> Tensors:
-        pending = _started(kind.from_arguments(*arguments), x, recorded=False)
-        return pending.wait(), _token(x)
+        return _communicated(kind.from_arguments(*arguments), x, False, None)[0], _token(x)
 
     def fake(x: Tensor, token: object, after: object, *arguments: Any) -> Tensors:
         return kind.from_arguments(*arguments).result(x), _token(x)

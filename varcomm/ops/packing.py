@@ -6,12 +6,12 @@ dimension that is outermost in memory, packing and unpacking are views.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 
 import torch
 
-from varcomm.transport.engine import Move, Schedule, Works, begin, broadcast_of, keep, recorders
+from varcomm.transport.engine import Route, Schedule, Start, Works, broadcast_route, prepared
 from varcomm.transport.group import Group
 
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -31,26 +31,21 @@ def exchange(
     They arrive in the flat `out`, if it is given.
     """
     out = values.new_empty(sum(recv)) if out is None else out
-    return exchanger(name, group, send, recv, values.element_size(), schedule)(values, out), out
+    return exchanger(name, group, values, send, recv, schedule)(out, values), out
 
 
 def exchanger(
     name: str,
     group: Group,
+    x: torch.Tensor,
     send: Sequence[int],
     recv: Sequence[int],
-    width: int,
     schedule: Schedule = "all",
-) -> Callable[[torch.Tensor, torch.Tensor], Works]:
-    """Return the function that starts to move contiguous values of `width` bytes into others."""
-    counts = [n * width for n in recv], [n * width for n in send]
-
-    def start(values: torch.Tensor, out: torch.Tensor) -> Works:
-        if group.size == 1 and not recorders:
-            return keep(group, out, values)
-        return _begun(name, Move(schedule, group, as_bytes(out), as_bytes(values), *counts))
-
-    return start
+) -> Start:
+    """Return the function ``start(out, values)`` for contiguous tensors of the dtype of `x`."""
+    width = x.element_size()
+    route = Route(schedule, group, [n * width for n in recv], [n * width for n in send])
+    return prepared(route, x.device, name)
 
 
 def all_gather(
@@ -75,13 +70,7 @@ def all_gather(
 
 def broadcast(name: str, group: Group, values: torch.Tensor, src: int) -> Works:
     """Start to overwrite the flat `values` on every rank by those of `src`."""
-    return _begun(name, broadcast_of(group, as_bytes(values), src))
-
-
-def _begun(name: str, move: Move) -> Works:
-    for record in recorders:
-        record(name, move)
-    return begin(move)
+    return prepared(broadcast_route(group, values.nbytes, src), values.device, name)(values, values)
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
@@ -94,13 +83,6 @@ def plain(x: torch.Tensor) -> torch.Tensor:
 def flat(x: torch.Tensor) -> torch.Tensor:
     """Return the elements in logical order, as one dimension; a view if possible."""
     return plain(x).view(-1)
-
-
-def as_bytes(values: torch.Tensor) -> torch.Tensor:
-    """Return a flat view of contiguous values as bytes."""
-    if values.numel() <= 1:  # contiguous at any stride, but seen as bytes only at stride 1
-        values = values.as_strided((values.numel(),), (1,))
-    return (values if values.dim() == 1 else values.view(-1)).view(torch.uint8)
 
 
 def pack(x: torch.Tensor, sizes: Sequence[int], dim: int) -> torch.Tensor:

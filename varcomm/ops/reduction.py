@@ -28,8 +28,9 @@ def sum_in_rank_order(
     Floats narrower than 4 bytes are summed in fp32, divided and rounded once, if `use_fp32`.
     """
     first, *others = parts
-    narrow = accumulation_dtype(first.dtype, use_fp32) != first.dtype
-    if not narrow or not first.is_cpu or first.numel() <= BLOCK:
+    if accumulation_dtype(first.dtype, use_fp32) == first.dtype:
+        return accumulated((first, *others), use_fp32, divisor)
+    if not first.is_cpu or first.numel() <= BLOCK:
         return accumulated((first, *others), use_fp32, divisor).to(first.dtype)
     total = torch.empty_like(first, memory_format=torch.contiguous_format)
     split = (part.reshape(-1).split(BLOCK) for part in (total, first, *others))

@@ -103,7 +103,7 @@ def known_input(
     The root checks that its tensor is as `like`, but for the shape.
     """
     x = tensor if group.rank == src else like
-    if x is not like or not isinstance(like, torch.Tensor):
+    if not _match(x, like):
         with checking(name, group) as where:
             checked_tensor(like, where, "like")
             checked_tensor(x, where)
@@ -114,6 +114,18 @@ def known_input(
                 raise ArgumentError(f"{where}like must match the tensor: its {'; '.join(words)}.")
     assert x is not None
     return x, like.shape
+
+
+def _match(x: object, like: object) -> bool:
+    """Return whether a tensor is as `like`, if few words are enough to see it."""
+    if type(x) is not torch.Tensor or type(like) is not torch.Tensor:
+        return False
+    return x is like or (
+        (x.dtype, x.device, x.layout) == (like.dtype, like.device, like.layout)
+        and x.requires_grad == like.requires_grad
+        and not torch._C._are_functorch_transforms_active()
+        and _has_tangent(x) == _has_tangent(like)
+    )
 
 
 def compare_like(name: str, x: torch.Tensor, src: int, group: Group, sizes: Sequence[int]) -> None:

@@ -172,13 +172,13 @@ class Exchange(_Planned):
         """Pick the rows to send, which is the one copy; the received rows are the result."""
         plan, dim, row = self.plan.routes, self.dim, packing.rest(x.shape, self.dim)
         index, shape = plan.send_index, (plan.num_received, *row)
-        (send, recv), width = plan.elements(prod(row)), x.element_size()
-        begin = packing.exchanger(self.name, plan.group, send, recv, width, "neighbours")
+        send, recv = plan.elements(prod(row))
+        begin = packing.exchanger(self.name, plan.group, x, send, recv, "neighbours")
 
         def start(x: torch.Tensor) -> Pending:
             front = x.movedim(dim, 0) if dim else x
             received = x.new_empty(shape)
-            works = begin(packing.plain(packing.taken(front, index)), received)
+            works = begin(received, packing.plain(packing.taken(front, index)))
             return Pending(works, lambda: packing.back(received, dim))
 
         return start
@@ -198,12 +198,11 @@ class ExchangeAdjoint(_Planned):
         plan, dim, use_fp32 = self.plan.routes, self.dim, self.use_fp32
         row = packing.rest(x.shape, dim)
         shape, (recv, send) = (len(plan.send_index), *row), plan.elements(prod(row))
-        width = x.element_size()
-        begin = packing.exchanger(self.name, plan.group, send, recv, width, "neighbours")
+        begin = packing.exchanger(self.name, plan.group, x, send, recv, "neighbours")
 
         def start(x: torch.Tensor) -> Pending:
             copies = x.new_empty(shape)
-            works = begin(packing.plain(x.movedim(dim, 0) if dim else x), copies)
+            works = begin(copies, packing.plain(x.movedim(dim, 0) if dim else x))
             return Pending(works, lambda: packing.back(plan.row_sum(copies, use_fp32), dim))
 
         return start

@@ -123,11 +123,11 @@ def _between(
 ) -> Callable[[Tensor], Pending]:
     """Return the function that moves matrices like `x`, and receives so many rows."""
     group, shape = operator.group, (rows, x.shape[1])
-    begin = packing.exchanger(operator.name, group, send, recv, x.element_size(), "neighbours")
+    begin = packing.exchanger(operator.name, group, x, send, recv, "neighbours")
 
     def start(x: Tensor) -> Pending:
         received = x.new_empty(shape)
-        works = begin(packing.plain(x), received)
+        works = begin(received, packing.plain(x))
         return Pending(works, lambda: received)
 
     return start

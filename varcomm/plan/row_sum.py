@@ -47,9 +47,9 @@ class RowSum:
         if values.is_complex():
             parts = torch.view_as_real(values.resolve_conj())
             return torch.view_as_complex(self(parts, use_fp32))
-        row = values.shape[1:]
-        rows = values.reshape(len(self.index), prod(row))
-        if values.is_floating_point() and values.itemsize == 1:  # which torch cannot add
+        is_matrix, dtype = values.dim() == 2, values.dtype
+        rows = values if is_matrix else values.reshape(len(values), prod(values.shape[1:]))
+        if dtype.itemsize == 1 and dtype.is_floating_point:  # which torch cannot add
             rows = rows.float()
         if self._has_bags(rows, use_fp32):
             total: torch.Tensor = torch.embedding_bag(
@@ -57,10 +57,11 @@ class RowSum:
             )[0]
         else:
             # torch sums narrow floats in fp32 by an index of 64 bits, in their dtype by one of 32
-            narrow = rows.is_floating_point() and rows.itemsize < 4
+            narrow = rows.dtype.itemsize < 4 and rows.dtype.is_floating_point
             index = self.index.to(torch.int32) if narrow and not use_fp32 else self.index
             total = rows.new_zeros(self.num_rows, rows.shape[1]).index_add_(0, index, rows)
-        return total.view(self.num_rows, *row).to(values.dtype)
+        total = total if is_matrix else total.view(self.num_rows, *values.shape[1:])
+        return total if total.dtype == dtype else total.to(dtype)
 
     def _has_bags(self, rows: torch.Tensor, use_fp32: bool) -> bool:
         if not rows.is_floating_point() or rows.numel() == 0:

@@ -23,10 +23,10 @@ from varcomm.transport.debug import debug, debug_timeout, debugging
 from varcomm.transport.engine import (
     NO_LIMIT,
     EngineFailure,
-    Move,
-    begin,
-    broadcast_of,
+    Route,
+    broadcast_route,
     is_simulated,
+    prepared,
     wait_for,
 )
 from varcomm.transport.failure import explained
@@ -164,7 +164,8 @@ def announce(
     data = torch.frombuffer(memory, dtype=torch.uint8)
     data = data if device.type == "cpu" else data.to(device)
     with explained(what, group):
-        wait_for(begin(broadcast_of(group, data, src)))
+        route = broadcast_route(group, len(data), src)
+        wait_for(prepared(route, device)(data, data))
     if cause is not None:
         raise cause
     sent = memory if device.type == "cpu" else data.cpu().numpy().tobytes()
@@ -199,9 +200,9 @@ def _all_gather(own: bytes, counts: list[int], group: Group, timeout: timedelta)
     recv = none if group.rank else counts
     data = torch.from_numpy(np.frombuffer(bytearray(own), np.uint8)).to(device)
     out = torch.empty(sum(counts), dtype=torch.uint8, device=device)
-    to_first = Move("one", group, out[: sum(recv)], data, recv, [len(own), *none[1:]])
-    for move in (to_first, broadcast_of(group, out, 0)):
-        wait_for(begin(move), timeout)
+    to_first = Route("one", group, recv, [len(own), *none[1:]])
+    wait_for(prepared(to_first, device)(out[: sum(recv)], data), timeout)
+    wait_for(prepared(broadcast_route(group, len(out), 0), device)(out, out), timeout)
     return [part.numpy().tobytes() for part in out.cpu().split(counts)]
 
 

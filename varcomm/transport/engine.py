@@ -1,7 +1,7 @@
 """Engines, which move bytes of uneven length between ranks: their interface and their choice.
 
-An engine has no notion of rows, dtypes or gradients. All its tensors are flat, contiguous and of
-uint8; all counts are bytes per rank.
+An engine has no notion of rows, dtypes or gradients. All its tensors are contiguous; all counts
+are bytes per rank.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
@@ -32,6 +31,7 @@ NO_LIMIT = timedelta(0)  # the timeout of the group holds
 # ``is_completed()`` does not wait, and may return False if that is unknown.
 Works: TypeAlias = Sequence[Any]
 Counts: TypeAlias = Sequence[int]
+Spans: TypeAlias = list[tuple[int, int, int]]  # ranks, and the first and the end of their bytes
 
 # The messages of a call, as all ranks describe them: an all-gather; a broadcast; or an exchange
 # between most pairs of ranks, between few (as the neighbours of a plan; or copies of one piece to
@@ -39,18 +39,16 @@ Counts: TypeAlias = Sequence[int]
 Schedule: TypeAlias = Literal["all_gather", "broadcast", "all", "neighbours", "copies", "one"]
 
 
-class Move(NamedTuple):
-    """The bytes that one call moves: ``send[r]`` of `data` to rank r, and `out` sender by sender.
+class Route(NamedTuple):
+    """The messages of a call: ``send[r]`` bytes to rank r and ``recv[r]`` bytes from it.
 
-    Empty messages are not sent. An all-gather sends all of `data`, which may be this rank's place
-    in `out`, to every rank; copies go to ranks with a count. A broadcast overwrites `data`, which
-    is `out`; its root receives none.
+    The received bytes lie sender by sender. Empty messages are not sent. An all-gather sends all of
+    its data, which may be this rank's place among the received bytes, to every rank; copies go to
+    ranks with a count. A broadcast overwrites its data; its root receives none.
     """
 
     schedule: Schedule
     group: Group
-    out: Tensor
-    data: Tensor
     recv: Counts
     send: Counts
 
@@ -60,20 +58,25 @@ class Move(NamedTuple):
         return next((rank for rank, count in enumerate(self.recv) if count), self.group.rank)
 
 
+# Starts the messages of a route: ``start(out, data)`` receives into `out` and sends `data`, which
+# must not change before the returned works are done. A broadcast gets one tensor for both.
+Start: TypeAlias = Callable[[Tensor, Tensor], Works]
+
+
 class EngineFailure(RuntimeError):
     """The error of an engine in a call."""
 
 
-@dataclass
 class Pending:
     """Communication in flight, and the function that returns its result after the works."""
 
-    works: Works
-    finish: Callable[[], Tensor]
     number: int | None = None  # of the call, if ranks compare calls
     failed: Callable[[EngineFailure], Exception] | None = None  # makes the error of the call
     earlier: Sequence[Pending] = ()  # calls that must begin all rounds before this one waits
-    done: bool = True  # all rounds have begun
+    done = True  # all rounds have begun
+
+    def __init__(self, works: Works, finish: Callable[[], Tensor]) -> None:
+        self.works, self.finish = works, finish
 
     def is_done(self) -> bool:
         """Return whether :meth:`wait` need not wait, if the engine knows it."""
@@ -84,12 +87,14 @@ class Pending:
 
     def wait(self) -> Tensor:
         """Wait until this rank's part is done, and return the result."""
-        for each in self.earlier:
-            each.complete()
-        self.earlier = ()
+        if self.earlier:
+            for each in self.earlier:
+                each.complete()
+            self.earlier = ()
         try:
-            wait_for(self.works)
-            self.works = ()  # which keep the sent tensor in memory
+            if self.works:
+                wait_for(self.works)
+                self.works = ()  # which keep the sent tensor in memory
             return self.finish()
         except EngineFailure as error:
             raise self.explained(error) from error.__cause__
@@ -118,47 +123,82 @@ class Engine(ABC):
     simulated: ClassVar[bool] = False
 
     @abstractmethod
-    def start(self, move: Move) -> Works:
-        """Start to move bytes: done on this rank after the works; `data` must not change before."""
+    def prepare(self, route: Route) -> Start:
+        """Return the function that starts the messages of calls with this route."""
 
     def leave(self, group: Group) -> None:  # noqa: B027, an engine may have no way to do it
         """End the waiting of other ranks for this one, after a failure."""
 
 
-def begin(move: Move) -> Works:
-    """Start to move bytes by the engine of the group, or raise EngineFailure."""
-    if move.group.size == 1:
-        return keep(move.group, move.out, move.data)
-    engine = engine_for(move.group, move.data.device)
-    if move.schedule == "broadcast" and len(move.data) == 0:
-        return ()
-    try:
-        return engine.start(move)
-    except RuntimeError as error:
-        raise EngineFailure(str(error)) from error
+def prepared(route: Route, device: torch.device, name: str | None = None) -> Start:
+    """Return the function that starts a route by the engine for `device`, or raises EngineFailure.
+
+    Its tensors are contiguous. Calls with a `name` are recorded.
+    """
+    group = route.group
+    engine = engine_for(group, device)
+    start: Start
+    if group.size == 1:
+        start = _keep if route.recv[0] else _nothing
+    elif route.schedule == "broadcast" and not any((*route.recv, *route.send)):
+        start = _nothing
+    else:
+        start = engine.prepare(route)
+
+    def begin(out: Tensor, data: Tensor) -> Works:
+        if name is not None:
+            for record in recorders:
+                record(name, route)
+        try:
+            return start(out, data)
+        except RuntimeError as error:
+            raise EngineFailure(str(error)) from error
+
+    return begin
 
 
-def keep(group: Group, out: Tensor, data: Tensor) -> Works:
-    """Move the data of a single rank to `out`; GroupError if no engine serves their device."""
-    engine_for(group, data.device)
+def _keep(out: Tensor, data: Tensor) -> Works:
+    """Move the data of a single rank."""
     if data.data_ptr() != out.data_ptr():
-        out.copy_(data)
+        (out if out.shape == data.shape else out.view(data.shape)).copy_(data)
     return ()
 
 
-def broadcast_of(group: Group, data: Tensor, src: int) -> Move:
-    """Return the move that overwrites `data` on every rank by that of `src`."""
-    count, at_root = len(data), group.rank == src
+def _nothing(out: Tensor, data: Tensor) -> Works:
+    return ()
+
+
+def broadcast_route(group: Group, count: int, src: int) -> Route:
+    """Return the route that overwrites so many bytes on every rank by those of `src`."""
+    at_root = group.rank == src
     recv = [0 if at_root or rank != src else count for rank in range(group.size)]
-    return Move("broadcast", group, data, data, recv, [count * at_root] * group.size)
+    return Route("broadcast", group, recv, [count * at_root] * group.size)
 
 
-def pieces(data: Tensor, counts: Counts, start: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield the piece of each rank that has bytes in `data`, from rank `start` on, cyclically."""
+def spans(counts: Counts, start: int = 0) -> Spans:
+    """Return the bytes of each rank that has any, from rank `start` on, cyclically."""
     ends = list(accumulate(counts))
-    for rank in (*range(start, len(ends)), *range(start)):
-        if counts[rank]:
-            yield rank, data[ends[rank] - counts[rank] : ends[rank]]
+    ranks = (*range(start, len(ends)), *range(start))
+    return [(rank, ends[rank] - counts[rank], ends[rank]) for rank in ranks if counts[rank]]
+
+
+def messages(route: Route) -> tuple[Spans, Spans, Spans]:
+    """Return the bytes from and for other ranks, and two spans of those that this rank keeps."""
+    schedule, group, recv, send = route
+    rank, arriving, leaving = group.rank, spans(recv, group.rank), spans(send, group.rank)
+    if schedule in ("all_gather", "copies"):
+        leaving = [(peer, 0, send[peer]) for peer, _, _ in leaving]
+    own = [place for place in (*arriving[:1], *leaving[:1]) if place[0] == rank]
+    return arriving[len(own) // 2 :], leaving[len(own) // 2 :], own
+
+
+def as_bytes(values: Tensor) -> Tensor:
+    """Return a flat view of contiguous values as bytes."""
+    if values.dtype == torch.uint8 and values.dim() == 1:
+        return values
+    if values.numel() <= 1:  # contiguous at any stride, but seen as bytes only at stride 1
+        values = values.as_strided((values.numel(),), (1,))
+    return (values if values.dim() == 1 else values.view(-1)).view(torch.uint8)
 
 
 def engine_for(group: Group, device: torch.device) -> Engine:
@@ -210,14 +250,14 @@ def _found(group: Group, device: torch.device) -> Engine:
     return Pinned(engine)
 
 
-# Functions that record the name and the move of each call. Backward runs in threads of its own, so
+# Functions that record the name and the route of each call. Backward runs in threads of its own, so
 # this is not thread-local.
-recorders: list[Callable[[str, Move], object]] = []
+recorders: list[Callable[[str, Route], object]] = []
 
 
 @contextmanager
-def recording(record: Callable[[str, Move], object]) -> Iterator[None]:
-    """Pass the name and the move of each call to `record`."""
+def recording(record: Callable[[str, Route], object]) -> Iterator[None]:
+    """Pass the name and the route of each call to `record`."""
     recorders.append(record)
     try:
         yield

@@ -20,17 +20,29 @@ import sys
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from varcomm.errors import LaunchError, MissingModuleError
 from varcomm.transport.debug import debug_timeout, debugging
-from varcomm.transport.engine import NO_LIMIT, Counts, Engine, Move, Works
+from varcomm.transport.engine import (
+    NO_LIMIT,
+    Counts,
+    Engine,
+    Route,
+    Spans,
+    Start,
+    Works,
+    as_bytes,
+    messages,
+)
 from varcomm.transport.environment import Place
 from varcomm.transport.group import Group
 
@@ -50,86 +62,124 @@ logger = logging.getLogger("varcomm")
 _at = MPI.buffer.fromaddress  # 0.1 us; to describe a tensor by DLPack takes 5 us
 _test_all = MPI.Request.Testall
 
+_TESTS = 100  # of messages, about 0.1 ms
+
 # Bytes up to which Python copies: torch's copy takes 3 us more.
 _COPIED_BY_PYTHON = 1 << 18
-# From this many ranks and up to this many bytes MPI's all-gather, a tree, is faster than messages.
+# From this many ranks MPI's broadcast, and up to this many bytes its all-gather, are trees that are
+# faster than messages.
 _MANY_RANKS, _FEW_BYTES = 9, 8 * 1024
 
 
 class MPIEngine(Engine):
     """Non-blocking messages of MPI, over a communicator of the group's ranks."""
 
-    def start(self, move: Move) -> Works:
-        schedule, group, out, data, recv, _ = move
-        comm, total = _communicator(group), sum(recv)
+    def prepare(self, route: Route) -> Start:
+        schedule, group, recv, send = route
+        total, many = sum(recv), group.size >= _MANY_RANKS
+        if schedule == "broadcast" and many:
+            return partial(_broadcast, route)
+        if schedule == "all_gather" and many and total <= _FEW_BYTES:
+            return partial(_all_gather, route, list(accumulate(recv, initial=0)))
         if schedule == "broadcast":
-            requests = [comm.Ibcast([_at(data.data_ptr(), data.numel()), MPI.BYTE], move.root)]
-        elif schedule == "all_gather" and group.size >= _MANY_RANKS and total <= _FEW_BYTES:
-            places, own = _places(recv), recv[group.rank]
-            in_place = data.data_ptr() == out.data_ptr() + places[group.rank]
-            sent = MPI.IN_PLACE if in_place else [_at(data.data_ptr(), own), own, MPI.BYTE]
-            arriving = [_at(out.data_ptr(), total), recv, places, MPI.BYTE]
-            requests = [comm.Iallgatherv(sent, arriving)]
-        else:
-            requests = _exchange(comm, move)
-        return [_Messages(group, schedule, requests, (out, data))] if requests else []
+            count, at_root = max(*recv, *send), group.rank == route.root
+            others = [(rank, 0, count) for rank in range(group.size) if rank != route.root]
+            arriving = [] if at_root else [(route.root, 0, count)]
+            return partial(_exchange, route, arriving, others if at_root else [], [])
+        return partial(_exchange, route, *messages(route))
 
     def leave(self, group: Group) -> None:
         """Refuse further calls: their messages could meet those of the failed call."""
         group.auxiliary["left"] = True
 
 
-def _places(counts: Counts) -> list[int]:
-    return [0, *accumulate(counts)][:-1]
+def _broadcast(route: Route, out: Tensor, data: Tensor) -> Works:
+    """Let MPI broadcast, by a tree."""
+    memory = _at(data.data_ptr(), data.nbytes)
+    request = _communicator(route.group).Ibcast([memory, MPI.BYTE], route.root)
+    return [_Messages(route, [request], (out, data))]
 
 
-def _exchange(comm: MPI.Intracomm, move: Move) -> list[Any]:
-    """Start to receive and to send the pieces that have bytes, and copy this rank's own piece."""
-    schedule, group, out, data, recv, send = move
-    rank, places = group.rank, _places(recv)
-    starts = [0] * group.size if schedule in ("all_gather", "copies") else _places(send)
-    arriving, leaving = out.data_ptr(), data.data_ptr()
-    others = (*range(rank + 1, group.size), *range(rank))
-    receiving: tuple[Any, int, Counts, Counts] = comm.Irecv, arriving, places, recv
-    requests: list[Any] = []
-    for begin, memory, at, counts in (receiving, (comm.Isend, leaving, starts, send)):
-        for peer in others:
-            if counts[peer]:
-                requests.append(begin([_at(memory + at[peer], counts[peer]), MPI.BYTE], peer))
-    to, start, own = places[rank], starts[rank], send[rank]
-    if own and arriving + to != leaving + start:
-        if own <= _COPIED_BY_PYTHON:
-            _at(arriving + to, own)[:] = _at(leaving + start, own)
-        else:
-            out.narrow(0, to, own).copy_(data.narrow(0, start, own))
-    return requests
+def _all_gather(route: Route, places: Counts, out: Tensor, data: Tensor) -> Works:
+    """Let MPI gather, by a tree."""
+    group, recv = route.group, route.recv
+    start, own = places[group.rank], recv[group.rank]
+    in_place = data.data_ptr() == out.data_ptr() + start
+    sent = MPI.IN_PLACE if in_place else [_at(data.data_ptr(), own), own, MPI.BYTE]
+    arriving = [_at(out.data_ptr(), out.nbytes), recv, places[:-1], MPI.BYTE]
+    request = _communicator(group).Iallgatherv(sent, arriving)
+    return [_Messages(route, [request], (out, data))]
+
+
+def _exchange(
+    route: Route, arriving: Spans, leaving: Spans, own: Spans, out: Tensor, data: Tensor
+) -> Works:
+    """Start to receive and to send, and copy the bytes that this rank keeps."""
+    comm, byte = _communicator(route.group), MPI.BYTE
+    to, of = out.data_ptr(), data.data_ptr()
+    requests = [
+        comm.Irecv([_at(to + first, end - first), byte], peer) for peer, first, end in arriving
+    ]
+    requests += [
+        comm.Isend([_at(of + first, end - first), byte], peer) for peer, first, end in leaving
+    ]
+    if own:
+        (_, there, end), (_, here, _) = own
+        if to + there != of + here:
+            if end - there <= _COPIED_BY_PYTHON:
+                _at(to + there, end - there)[:] = _at(of + here, end - there)
+            else:
+                kept = as_bytes(data)[here : here + end - there]
+                as_bytes(out)[there:end].copy_(kept)
+    return [_Messages(route, requests, (out, data), arriving)] if requests else ()
 
 
 class _Messages:
     """Messages in flight; the group keeps those that no caller waits for until they are done."""
 
-    def __init__(self, group: Group, name: str, requests: list[Any], buffers: object) -> None:
-        self._group, self._name, self._requests, self._buffers = group, name, requests, buffers
+    def __init__(
+        self, route: Route, requests: list[Any], buffers: object, arriving: Spans | None = None
+    ) -> None:
+        self._group, self._name = route.group, route.schedule
+        self._requests, self._buffers = requests, buffers
+        self._statuses = [MPI.Status() for _ in requests]
+        self._arriving = arriving or []  # of the first requests
+        self._wrong = ""
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> None:
         try:
-            if not _test_all(self._requests):
+            for _ in range(_TESTS):  # before the 10 us in which the timeout is found
+                if self._tested():
+                    break
+                os.sched_yield()
+            else:
                 seconds = (timeout or self._group.timeout()).total_seconds()
-                where = f"{self._name} on {self._group}"
-                _poll(where, lambda: _test_all(self._requests), seconds)
+                _poll(f"{self._name} on {self._group}", self._tested, seconds)
         except MPI.Exception as error:
             # MPI may still read and write the buffers: kept for good
             self._group.unfinished.append((None, self._buffers))
-            self._requests = []
-            reason = MPI.Get_error_string(error.Get_error_class())
-            raise RuntimeError(
-                f"{self._name} on {self._group} failed: {reason}. Mostly ranks expect other sizes "
-                "than their peers send (varcomm.debug() names them), or a peer has ended."
-            ) from error
+            self._wrong = MPI.Get_error_string(error.Get_error_class())
         self._requests = []
+        if self._wrong:
+            raise RuntimeError(
+                f"{self._name} on {self._group} failed: {self._wrong}. Mostly ranks expect other "
+                "sizes than their peers send (varcomm.debug() names them), or a peer has ended."
+            )
 
     def is_completed(self) -> bool:
-        return _test_all(self._requests)
+        return self._tested()
+
+    def _tested(self) -> bool:
+        """Return whether all is done; keep a word on a message that is too short."""
+        if not self._requests:
+            return True
+        if not _test_all(self._requests, self._statuses):
+            return False
+        for (peer, first, end), status in zip(self._arriving, self._statuses, strict=False):
+            if (count := status.Get_count(MPI.BYTE)) != end - first:
+                self._wrong = f"rank {peer} has sent {count} bytes, not {end - first}"
+        self._requests = []
+        return True
 
     def __del__(self) -> None:
         if self._requests:

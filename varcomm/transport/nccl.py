@@ -4,29 +4,43 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
+from functools import partial
 
-from varcomm.transport.engine import Engine, Move, Works
+import torch.distributed as dist
+from torch import Tensor
+
+from varcomm.transport.engine import Engine, Route, Start, Works, as_bytes
 
 # Named so from torch 2.13 on, which warns of the old name.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+def _broadcast(route: Route, out: Tensor, data: Tensor) -> Works:
+    pg = route.group.process_group
+    return [dist.broadcast(as_bytes(data), group=pg, group_src=route.root, async_op=True)]
+
+
 class NCCL(Engine):
     """NCCL, through torch.distributed."""
 
-    def start(self, move: Move) -> Works:
-        schedule, group, out, data, recv, send = move
-        pg = group.process_group
+    def prepare(self, route: Route) -> Start:
+        schedule, group, recv, send = route
+        pg, counts, out_counts, copies = group.process_group, list(send), list(recv), 1
         if schedule == "broadcast":
-            work = dist.broadcast(data, group=pg, group_src=move.root, async_op=True)
-        elif schedule != "all_gather":
-            if schedule == "copies":
-                data = data.repeat(len(send) - send.count(0))
-            work = dist.all_to_all_single(out, data, list(recv), list(send), pg, async_op=True)
-        # a list of uneven tensors is one group of broadcasts; one of even tensors has a buffer
-        elif len(set(recv)) == 1:
-            work = _all_gather_single(out, data, group=pg, async_op=True)
-        else:
-            work = dist.all_gather(list(out.split(list(recv))), data, group=pg, async_op=True)
-        return [work]
+            return partial(_broadcast, route)
+        if schedule == "copies":
+            copies = len(send) - send.count(0)
+
+        def start(out: Tensor, data: Tensor) -> Works:
+            out, data = as_bytes(out), as_bytes(data)
+            if schedule != "all_gather":
+                data = data.repeat(copies) if copies != 1 else data
+                work = dist.all_to_all_single(out, data, out_counts, counts, pg, async_op=True)
+            # a list of uneven tensors is one group of broadcasts; one of even tensors has a buffer
+            elif len(set(recv)) == 1:
+                work = _all_gather_single(out, data, group=pg, async_op=True)
+            else:
+                work = dist.all_gather(list(out.split(out_counts)), data, group=pg, async_op=True)
+            return [work]
+
+        return start

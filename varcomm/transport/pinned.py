@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from varcomm.transport.engine import NO_LIMIT, Engine, Move, Works
+from varcomm.transport.engine import NO_LIMIT, Engine, Route, Start, Works
 
 
 @dataclass(frozen=True)
@@ -22,15 +22,19 @@ class Pinned(Engine):
 
     engine: Engine
 
-    def start(self, move: Move) -> Works:
-        schedule, group, out, data, recv, send = move
-        if schedule == "broadcast" and move.root == group.rank:
-            sent = _fetched(data)
-            return self.engine.start(Move(schedule, group, sent, sent, recv, send))
-        arriving = _empty(out)
-        sent = arriving if schedule == "broadcast" else _fetched(data)
-        works = self.engine.start(Move(schedule, group, arriving, sent, recv, send))
-        return [_Arrival(works, arriving, out)]
+    def prepare(self, route: Route) -> Start:
+        inner = self.engine.prepare(route)
+        broadcast = route.schedule == "broadcast"
+
+        def start(out: Tensor, data: Tensor) -> Works:
+            if broadcast and route.root == route.group.rank:
+                sent = _fetched(data)
+                return inner(sent, sent)
+            arriving = _empty(out)
+            works = inner(arriving, arriving if broadcast else _fetched(data))
+            return [_Arrival(works, arriving, out)]
+
+        return start
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class _Arrival:
 
 
 def _empty(data: Tensor) -> Tensor:
-    return torch.empty(len(data), dtype=data.dtype, device="cpu", pin_memory=data.is_cuda)
+    return torch.empty(data.shape, dtype=data.dtype, device="cpu", pin_memory=data.is_cuda)
 
 
 def _fetched(data: Tensor) -> Tensor:

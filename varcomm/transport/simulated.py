@@ -13,9 +13,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from torch import Tensor
 
 from varcomm.errors import GroupError, at_least, checked_rank
-from varcomm.transport.engine import Engine, Move, Schedule, Works, is_simulated, recording
+from varcomm.transport.engine import (
+    Engine,
+    Route,
+    Schedule,
+    Start,
+    Works,
+    as_bytes,
+    is_simulated,
+    recording,
+)
 from varcomm.transport.group import forget_destroyed, resolve
 
 NODE = 8  # ranks on a simulated node
@@ -37,11 +47,11 @@ def transfers() -> Iterator[list[Transfer]]:
     """Collect the transfers of simulated groups."""
     found: list[Transfer] = []
 
-    def record(_: str, move: Move) -> None:
-        group = move.group
+    def record(_: str, route: Route) -> None:
+        group = route.group
         if group.size > 1 and is_simulated(group):
-            counts = ((*c[: group.rank], 0, *c[group.rank + 1 :]) for c in (move.send, move.recv))
-            found.append(Transfer(move.schedule, group.rank, group.ranks, *counts))
+            counts = ((*c[: group.rank], 0, *c[group.rank + 1 :]) for c in (route.send, route.recv))
+            found.append(Transfer(route.schedule, group.rank, group.ranks, *counts))
 
     with recording(record):
         yield found
@@ -52,17 +62,22 @@ class Simulated(Engine):
 
     simulated = True
 
-    def start(self, move: Move) -> Works:
-        schedule, group, out, data, recv, send = move
+    def prepare(self, route: Route) -> Start:
+        schedule, group, recv, send = route
         own, place = recv[group.rank], sum(recv[: group.rank])
-        if schedule == "broadcast" and move.root == group.rank:
-            return []
-        out[:place].zero_()
-        out[place + own :].zero_()
-        if own and out.data_ptr() != data.data_ptr():
-            first = 0 if schedule in ("all_gather", "copies") else sum(send[: group.rank])
-            out[place : place + own].copy_(data[first : first + own])
-        return []
+        first = 0 if schedule in ("all_gather", "copies") else sum(send[: group.rank])
+
+        def start(out: Tensor, data: Tensor) -> Works:
+            if schedule == "broadcast" and route.root == group.rank:
+                return ()
+            out, data = as_bytes(out), as_bytes(data)
+            out[:place].zero_()
+            out[place + own :].zero_()
+            if own and out.data_ptr() != data.data_ptr():
+                out[place : place + own].copy_(data[first : first + own])
+            return ()
+
+        return start
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from varcomm.transport.engine import Move, recording
+from varcomm.transport.engine import Route, recording
 
 
 @dataclass(frozen=True)
@@ -169,11 +169,11 @@ def trace() -> Iterator[Trace]:
     """
     calls = Trace()
 
-    def record(name: str, move: Move) -> None:
-        group = move.group
+    def record(name: str, route: Route) -> None:
+        group = route.group
         sent, received = (
             {group.ranks[r]: count for r, count in enumerate(counts) if count and r != group.rank}
-            for counts in (move.send, move.recv)
+            for counts in (route.send, route.recv)
         )
         calls.append(Call(name, sent, received))
 
