@@ -254,6 +254,8 @@ class ParallelAttention(nn.Module):
         def check() -> dict[str, Any]:
             checked_flag(causal, "causal", "")
             checked_flag(replicate_kv, "replicate_kv", "")
+            if options.get("sequence_dim", 0) != 0:
+                raise ArgumentError("the sequence is dimension 0 here. Leave out sequence_dim.")
             hidden = at_least(1, hidden_size, "hidden_size")
             heads = at_least(1, num_heads, "num_heads")
             groups = heads if num_kv_heads is None else at_least(1, num_kv_heads, "num_kv_heads")

@@ -102,6 +102,7 @@ class ShardedModule(MarkedModule):
 
     spec: ShardSpec
     sequence_sizes: ShardSizes | None
+    sequence_dim: int
     _options: ClassVar[Mapping[str, Sequence[bool | str]]] = {}  # their values, the default first
     _how_drawn: tuple[Fill | None, torch.device | None, torch.dtype | None]
     _dim: ClassVar[int] = 0  # sharded dimension of the weight
@@ -147,12 +148,14 @@ class ShardedModule(MarkedModule):
                     "would cut through a head. Pass whole heads per rank."
                 )
             given: dict[str, Any] = {name: values[0] for name, values in choices.items()}
-            given = {**given, **dict.fromkeys(("sequence_sizes", *_HOW_DRAWN)), **options}
+            others = {"sequence_sizes": None, "sequence_dim": 0, **dict.fromkeys(_HOW_DRAWN)}
+            given = {**given, **others, **options}
             given.pop("multiple_of", None)
-            if unknown := given.keys() - choices.keys() - {"sequence_sizes", *_HOW_DRAWN}:
+            if unknown := given.keys() - choices.keys() - others.keys():
                 raise ArgumentError(f"{min(unknown)!r} is no option of {type(self).__name__}.")
             for name, values in choices.items():
                 checked_choice(given[name], name, "", values)
+            given["sequence_dim"] = at_least(0, given["sequence_dim"], "sequence_dim")
             if given["sequence_sizes"] is not None:
                 parts = checked_sizes(given["sequence_sizes"], "sequence_sizes", ranks.size)
                 given["sequence_sizes"] = ShardSizes(parts)
@@ -165,8 +168,8 @@ class ShardedModule(MarkedModule):
                 raise ArgumentError(f"dtype must be floating point or complex; got {dtype}.")
             found |= given
             vars(self).update(found)
-            others = {"sizes": self.spec.blocks, "dtype": like.dtype, "an init": init is not None}
-            return {**found, **others, **more()}
+            kinds = {"sizes": self.spec.blocks, "dtype": like.dtype, "an init": init is not None}
+            return {**found, **kinds, **more()}
 
         return int(agreed(type(self).__name__, check, ranks, random_seed)[1])
 

@@ -43,6 +43,7 @@ def parallelize(
     sequence_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
     *,
+    sequence_dim: int = 0,
     replicate_kv: bool = True,
     gather_output: bool = True,
 ) -> nn.Module:
@@ -57,7 +58,8 @@ def parallelize(
         Identical on all ranks, weights included.
     plan : mapping of str to str or callable, optional
         None uses the ``tp_plan`` of a transformers model, or that of its family: GPT-2, BERT, T5,
-        ViT. It shards whole heads, and embedding and head by ids. Otherwise from names as in :meth:`torch.nn.Module.named_modules`, with shell wildcards, to
+        ViT. It shards whole heads, and embedding and head by ids. Otherwise from names as in
+        :meth:`torch.nn.Module.named_modules`, with shell wildcards, to
         ``"column"`` or ``"row"`` for Linear, ``"embedding"`` for Embedding, ``"sequence"`` for
         :func:`sequence_parallel`, or a function from the module to its replacement, as
         ``functools.partial(ColumnParallelLinear.from_linear, sizes=[5, 3])``. Each pattern must
@@ -66,6 +68,8 @@ def parallelize(
         Of ``"column"``, ``"row"`` and ``"embedding"`` layers: sequence parallelism.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
+    sequence_dim : int
+        Dimension of the sequence: 0, or 1 for batch-first models.
     replicate_kv : bool
         Without a plan: if ranks are more than heads of keys, several ranks read one head, and its
         heads of queries are split between them. False leaves these ranks without heads.
@@ -140,7 +144,8 @@ def parallelize(
             in_place.append(layer)
             continue
         if not callable(how):
-            how = partial(_STYLES[how], group=group, sequence_sizes=sequence_sizes)
+            parts = {"sequence_sizes": sequence_sizes, "sequence_dim": sequence_dim}
+            how = partial(_STYLES[how], group=group, **parts)
         made[id(layer)] = _made(name, layer, how, ranks)
 
     followers = family[0].followers if family else set()

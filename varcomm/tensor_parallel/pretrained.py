@@ -6,12 +6,16 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from varcomm.errors import ArgumentError
+from varcomm.ops.gather_v import gather_v
+from varcomm.sharding import shard_spec
 from varcomm.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from varcomm.tensor_parallel.linear import ColumnParallelLinear
+from varcomm.transport.agreement import agree
 from varcomm.transport.group import Group
 
 
@@ -34,9 +38,48 @@ def guard(module: nn.Module, group: Group) -> None:
             vars(model)[name] = MethodType(method, model)
 
 
-def _save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-    """Gather the parameters and write full tensors on the group's first rank; collective."""
-    raise ArgumentError("save_pretrained would write this rank's parts as if they were whole.")
+def _save_pretrained(
+    self: Any, save_directory: Any, *, state_dict: Any = None, **options: Any
+) -> None:
+    """Write full tensors on the first rank of the sharded parameters' group; collective."""
+    sharded = {n: p for n, p in self.state_dict(keep_vars=True).items() if shard_spec(p)}
+    specs = {name: shard_spec(p) for name, p in sharded.items()}
+    group = next(spec.group for spec in specs.values() if spec is not None)
+    options.pop("is_main_process", None)
+
+    def check() -> None:
+        for name, spec in specs.items():
+            given = None if state_dict is None else state_dict.get(name)
+            if spec is not None and given is not None and given.shape[spec.dim] != spec.total:
+                raise ArgumentError(
+                    f"state_dict[{name!r}] has shape {tuple(given.shape)}, this rank's part of "
+                    f"{spec.total} rows along dim {spec.dim}. Leave out state_dict."
+                )
+
+    agree("save_pretrained", check, group)
+    whole = dict(self.state_dict() if state_dict is None else state_dict)
+    if state_dict is None:
+        found: dict[int, Tensor] = {}  # parameters with several names, once
+        for name, parameter in sharded.items():
+            if id(parameter) not in found:
+                found[id(parameter)] = _whole(parameter, group)
+            whole[name] = found[id(parameter)]
+
+    def write() -> None:
+        if group.rank == 0:
+            type(self).save_pretrained(self, save_directory, state_dict=whole, **options)
+
+    agree("save_pretrained", write, group)
+
+
+@torch.no_grad()
+def _whole(parameter: Tensor, group: Group) -> Tensor:
+    """Return a full parameter on the CPU of the first rank, and no rows on others."""
+    spec = shard_spec(parameter)
+    assert spec is not None
+    pg = group.process_group
+    gathered = gather_v(parameter.detach(), spec.sizes, spec.dim, group=pg)
+    return spec.ordered(gathered, spec.dim).cpu() if group.rank == 0 else gathered
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
