@@ -245,8 +245,8 @@ class Family:
             module, queries = self.names[name], heads.queries
             width, keys = head_dim(module) or 1, heads.keys
             own, read = queries[rank], heads.read(rank)
-            fused = any(_is_conv1d(child) for child in module.children())
-            shown = max(own, 1) if fused else own  # see _Conv1DColumn
+            padded = any(isinstance(child, _Conv1DColumn) for child in module.children())
+            shown = max(own, 1) if padded else own
             changes = dict.fromkeys(_COUNTS, (queries.total, shown))
             changes |= dict.fromkeys(_KEY_COUNTS, (keys.total, read))
             changes |= dict.fromkeys(_WIDTHS, (queries.total * width, shown * width))
