@@ -104,6 +104,7 @@ def test_a_step_is_that_of_one_process(worlds, ranks, tied, in_parts, dim):
 
 def cut(rank):
     """Names of attention decide: a module with head_dim, whose projections keep whole heads."""
+    torch.manual_seed(0)
     model = nn.Module()
     model.head_dim, model.q_proj, model.o_proj = 4, nn.Linear(4, 12), nn.Linear(12, 4)
     with pytest.raises(ArgumentError, match="cuts through heads of 4"):

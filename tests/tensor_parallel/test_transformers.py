@@ -56,7 +56,7 @@ def gpt2(heads):
 
     sizes = {"n_embd": HIDDEN, "n_layer": LAYERS, "n_head": heads, "n_inner": INNER}
     ids = {"bos_token_id": 1, "eos_token_id": 2}
-    config = transformers.GPT2Config(VOCABULARY, 64, **sizes, **ids, **NO_DROPOUT)
+    config = transformers.GPT2Config(vocab_size=VOCABULARY, **sizes, **ids, **NO_DROPOUT)
     return transformers.GPT2LMHeadModel(config)
 
 
@@ -100,7 +100,9 @@ MODELS = {
         decoder, "Gemma3", 4, 1, config="Gemma3TextConfig", query_pre_attn_scalar=8
     ),
     "Mistral, 6 heads, 2 of keys": partial(decoder, "Mistral", 6, 2, sliding_window=4),
-    "Mixtral, 5 heads": partial(decoder, "Mixtral", 5, 5, num_local_experts=4),
+    "Mixtral, 5 heads": partial(
+        decoder, "Mixtral", 5, 5, num_local_experts=4, experts_implementation="eager"
+    ),
     "OLMo2, 5 heads": partial(decoder, "Olmo2", 5, 5),
     "GPT-2, 5 heads": partial(gpt2, 5),
     "GPT-2, 2 heads": partial(gpt2, 2),
@@ -217,7 +219,7 @@ def generated(rank, name):
     """Tokens are those of one process, with and without a cache, by beams, and with padding."""
     with in_fp64():
         one = made(name).eval()
-        model = parallelize(copy.deepcopy(one))
+        model = copy.deepcopy(parallelize(copy.deepcopy(one)))
         ids = batch(name)["input_ids"]
         mask = torch.ones_like(ids)
         mask[0, :3] = 0

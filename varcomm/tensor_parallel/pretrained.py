@@ -32,7 +32,7 @@ def guard(module: nn.Module, group: Group) -> None:
         head = getattr(model, "get_output_embeddings", lambda: None)()
         if isinstance(head, ColumnParallelLinear) and not head.gather_output:
             methods["generate"] = _generate
-            if str(getattr(model, "loss_type", "")).startswith("ForCausalLM"):
+            if getattr(model, "loss_type", None) in (None, "ForCausalLM"):
                 model.loss_function = _CausalLoss(head)
         for name, method in methods.items():
             vars(model)[name] = MethodType(method, model)
