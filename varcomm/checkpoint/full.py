@@ -148,18 +148,19 @@ def _gathered(
     local = local.to(device, dtype).resolve_conj().resolve_neg()
     sizes = [sum(prod(piece[2]) for piece in some) for some in sent]
     group = ranks.group.process_group
-    if dst is None:
-        gathered = all_gather_v(local, sizes, group=group)
-    else:
-        gathered = gather_v(local, sizes, dst=dst, group=group)
+    gathered: Any = (
+        all_gather_v(local, sizes, group=group)
+        if dst is None
+        else gather_v(local, sizes, dst=dst, group=group)
+    )
     if ranks.rank not in receiving:
         return None
-    gathered = gathered.cpu()
+    received: torch.Tensor = gathered.cpu()
     arrived = [piece for some in sent for piece in some]
     if arrived == sorted(arrived) and all(sizes[1:] == shape[1:] for _, _, sizes in arrived):
-        return gathered.view(shape)
+        return received.view(shape)
     whole = torch.empty(shape, dtype=dtype)
-    parts = gathered.split([prod(sizes) for _, _, sizes in arrived])
+    parts = received.split([prod(sizes) for _, _, sizes in arrived])
     for (_, offsets, lengths), part in zip(arrived, parts, strict=True):
         box = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
         whole[box] = part.view(lengths)
