@@ -313,7 +313,8 @@ class ParallelAttention(nn.Module):
             return split_heads(qkv, self.head_dim, self.queries_per_key)
         own = self.heads.queries[self.qkv.group.rank] * self.head_dim
         read = from_owner(self._readers, qkv[..., own:]).unflatten(-1, (2, -1, self.head_dim))
-        return qkv[..., :own].unflatten(-1, (-1, self.head_dim)), *read.unbind(-3)
+        key, value = read.unbind(-3)
+        return qkv[..., :own].unflatten(-1, (-1, self.head_dim)), key, value
 
     def extra_repr(self) -> str:
         """Return heads and their sizes."""

@@ -191,7 +191,7 @@ class Family:
                 rows = of_heads.queries * width
             if _is_conv1d(layer):
                 return partial(_conv1d, kind=_Conv1DRow, blocks=[rows], group=self.group)
-            whole = {"input_is_parallel": style != "whole row"}
+            whole: dict[str, Any] = {"input_is_parallel": style != "whole row"}
             return partial(RowParallelLinear.from_linear, sizes=rows, group=pg, **whole)
         blocks = [ShardSizes.balanced(outputs, self.group.size)]
         if style == "packed column":
@@ -215,9 +215,9 @@ class Family:
             if leaf in _KEYS and (readers := of_heads.owners) != tuple(range(len(readers))):
                 return partial(_key_value, heads=of_heads, width=per_head, group=self.group)
         if _is_conv1d(layer):
-            more = {"padding": padding}
-            return partial(_conv1d, kind=_Conv1DColumn, blocks=blocks, group=self.group, **more)
-        gathered = {"gather_output": style == "gathered column"}
+            made = partial(_conv1d, kind=_Conv1DColumn, blocks=blocks, group=self.group)
+            return partial(made, padding=padding)
+        gathered: dict[str, Any] = {"gather_output": style == "gathered column"}
         return partial(ColumnParallelLinear.from_linear, sizes=blocks, group=pg, **gathered)
 
     def _vocabulary(self, model: Any) -> Iterator[str]:
@@ -232,7 +232,8 @@ class Family:
             if isinstance(layer, nn.Embedding):
                 self.plan[name] = partial(_embedding, group=self.group)
             elif isinstance(layer, nn.Linear):
-                options = {"gather_output": self.gather_output, "group": self.group.process_group}
+                options: dict[str, Any] = {"gather_output": self.gather_output}
+                options["group"] = self.group.process_group
                 self.plan[name] = partial(ColumnParallelLinear.from_linear, **options)
                 parent = name.rpartition(".")[0]
                 if layer.bias is not None and getattr(self.names[parent], "bias", 0) is layer.bias:
@@ -336,7 +337,14 @@ def _sharded(
     return made
 
 
-class _Conv1DColumn(_Sharded):
+class _Conv1D(_Sharded):
+    """Linear of GPT-2, whose weight is (in, out)."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+
+class _Conv1DColumn(_Conv1D):
     """Column-parallel linear of GPT-2.
 
     A rank without heads has `padding` outputs, zeros, so that the model can split them; the row
@@ -351,7 +359,7 @@ class _Conv1DColumn(_Sharded):
         return y if y.shape[-1] else functional.pad(y, (0, self.padding))
 
 
-class _Conv1DRow(_Sharded):
+class _Conv1DRow(_Conv1D):
     """Row-parallel linear of GPT-2."""
 
     def forward(self, x: Tensor) -> Tensor:

@@ -33,7 +33,8 @@ class Heads:
         each = queries // keys if keys else 0
         if not replicate or keys >= ranks or each <= 1:
             return cls.of_groups(ShardSizes.balanced(keys, ranks), each)
-        per_rank, owners = [], []
+        per_rank: list[int] = []
+        owners: list[int] = []
         for readers in ShardSizes.balanced(ranks, keys):
             owners += [len(per_rank)] * readers
             per_rank += ShardSizes.balanced(each, readers)

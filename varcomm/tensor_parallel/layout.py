@@ -148,7 +148,8 @@ class ShardedModule(MarkedModule):
                     "would cut through a head. Pass whole heads per rank."
                 )
             given: dict[str, Any] = {name: values[0] for name, values in choices.items()}
-            others = {"sequence_sizes": None, "sequence_dim": 0, **dict.fromkeys(_HOW_DRAWN)}
+            others: dict[str, Any] = {"sequence_sizes": None, "sequence_dim": 0}
+            others |= dict.fromkeys(_HOW_DRAWN)
             given = {**given, **others, **options}
             given.pop("multiple_of", None)
             if unknown := given.keys() - choices.keys() - others.keys():

@@ -144,7 +144,7 @@ def parallelize(
             in_place.append(layer)
             continue
         if not callable(how):
-            parts = {"sequence_sizes": sequence_sizes, "sequence_dim": sequence_dim}
+            parts: dict[str, Any] = {"sequence_sizes": sequence_sizes, "sequence_dim": sequence_dim}
             how = partial(_STYLES[how], group=group, **parts)
         made[id(layer)] = _made(name, layer, how, ranks)
 
@@ -263,7 +263,7 @@ def _tied(
     Returns the new parameters of `followers`, names of parameters in modules that stay.
     """
     places: dict[nn.Parameter, list[tuple[nn.Module, str, str]]] = {}
-    follow = {}
+    follow: dict[str, nn.Parameter] = {}
     for prefix, layer in module.named_modules():
         for name, param in layer.named_parameters(recurse=False):
             places.setdefault(param, []).append((layer, name, f"{prefix}.{name}"))

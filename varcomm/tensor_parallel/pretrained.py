@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -24,7 +25,8 @@ def guard(module: nn.Module, group: Group) -> None:
 
     They are attributes of the model and bound to it, so a deep copy has its own.
     """
-    for model in module.modules():
+    models: Iterator[Any] = module.modules()
+    for model in models:
         if not hasattr(model, "save_pretrained") or "save_pretrained" in vars(model):
             continue
         methods: dict[str, Any] = {"save_pretrained": _save_pretrained}
