@@ -172,6 +172,8 @@ def trained(rank, name, options):
                 if whole[key].grad is not None:
                     with failures.named(f"gradient {step} of {key}"):
                         own = part(parameter, whole[key].grad)
+                        if parameter.grad is None and not own.numel():
+                            continue  # T5's table of biases on a rank without heads
                         torch.testing.assert_close(parameter.grad, own, **bound)
             norm = torch.nn.utils.clip_grad_norm_(one.parameters(), 1.0)
             with failures.named(f"norm {step}"), varcomm.debug():
