@@ -147,7 +147,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
         header[name] = {**place, "data_offsets": [start, start + value.nbytes]}
         start += value.nbytes
         if value.numel():
-            stored.append(memoryview(as_bytes(value).numpy()))
+            stored.append(as_bytes(value).numpy().data)
     if "__metadata__" in header:
         raise ArgumentError(
             "safetensors files cannot hold a tensor named '__metadata__'. Rename it in the state."

@@ -150,8 +150,9 @@ class RaggedSpec:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of this rank's part: rows, and the other dimensions."""
-        rows = prod(self.shape[: len(self.dims)]) // max(sum(self.local_units), 1)
-        return (rows * self.local_units[self.group.rank], *self.shape[len(self.dims) :])
+        rows: int = prod(self.shape[: len(self.dims)])
+        own = rows // max(sum(self.local_units), 1) * self.local_units[self.group.rank]
+        return (own, *self.shape[len(self.dims) :])
 
     def shard(self, whole: torch.Tensor) -> torch.Tensor:
         """Return a copy of this rank's part of the full tensor; no communication."""
