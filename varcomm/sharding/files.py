@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -155,17 +155,27 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
     text = json.dumps(header, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
     parts = [memoryview(len(text).to_bytes(8, "little") + text), *stored]
-    with ThreadPoolExecutor(1, "varcomm.digest") as pool:
-        digest = pool.submit(_sha256_of, parts)
-        try:
-            with path.open("wb", buffering=0) as file:
-                for part in parts:
-                    while part:
-                        part = part[file.write(part[:_CHUNK]) :]
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise OSError(f"{path.name} cannot be written: {error}") from error
-        return digest.result()
+    digest = _hashing(parts)
+    try:
+        with path.open("wb", buffering=0) as file:
+            for part in parts:
+                while part:
+                    part = part[file.write(part[:_CHUNK]) :]
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(f"{path.name} cannot be written: {error}") from error
+    return digest()
+
+
+def _hashing(parts: Sequence[memoryview]) -> Callable[[], str]:
+    """Begin to hash in a thread, and return the function that waits for the SHA-256."""
+    pool = ThreadPoolExecutor(1, "varcomm.digest")
+    try:
+        return pool.submit(_sha256_of, parts).result
+    except RuntimeError:  # an interpreter that exits starts no threads
+        return lambda: _sha256_of(parts)
+    finally:
+        pool.shutdown(wait=False)
 
 
 @cache

@@ -144,13 +144,13 @@ class RaggedSpec:
     @property
     def sizes(self) -> ShardSizes:
         """Elements per rank."""
-        unit = prod(self.shape) // max(sum(self.local_units), 1)
-        return ShardSizes(self.local_units) * unit
+        total = prod(self.shape)
+        return ShardSizes(self.local_units) * (total // max(sum(self.local_units), 1))
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of this rank's part: rows, and the other dimensions."""
-        rows: int = prod(self.shape[: len(self.dims)])
+        rows = prod(self.shape[: len(self.dims)])
         own = rows // max(sum(self.local_units), 1) * self.local_units[self.group.rank]
         return (own, *self.shape[len(self.dims) :])
 
