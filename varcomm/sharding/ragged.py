@@ -132,13 +132,12 @@ class RaggedSpec:
                 f"{shape}."
             )
         lengths = [length for _, (_, length) in all_told]
-        common = gcd(*lengths)
-        number = next(
-            (n for n in range(1, len(shape)) if common % max(prod(shape[n:]), 1) == 0), len(shape)
-        )
-        units = [length // common for length in lengths] if common else [0] * ranks.size
-        if not common and prod(shape[:number]):
-            number = len(shape)
+        common, number = gcd(*lengths), len(shape)
+        if not common:  # no elements
+            return cls.of(shape, range(number), [0] * ranks.size, group)
+        while number > 1 and common % prod(shape[number - 1 :]) == 0:
+            number -= 1
+        units = [length // common for length in lengths]
         return cls.of(shape, range(number), units, group)
 
     @property
