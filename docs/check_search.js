@@ -48,13 +48,15 @@ const nothing = new Proxy(function () {}, {
 const page = { addEventListener() {}, getElementById: () => null, readyState: "loading" };
 const browser = vm.createContext({
   document: page,
-  window: nothing,
+  addEventListener() {},
   localStorage: nothing,
   DOCUMENTATION_OPTIONS: nothing,
   SPHINX_HIGHLIGHT_ENABLED: false,
+  _: (text) => text,
   _ready() {},
   console,
 });
+vm.runInContext("var window = globalThis", browser);
 const folder = process.argv[2];
 for (const name of ["_static/language_data.js", "_static/searchtools.js", "searchindex.js"]) {
   vm.runInContext(fs.readFileSync(path.join(folder, name), "utf8"), browser, { filename: name });

@@ -9,8 +9,8 @@ _COMMENT = re.compile(r"^<!-- search: (.*?) -->$", re.DOTALL | re.MULTILINE)
 
 
 def _index(found):
-    words = [" ".join(word.split()) for word in found[1].split(",")]
-    return "\n".join(["```{index}", *(f"single: ! {word}" for word in words), "```"])
+    words = ", ".join(f"! {' '.join(word.split())}" for word in found[1].split(","))
+    return f"```{{index}} {words}\n```"
 
 
 def make_entries(app, name, source):
