@@ -1,4 +1,4 @@
-"""Write ``reference/graph_layers.md``: the tables of PyG's layers and functions on a partitioned graph.
+"""Write ``reference/graph_layers.md``: the tables of PyG layers and functions that are exact.
 
 Run it from the root of the repository, after PyG, the lists in ``varcomm.graph.adapt.checks`` or
 the tables below have changed: ``python docs/make_graph_layers.py``. ``tests/graph`` compares the
