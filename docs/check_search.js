@@ -8,8 +8,8 @@ const vm = require("vm");
 const QUERIES = {
   "uneven all_gather": "how_to/gather",
   "all gather different sizes": "how_to/gather",
-  "halo exchange": "explanation/halo",
-  "halo": "explanation/halo",
+  "halo exchange": "generated/tutorials/02",
+  "halo": "generated/tutorials/02",
   "ghost": "how_to/exchange_ghost_cells",
   "ghost cells": "how_to/exchange_ghost_cells",
   "DDP last batch": "how_to/uneven_last_batch_ddp",
