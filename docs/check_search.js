@@ -6,8 +6,8 @@ const path = require("path");
 const vm = require("vm");
 
 const QUERIES = {
-  "uneven all_gather": "how_to/gather",
-  "all gather different sizes": "how_to/gather",
+  "uneven all_gather": ["how_to/gather", "generated/tutorials/01"],
+  "all gather different sizes": ["how_to/gather", "generated/tutorials/01"],
   "halo exchange": "generated/tutorials/02",
   "halo": "generated/tutorials/02",
   "ghost": "how_to/exchange_ghost_cells",
@@ -24,7 +24,7 @@ const QUERIES = {
   "second derivative": "how_to/train_on_forces",
   "tensor parallel heads not divisible": "how_to/shard_uneven_heads",
   "vocab parallel": "tensor_parallel",
-  "checkpoint different number of GPUs": "checkpoints",
+  "checkpoint different number of GPUs": ["how_to/resume", "checkpoints"],
   "torchrun": "start",
   "SLURM": "how_to/run_on_slurm",
   "MPI": "how_to/run_with_mpi",
@@ -34,8 +34,8 @@ const QUERIES = {
   "full graph training": "how_to/train_graph_too_large",
   "mesh": "meshes",
   "VTK": "meshes",
-  "OpenFOAM": "meshes",
-  "sharded optimizer": "gradients",
+  "OpenFOAM": ["how_to/read_openfoam", "meshes"],
+  "sharded optimizer": ["how_to/shard_optimizer", "gradients"],
   "bitwise": "how_to/reproduce_bit_by_bit",
   "loss differs": "troubleshooting/loss_differs",
   "error message": "troubleshooting/errors",
@@ -67,7 +67,7 @@ for (const [query, expected] of Object.entries(QUERIES)) {
   browser.query = query;
   const found = vm.runInContext("Search._performSearch(...Search._parseQuery(query))", browser);
   const pages = found.reverse().map((result) => result[0]);
-  if (pages[0] !== undefined && pages[0].startsWith(expected)) continue;
+  if ([expected].flat().some((page) => pages[0]?.startsWith(page))) continue;
   wrong += 1;
   console.error(`${query}: expected ${expected}, found ${pages.slice(0, 3).join(", ")}`);
 }
