@@ -75,7 +75,7 @@ class MarkedModule(nn.Module):
     """Module whose parameters carry a :class:`ShardSpec` and keep it when torch replaces them."""
 
     def _specs(self) -> Mapping[str, ShardSpec]:
-        """Return how parameters are sharded, by their names."""
+        """Return the spec of each sharded parameter, by name."""
         raise NotImplementedError
 
     def _mark(self) -> Self:

@@ -58,10 +58,10 @@ def parallelize(
         Identical on all ranks, weights included.
     plan : mapping of str to str or callable, optional
         None uses the ``tp_plan`` of a transformers model, or that of its family: GPT-2, BERT, T5,
-        ViT. It shards whole heads, and embedding and head by ids. Otherwise from names as in
-        :meth:`torch.nn.Module.named_modules`, with shell wildcards, to
-        ``"column"`` or ``"row"`` for Linear, ``"embedding"`` for Embedding, ``"sequence"`` for
-        :func:`sequence_parallel`, or a function from the module to its replacement, as
+        ViT. It shards whole heads, and embedding and head by ids. Keys of other plans are names as
+        in :meth:`torch.nn.Module.named_modules`, with shell wildcards. Values are ``"column"`` or
+        ``"row"`` for Linear, ``"embedding"`` for Embedding, ``"sequence"`` for
+        :func:`sequence_parallel`, or a function from the module to its replacement. An example is
         ``functools.partial(ColumnParallelLinear.from_linear, sizes=[5, 3])``. Each pattern must
         match a module, and no module may match two.
     sequence_sizes : sequence of int, optional
@@ -364,5 +364,5 @@ class _SequenceParallel(nn.Module):
                 parameters[name] = copy_to_tensor_model_parallel_region(parameter, group=pg)
         try:
             return super().forward(*args, **kwargs)
-        finally:  # readers outside of forward get the parameters themselves
+        finally:  # readers outside forward get the parameters themselves
             parameters.update(kept)
