@@ -120,7 +120,7 @@ class Family:
 
     def _styles(self, model: Any) -> Iterator[tuple[str, str]]:
         """Return the styles of modules by their names."""
-        kind = getattr(getattr(model, "config", None), "model_type", None)
+        kind: Any = getattr(getattr(model, "config", None), "model_type", None)
         own = getattr(model, "_tp_plan", None)
         if not own and kind not in _FAMILIES:
             raise ArgumentError(

@@ -271,7 +271,7 @@ def _tied(
         new = [(made[id(layer)], name) for layer, name, _ in shared if id(layer) in made]
         if len(shared) == 1 or not new:
             continue
-        params = [getattr(layer, name, None) for layer, name in new]
+        params: list[Any] = [getattr(layer, name, None) for layer, name in new]
         kinds = {None if p is None else (p.shape, shard_spec(p)) for p in params}
         stay = [full for layer, _, full in shared if id(layer) not in made]
         if [full for full in stay if full not in followers] or len(kinds) > 1 or None in kinds:
@@ -282,7 +282,7 @@ def _tied(
             )
         for layer, name in new:
             layer.register_parameter(name, params[0])
-        follow.update(dict.fromkeys(stay, params[0]))
+        follow |= {full: params[0] for full in stay}
     return follow
 
 
