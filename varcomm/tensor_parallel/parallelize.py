@@ -282,7 +282,7 @@ def _tied(
             )
         for layer, name in new:
             layer.register_parameter(name, params[0])
-        follow |= {full: params[0] for full in stay}
+        follow |= dict.fromkeys(stay, params[0])
     return follow
 
 
