@@ -8,8 +8,10 @@ from history import Run
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from varcomm import figures
+
 INK, ALONE = "#22272b", "#d5d1ca"
-PALETTE = ["#3f6fa3", "#e3a446", "#5f9e76", "#b9586c"]
+PALETTE = figures.RANKS
 
 
 def draw(path: Path, alone: Run, runs: Sequence[Run]) -> None:

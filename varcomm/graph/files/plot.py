@@ -21,6 +21,7 @@ from varcomm.transport.agreement import agree, agree_and_share, compare
 if TYPE_CHECKING:
     from varcomm.graph.files.cell_lists import CellLists
     from varcomm.graph.files.mesh import Mesh
+    from varcomm.graph.files.ragged import Ragged
     from varcomm.graph.partitioned_graph import NodeType, PartitionedGraph
 
 __all__ = ["check_target", "draw", "draw_cells", "lists_to_draw", "places", "plot"]
@@ -184,7 +185,9 @@ def draw_cells(
 
     def fill(axes: Any, heading: str, inch: float) -> None:
         polygons, cell = lists.surface(panels[heading])
-        line = 0.3 if len(cell) < 20_000 else 0.0
+        # lines between cells, thin beside the small ones among them
+        small = np.quantile(_sides(points, polygons), 0.1) * 72 * inch if len(cell) else 0
+        line = min(0.3, 0.05 * small) if small > 1 else 0.0
         for count in np.unique(polygons.counts):
             same = np.flatnonzero(polygons.counts == count)
             ids = polygons.chosen(same).values.reshape(-1, count)
@@ -197,7 +200,7 @@ def draw_cells(
                 kites = np.stack([shape, middle, centre, np.roll(middle, 1, axis=1)], axis=2)
                 shape, faces = kites.reshape(-1, 4, points.shape[1]), colour[ids.reshape(-1)]
             kind: Any = Poly3DCollection if in_space else PolyCollection
-            edge: Any = _EDGE if of_cells and line else "face"
+            edge: Any = _EDGE if of_cells and line else faces
             drawn = kind(shape, facecolors=faces, edgecolors=edge, linewidths=line or 0.1)
             drawn.set_rasterized(True)
             (axes.add_collection3d if in_space else axes.add_collection)(drawn)
@@ -209,6 +212,15 @@ def draw_cells(
         axes.autoscale_view()
 
     _picture(path, points, list(panels), fill, "", report)
+
+
+def _sides(points: Array, polygons: Ragged) -> Array:
+    """Return the length of the first side of each polygon."""
+    first = polygons.ends - polygons.counts
+    sides: Array = np.linalg.norm(
+        points[polygons.values[first + 1]] - points[polygons.values[first]], axis=1
+    )
+    return sides
 
 
 def _shades(owner: Array, copied: Array, report: Report) -> Array:
@@ -245,7 +257,6 @@ def _picture(
     lines = [
         f"{sum(report.cut):,} edges between ranks ({100 * report.edge_cut:.1f} %)",
         *([note] if note else []),
-        "darker: copied to other ranks",
     ]
     with rc_context(style()):
         figure = Figure((WIDTH, height), layout="constrained")
@@ -255,7 +266,7 @@ def _picture(
             axes: Any = figure.add_subplot(
                 1, len(panels), place + 1, projection="3d" if in_space else None
             )
-            axes.set_title(heading or " · ".join(lines[:: 2 if in_space else 1]))
+            axes.set_title(heading or "\n".join(lines))
             fill(axes, heading, inch)
             if in_space:
                 if len(pos):
@@ -270,6 +281,6 @@ def _picture(
             location="bottom",
             aspect=60,
             ticks=ticks(integer=True),
-            label="rank",
+            label="rank; darker: copied to other ranks",
         )
         figure.savefig(path)
