@@ -22,6 +22,7 @@ _TYPES = {
     **{"tetra": 10, "hexahedron": 12, "wedge": 13, "pyramid": 14},
 }
 _POLYHEDRON = 42
+_WEDGE = (0, 2, 1, 3, 5, 4)  # meshio has another order of its corners
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,9 +65,9 @@ class CellLists:
         values = np.zeros(counts.sum(), np.int64)
         for group in groups:
             first = ends[group.ids] - group.shape.corners
-            values[first[:, None] + np.arange(group.shape.corners)] = group.points[
-                :, : group.shape.corners
-            ]
+            order = _WEDGE if types[group.ids[:1]].tolist() == [13] else range(group.shape.corners)
+            places = first[:, None] + np.arange(group.shape.corners)
+            values[places] = group.points[:, [*order]]
         where = np.zeros((len(points), 3), points.dtype)
         where[:, : points.shape[1]] = points
         return cls(where, types, Ragged(ends, values), dims, groups)
