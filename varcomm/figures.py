@@ -39,19 +39,20 @@ def rank_colours(ranks: int, brightness: float = 1.0) -> list[tuple[float, float
     """
     from matplotlib.colors import hsv_to_rgb, to_rgb
 
-    if ranks <= len(RANKS):
-        found = [to_rgb(colour) for colour in RANKS[:ranks]]
-    else:  # hues a golden angle apart
+    found: list[Any] = [to_rgb(colour) for colour in RANKS[:ranks]]
+    if ranks > len(RANKS):  # hues a golden angle apart
         found = [hsv_to_rgb((rank * 0.618034 % 1, 0.7, 0.9)) for rank in range(ranks)]
-    return [(brightness * r, brightness * g, brightness * b) for r, g, b in found]
+    return [
+        (brightness * float(r), brightness * float(g), brightness * float(b)) for r, g, b in found
+    ]
 
 
-def style(dark: bool = False) -> dict[str, Any]:
+def style(dark: bool = False) -> Any:
     """Return parameters for ``matplotlib.rc_context`` or ``plt.rcParams``.
 
     With `dark`, text and lines are light, and the ground is that of a dark page.
     """
-    from matplotlib import cycler
+    from cycler import cycler
 
     text, pale = ink(INK, dark), ink(PALE, dark)
     ground = "#131416" if dark else "white"

@@ -203,7 +203,8 @@ class _File:
     @property
     def kind(self) -> str:
         """The class in the header."""
-        return self.header.get("class", "")
+        kind: str = self.header.get("class", "")
+        return kind
 
     def error(self, reason: str) -> ArgumentError:
         """Return the error to raise."""

@@ -205,8 +205,9 @@ def draw_cells(
             drawn.set_rasterized(True)
             (axes.add_collection3d if in_space else axes.add_collection)(drawn)
             if not of_cells and not in_space and line:
+                around: Any = points[ids]
                 outline = PolyCollection(
-                    points[ids], facecolors="none", edgecolors=_EDGE, linewidths=line
+                    around, facecolors="none", edgecolors=_EDGE, linewidths=line
                 )
                 axes.add_collection(outline)
         axes.autoscale_view()

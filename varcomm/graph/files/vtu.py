@@ -71,14 +71,14 @@ def write_piece(
     cell_data: Mapping[str, Array | None],
 ) -> None:
     """Write a VTU file; fields are rows of numbers, by name, and None is left out."""
-    cells = {
+    cells: dict[str, Array | None] = {
         "connectivity": piece.corners.values.astype(np.int64),
         "offsets": piece.corners.ends.astype(np.int64),
         "types": piece.types.astype(np.uint8),
     }
     if piece.faces is not None:
         cells |= {"faces": piece.faces.values.astype(np.int64), "faceoffsets": piece.faces.ends}
-    parts = {
+    parts: dict[str, Mapping[str, Array | None]] = {
         "PointData": point_data,
         "CellData": cell_data,
         "Points": {"Points": piece.points},
@@ -111,7 +111,11 @@ def write_index(
 ) -> None:
     """Write a PVTU file of pieces; of arrays, dtype and columns count."""
     lines = [_head("PUnstructuredGrid", ' GhostLevel="0"')]
-    parts = {"PPointData": point_data, "PCellData": cell_data, "PPoints": {"Points": points}}
+    parts: dict[str, Mapping[str, Array]] = {
+        "PPointData": point_data,
+        "PCellData": cell_data,
+        "PPoints": {"Points": points},
+    }
     for part, fields in parts.items():
         arrays = [f"<PDataArray {_described(name, field)}/>\n" for name, field in fields.items()]
         lines += [f"<{part}>\n", *arrays, f"</{part}>\n"]
