@@ -216,6 +216,11 @@ def read_mesh(
     MissingPackageError
         If meshio is not installed; OpenFOAM cases do not need it.
 
+    Notes
+    -----
+    Communication: none without `src`; with it, an agreement on errors, 1 KiB per rank.
+    In one process: the same call.
+
     Examples
     --------
     Two triangles that share an edge; a value per triangle is written back.

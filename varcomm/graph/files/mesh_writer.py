@@ -31,9 +31,7 @@ _MAKE, _WRITE = "MeshWriter", "MeshWriter.write"
 class MeshWriter:
     """Write results for ParaView as a series in time; every rank writes its own piece.
 
-    No rank collects values of other ranks. Collective, as is :meth:`write`. Rank 0 sends each rank
-    its cells and their points once; later calls send the values of points that the cells of two
-    ranks share, and nothing if cells are the nodes.
+    Collective, as is :meth:`write`. No rank collects values of other ranks.
 
     Parameters
     ----------
@@ -60,6 +58,10 @@ class MeshWriter:
     -----
     Cells are written with their corners; other points are left out. If points are the nodes, the
     owner of a cell's first corner writes the cell, and receives the values of its other corners.
+
+    Communication: rank 0 sends each rank its cells and their points once. Each :meth:`write` sends
+    the values of points that cells of two ranks share, and nothing if cells are the nodes.
+    In one process: ``mesh.write(path, **fields)``.
 
     Examples
     --------
