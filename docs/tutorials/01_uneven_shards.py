@@ -34,7 +34,7 @@ INK, PALE = vc.figures.INK, vc.figures.PALE
 # of a rank's column, of a row, between columns
 WIDTH, HEIGHT, GAP = 1.35, 0.62, 0.22
 BLOCK = 3 * WIDTH + 2 * GAP
-ARROW = 1.9  # length of an arrow
+ARROW = 2.7  # length of an arrow
 PITCH = 1.08 * HEIGHT
 
 
@@ -75,7 +75,7 @@ def draw_block(ax, left, top, title, found):
                 ax,
                 x + WIDTH / 2,
                 top - HEIGHT / 2,
-                "no rows",
+                "none",
                 9,
                 PALE,
                 style="italic",
@@ -419,7 +419,7 @@ ranks.close()
 # All collectives in one figure
 # -----------------------------
 
-overview = draw(drawn, columns=3)
+overview = draw(drawn, columns=2)
 explain(overview)
 plt.show()
 

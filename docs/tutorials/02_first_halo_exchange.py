@@ -174,10 +174,16 @@ figure, axes = plt.subplots(
     2, 1, figsize=(7.2, 5.4), sharex=True, layout="constrained"
 )
 panels = [
-    ("Final temperature", "temperature (K)", whole_end.detach(), end, alone_end),
+    (
+        "Final temperature",
+        "temperature (scaled)",
+        whole_end.detach(),
+        end,
+        alone_end,
+    ),
     (
         f"Gradient of the final temperature at point {POINT}",
-        "gradient (K per K)",
+        "gradient (per unit)",
         whole_start.grad,
         gradient,
         alone_gradient,
