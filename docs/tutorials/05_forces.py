@@ -231,8 +231,8 @@ print(f"sum of all forces: {forces.sum(0).abs().max():.1e} eV/Å")
 # Pictures
 # --------
 #
-# Left: one layer of the second crystal, with true forces in grey and learned forces in black.
-# Middle: all components of the forces. Right: the loss.
+# Above: one layer of the second crystal, with true forces in grey and learned forces in black.
+# Below: all components of the forces, and the loss.
 
 # sphinx_gallery_start_ignore
 COLOURS = vc.figures.RANKS[:2]
@@ -299,6 +299,7 @@ parity.set_title("Forces on a crystal not seen", loc="left")
 parity.set_xlabel("true, eV/Å")
 parity.set_ylabel("learned, eV/Å")
 parity.set_aspect("equal", adjustable="datalim")
+parity.locator_params(nbins=4)
 parity.legend(markerscale=2)
 
 curve.plot(alone_losses, color=INK, lw=1.5, label="one process")
