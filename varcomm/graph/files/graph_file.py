@@ -37,7 +37,7 @@ def read_graph_and_mesh(path: Path) -> tuple[Data, Mesh | None]:
     - ``.npz``: ``edge_index`` (2, E) or ``edges`` (E, 2), and attributes by their names.
     - a folder is an OpenFOAM case; anything else is a mesh for meshio.
     """
-    if path.is_dir() and is_case(path):
+    if is_case(path):
         mesh = read_mesh(path)
         return mesh.data, mesh
     if not path.is_file():
@@ -45,6 +45,7 @@ def read_graph_and_mesh(path: Path) -> tuple[Data, Mesh | None]:
         raise ArgumentError(f"{path} is {kind}. Pass the file of a mesh or a graph.")
     suffix = path.suffix.lower()
     if suffix not in (".pt", ".pth", ".npz"):
+        _check_format(path, suffix)
         mesh = read_mesh(path)
         return mesh.data, mesh
     accepted = _ARRAYS if suffix == ".npz" else _TENSORS
@@ -63,6 +64,19 @@ def read_graph_and_mesh(path: Path) -> tuple[Data, Mesh | None]:
         return _data(content, accepted), None
     except ArgumentError as error:
         raise ArgumentError(f"{path}: {str(error).rstrip('.')}.") from error
+
+
+def _check_format(path: Path, suffix: str) -> None:
+    """Refuse a file that neither meshio nor this module reads, with the formats that they read."""
+    try:
+        from meshio import extension_to_filetypes
+    except ImportError:
+        return  # read_mesh names the missing package
+    if suffix not in extension_to_filetypes:
+        known = " ".join(sorted(extension_to_filetypes))
+        raise ArgumentError(
+            f"{path} is in no known format. Pass a graph (.pt .pth .npz) or a mesh ({known})."
+        )
 
 
 def _arrays(path: Path) -> dict[str, torch.Tensor]:
