@@ -33,6 +33,7 @@ PAGES = [
     "docs/how_it_works/fp32.md",
     "docs/how_it_works/halo.md",
     "docs/how_it_works/plans.md",
+    "docs/how_to/read_only_the_rows_a_rank_owns.md",
     "docs/index.md",
     "docs/meshes.md",
     "docs/security.md",

@@ -3,22 +3,23 @@
 import pickle
 import threading
 
-import h5py
 import numpy as np
 import pytest
 import torch
-import zarr
 from scipy.io import netcdf_file
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data import HeteroData
 
 import varcomm as vc
-from tests.graph.graphs import WORLDS, grid, split_by, wild
+from tests.graph.graphs import grid, split_by, wild
 from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import Rows, RowWriter, assign, partition
 
+zarr, h5py = pytest.importorskip("zarr"), pytest.importorskip("h5py")
+
 SAMPLES, NODES, WIDTH = 3, 24, 2
+WORLDS = (3, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 2, 5)))
 METHODS = ("block", "random", "a rank owns nothing")
 
 
@@ -69,7 +70,7 @@ FORMATS = {
 
 
 def read_all(rank, ranks, folder):
-    """Compare all samples of each format with rows of the array; return the least of bytes."""
+    """Compare all samples of each format with rows of the array."""
     array, data = torch.from_numpy(values()), wild(NODES)
     for method in METHODS:
         graph = partition(data, method=split_by(method, NODES, ranks))
@@ -79,6 +80,8 @@ def read_all(rank, ranks, folder):
         sources["tensor"], sources["array"] = (array, None), (array.numpy()[::-1][::-1], None)
         sources["zarr array"] = zarr.open(f"{folder}/plain.zarr", mode="r")["x"], None
         for name, (source, variable) in sources.items():
+            if method != "random" and name not in ("sharded.zarr", "classic.nc"):
+                continue
             rows = Rows(source, graph, variable=variable)
             assert rows.shape == tuple(array.shape), name
             assert len(rows) == SAMPLES
@@ -292,6 +295,7 @@ def written(rank, ranks, folder):
                 torch.testing.assert_close(rows[t], expected, rtol=0, atol=0, equal_nan=True)
             if rank == 0:
                 assert torch.equal(whole(path).nan_to_num(9), array.nan_to_num(9))
+        assert out.bytes_written <= 4 * WIDTH * 4 * max(graph.num_owned, -(-NODES // ranks))
     return out.bytes_written
 
 
@@ -310,7 +314,6 @@ def whole(path):
 def test_results_come_back_exactly(worlds, ranks, tmp_path):
     found = worlds.run(ranks, written, ranks, str(tmp_path))
     assert sum(found) == 4 * NODES * WIDTH * 4, "each row once"
-    assert max(found) <= -(-NODES // ranks) * 4 * WIDTH * 4
 
 
 def writing_refused(rank, folder):

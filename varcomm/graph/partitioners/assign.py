@@ -272,7 +272,9 @@ def _by_chunks(
     rows = {key: chunk.get(key, 1) if isinstance(chunk, Mapping) else chunk for key in counts}
     rows = {key: at_least(1, own, "chunk") for key, own in rows.items()}
     coarse = HeteroData() if isinstance(data, HeteroData) else Data()
-    numbers, weights, costs = {}, {}, {}
+    numbers: dict[Any, torch.Tensor] = {}
+    weights: dict[Any, torch.Tensor] = {}
+    costs: dict[Any, Any] = {}
     given = [None] * len(counts) if weight is None else weight.split(list(counts.values()))
     for (key, count), own in zip(counts.items(), given, strict=True):
         numbers[key] = torch.arange(count) // rows[key]
@@ -282,8 +284,8 @@ def _by_chunks(
         store = coarse if key is None else coarse[key]
         store.num_nodes = chunks
         if method in _BY_POSITION:
-            found = data if key is None else data[key]
-            pos = checked_positions(found.get("pos"), f"{label(key)}.pos", method, count).cpu()
+            fine = data if key is None else data[key]
+            pos = checked_positions(fine.get("pos"), f"{label(key)}.pos", method, count).cpu()
             sums = torch.zeros(chunks, pos.shape[1], dtype=torch.float64)
             each = torch.bincount(numbers[key], minlength=chunks)
             store.pos = sums.index_add_(0, numbers[key], pos.double()) / each[:, None]

@@ -143,12 +143,16 @@ class Rows(Dataset[torch.Tensor]):
                     )
                 if array.shape[0] != samples:
                     raise ArgumentError(f"variables have {samples} and {array.shape[0]} samples.")
-            self.shape = (samples, count, *self._row.shape[1:])
+            self.shape: tuple[int, ...] = (samples, count, *self._row.shape[1:])
             return shard, graph.edge_shards[edge_type] if halo else None
 
         def outline(_: object) -> dict[str, object]:
-            same = {"shape": list(self.shape), "dtype": str(self._row.dtype), "halo": halo}
-            return same | {"variable": str(names)}
+            return {
+                "shape": list(self.shape),
+                "dtype": str(self._row.dtype),
+                "halo": halo,
+                "variable": str(names),
+            }
 
         (shard, edges), outlines = agree_and_share(_WHAT, check, outline, graph.group)
         require_equal(_WHAT, outlines)
@@ -284,8 +288,13 @@ class Rows(Dataset[torch.Tensor]):
             return [self._checked(sample) for sample in chosen]
 
         chosen = agree(what, check, self._group)
-        same = {"batch_size": batch_size, "shuffle": shuffle, "seed": seed}
-        same |= {"samples": digest(np.array(chosen)), "drop_last": options.get("drop_last")}
+        same = {
+            "batch_size": batch_size,
+            "shuffle": shuffle,
+            "seed": seed,
+            "samples": digest(np.array(chosen)),
+            "drop_last": options.get("drop_last"),
+        }
         compare(self._group, {"operation": what, **same})
         generator = torch.Generator().manual_seed(seed)
         subset = Subset(self, chosen)

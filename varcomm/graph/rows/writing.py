@@ -138,9 +138,15 @@ class RowWriter:
             return nodes
 
         def outline(nodes: NodeShard) -> dict[str, object]:
-            same = {"path": self.path.name, "shape": list(self.shape), "dtype": str(self.dtype)}
-            same |= {"variable": variable, "chunk": self._chunk, "shard": self._unit}
-            return same | {"node_type": node_type}
+            return {
+                "path": self.path.name,
+                "shape": list(self.shape),
+                "dtype": str(self.dtype),
+                "variable": variable,
+                "node_type": node_type,
+                "chunk": self._chunk,
+                "shard": self._unit,
+            }
 
         nodes, outlines = agree_and_share(_WHAT, check, outline, self._group)
         require_equal(_WHAT, outlines)
@@ -279,7 +285,7 @@ class _Flat:
 
     def store(self, sample: int, first: int, rows: Array) -> None:
         at = self._offset + (sample * self._rows + first) * (rows.nbytes // len(rows))
-        data = memoryview(rows.reshape(-1).view(np.uint8))
+        data = memoryview(rows.reshape(-1).view(np.uint8).data)
         while data:  # the system may write a part
             done = os.pwrite(self._file.fileno(), data, at)
             data, at = data[done:], at + done
