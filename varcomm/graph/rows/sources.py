@@ -30,6 +30,9 @@ Array = np.ndarray[Any, Any]
 # samples, which are kept for the next sample.
 _REQUEST, _KEPT = 1 << 25, 1 << 28
 
+# Attributes of packed values in the CF conventions.
+_PACKED = ("scale_factor", "add_offset", "_FillValue", "missing_value")
+
 
 class _Opened(NamedTuple):
     """An open array; `chunks` is None if each row can be read alone. `owner` is closed with it."""
@@ -273,7 +276,8 @@ def _netcdf3(path: str, variable: str | None) -> _Opened:
     file = package("scipy.io", path).netcdf_file(path, "r", mmap=True)
     names = [name for name, entry in file.variables.items() if len(entry.shape) > 1]
     entry = file.variables[_chosen(names, variable, path)]
-    array, attributes = entry.data, dict(entry._attributes)
+    attributes = {key: getattr(entry, key) for key in _PACKED if hasattr(entry, key)}
+    array = entry.data
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the array keeps the memory map
         file.variables = {}
@@ -315,8 +319,7 @@ def _packing(stored: np.dtype[Any], attributes: Mapping[str, Any], name: str) ->
 
     native = stored.newbyteorder("=")
     try:
-        scale, offset = (value(key) for key in ("scale_factor", "add_offset"))
-        missing = [value(key) for key in ("_FillValue", "missing_value")]
+        scale, offset, *missing = (value(key) for key in _PACKED)
         # NaN stays as it is
         fills = tuple(native.type(fill) for fill in missing if fill is not None and fill == fill)
     except (ValueError, TypeError, IndexError, OverflowError, struct.error) as error:

@@ -41,6 +41,9 @@ class RowWriter:
     The file has its name once :meth:`close` has returned on every rank; until then it is
     ``<path>.part``. All methods are collective, and an error on one rank is raised on all ranks.
 
+    Communication: per sample, the rows whose chunks another rank writes, and two small messages per
+    rank to agree on errors.
+
     In one process: ``array[sample] = x``.
 
     Parameters
