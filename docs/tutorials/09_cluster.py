@@ -138,7 +138,7 @@ for rank, size, local, first, last in (
         weight="bold",
     )
     ax.text(x + 0.46, 0.46, f"local rank {local}", ha="center", va="center")
-    ax.text(x + 0.46, 0.2, f"rows {first} to {last}", ha="center", va="center")
+    ax.text(x + 0.46, 0.2, f"rows {first}-{last}", ha="center", va="center")
 ax.set(xlim=(-0.15, 4.4), ylim=(-0.15, 1.45))
 ax.axis("off")
 # sphinx_gallery_end_ignore
