@@ -1,4 +1,4 @@
-"""A ShardedGradients where torch expects an optimizer: schedulers, clipping, GradScaler, refusals."""
+"""A ShardedGradients as an optimizer of torch: schedulers, clipping, GradScaler, refusals."""
 
 import copy
 import pickle
@@ -128,6 +128,7 @@ def test_other_uses_of_gradients_are_refused(rank, ranks):
     is_refused(lambda: clip_grad_norm_(model.parameters(), 1.0, -1.0), "must be positive")
     ddp = DistributedDataParallel(model)
     is_refused(lambda: ddp(torch.ones(1, 3)).sum().backward(), "Use no DistributedDataParallel")
+    own.close()
 
 
 @on(2)

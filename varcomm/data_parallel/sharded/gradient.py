@@ -19,12 +19,12 @@ _CHANGES = {"mul_", "div_", "clamp_", "clamp_min_", "clamp_max_"}
 class Sums(Protocol):
     """Gradients of all ranks, by the names of their parameters; collective."""
 
-    def gradient_norm(
+    def _gradient_norm(
         self, name: str, order: float, compared: Mapping[str, object] = ...
     ) -> torch.Tensor:
         """Return the norm of a full gradient in float64, bit for bit the same on all ranks."""
 
-    def change_gradient(self, name: str, change: Callable[[torch.Tensor], object]) -> None:
+    def _change_gradient(self, name: str, change: Callable[[torch.Tensor], object]) -> None:
         """Apply a change in place to this rank's piece of a gradient, if it has one."""
 
 
@@ -75,7 +75,7 @@ class SummedGradient(torch.Tensor):
         elif name in ("linalg_vector_norm", "norm") and len(rest) < 2 and not options.get("dim"):
             order, dtype = float(rest[0]) if rest else 2.0, options.get("dtype")
             norms = [
-                each._sums(name).gradient_norm(each.parameter_name, order).to(dtype or each._real)
+                each._sums(name)._gradient_norm(each.parameter_name, order).to(dtype or each._real)
                 for each in own
             ]
             return norms[0] if first is own[0] else norms
@@ -96,7 +96,7 @@ class SummedGradient(torch.Tensor):
         return self.find_sums() or _refuse(operation, self)
 
     def _change(self, operation: str, change: Callable[[torch.Tensor], object]) -> None:
-        self._sums(operation).change_gradient(self.parameter_name, change)
+        self._sums(operation)._change_gradient(self.parameter_name, change)
 
     def __repr__(self, **_: object) -> str:
         return f"SummedGradient({self.parameter_name!r}, {tuple(self.shape)}, {self.dtype})"
@@ -112,7 +112,7 @@ def _unscale(own: Iterable[SummedGradient], found_inf: torch.Tensor, inverse: to
     own, name = list(own), "unscale_"
     scale = {"the scale of the GradScaler": 1 / inverse.item()}
     for each in own:
-        norm = each._sums(name).gradient_norm(each.parameter_name, torch.inf, scale)
+        norm = each._sums(name)._gradient_norm(each.parameter_name, torch.inf, scale)
         found_inf.logical_or_(~norm.isfinite().to(found_inf.device))
     for each in own:
         each._change(name, lambda piece: piece.mul_(inverse))
@@ -131,6 +131,6 @@ def _refuse(operation: str, gradient: SummedGradient) -> NoReturn:
     raise ArgumentError(
         f"{NAME}: the gradient of parameter {name!r} is summed over ranks in pieces, and "
         f"{operation!r} needs all of it. Norms, torch.nn.utils.clip_grad_norm_, clip_grad_value_ "
-        f"and GradScaler accept it; pieces[{name!r}].value.grad of the {NAME} is this rank's piece. "
+        f"and GradScaler accept it; pieces[{name!r}].value.grad of the {NAME} is this rank's. "
         "Use no DistributedDataParallel, no sum and no other optimizer for this model."
     )

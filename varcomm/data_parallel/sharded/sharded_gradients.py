@@ -342,7 +342,7 @@ class ShardedGradients(torch.optim.Optimizer):
         specs = {name: shard_spec(parameter) for name, parameter in self._given.trained.items()}
         return {name: None if spec is None else spec.group for name, spec in specs.items()}
 
-    def gradient_norm(
+    def _gradient_norm(
         self, name: str, order: float, compared: Mapping[str, object] | None = None
     ) -> torch.Tensor:
         """Return the norm of a gradient over all ranks, in float64; collective.
@@ -365,7 +365,7 @@ class ShardedGradients(torch.optim.Optimizer):
         return self._norms[order].pop(name)
 
     @torch.no_grad()
-    def change_gradient(self, name: str, change: Callable[[torch.Tensor], object]) -> None:
+    def _change_gradient(self, name: str, change: Callable[[torch.Tensor], object]) -> None:
         """Change this rank's piece of a gradient in place; collective.
 
         ``grad`` of a parameter calls this. The first call sums all gradients.
