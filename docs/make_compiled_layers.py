@@ -1,4 +1,4 @@
-"""Write ``compiled_layers.md``: the table of layers under torch.compile.
+"""Write ``reference/compiled_layers.md``: the table of layers under torch.compile.
 
 Run it from the root of the repository, after PyG, PyTorch or ``varcomm/graph/adapt`` have changed:
 ``python docs/make_compiled_layers.py``. It compiles each layer of the tests, on two ranks, which
@@ -14,7 +14,7 @@ import varcomm
 from tests.graph.layers import example
 from tests.graph.layers_beyond import LAYERS
 
-PAGE = Path(__file__).with_name("compiled_layers.md")
+PAGE = Path(__file__).with_name("reference") / "compiled_layers.md"
 
 # A process that has compiled many graphs keeps much of them.
 AT_ONCE = 12

@@ -1,4 +1,4 @@
-"""Write ``graph_layers.md``: the tables of PyG's layers and functions on a partitioned graph.
+"""Write ``reference/graph_layers.md``: the tables of PyG layers and functions that are exact.
 
 Run it from the root of the repository, after PyG, the lists in ``varcomm.graph.adapt.checks`` or
 the tables below have changed: ``python docs/make_graph_layers.py``. ``tests/graph`` compares the
@@ -11,7 +11,7 @@ from torch_geometric.nn import conv
 
 from varcomm.graph.adapt.checks import EXACT_AGGREGATIONS, REFUSED
 
-PAGE = Path(__file__).with_name("graph_layers.md")
+PAGE = Path(__file__).with_name("reference") / "graph_layers.md"
 
 REMARKS = {
     "FastRGCNConv": "for features; `RGCNConv` takes ids of nodes",

@@ -101,7 +101,7 @@ def private_names():
 
 
 def test_private_names_of_torch_are_those_of_the_architecture_page():
-    page = (ROOT / "docs" / "architecture" / "index.md").read_text()
+    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
     section = page.partition("## Private APIs of torch")[2].partition("\n## ")[0]
     _, _, *rows = [line for line in section.splitlines() if line.startswith("|")]
     listed = {name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}

@@ -438,4 +438,4 @@ plt.show()
 # - ``vc.testing.dot_test`` tests adjoints; ``vc.debug()`` finds ranks that disagree.
 #
 # Next: :doc:`your first halo exchange <02_first_halo_exchange>`. Theory:
-# :doc:`adjoints </how_it_works/adjoints>`.
+# :doc:`adjoints </explanation/adjoints>`.

@@ -253,4 +253,4 @@ ranks.close()
 # - All ranks call ``backward``, also ranks whose part of the loss is zero.
 #
 # Next: :doc:`partition a mesh and draw the parts <03_partition_a_mesh>`. Reference: :doc:`plans
-# </how_it_works/plans>`.
+# </explanation/plans>`.

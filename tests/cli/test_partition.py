@@ -16,7 +16,7 @@ from varcomm.cli.main import main
 from varcomm.graph.files.graph_file import read_graph
 
 RING = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
-PAGE = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "command_line.md").read_text()
 
 
 def channel(path, rows=9, columns=5):

@@ -21,7 +21,7 @@ import varcomm as vc
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 EXPLANATIONS = [
-    *(page for page in sorted(DOCS.glob("how_it_works/*.md"))),
+    *(page for page in sorted(DOCS.glob("explanation/*.md")) if "```python" in page.read_text()),
     *(page for page in sorted(DOCS.glob("coming_from/*.md")) if page.stem not in ("index", "mace")),
     *(DOCS / "ase.md", DOCS / "sharp_bits.md", DOCS / "start.md"),
 ]

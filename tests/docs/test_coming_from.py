@@ -11,7 +11,8 @@ import varcomm
 from varcomm import tensor_parallel
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
-PAGES = [DOCS / "sharp_bits.md", *DOCS.glob("how_it_works/*.md"), *DOCS.glob("coming_from/*.md")]
+PAGES = [DOCS / "sharp_bits.md", *DOCS.glob("explanation/*.md"), *DOCS.glob("coming_from/*.md")]
+PAGES.remove(DOCS / "explanation" / "architecture.md")  # its names are modules of varcomm
 MODULES = {"vc": varcomm, "varcomm": varcomm, "tp": tensor_parallel}
 INSTANCES = {
     "graph": varcomm.graph.PartitionedGraph,
@@ -65,7 +66,7 @@ def resolve(node):
 def test_names_and_arguments(page):
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     spans = [span for span in re.findall(r"`([^`\n]+)`", text) if OURS.search(span)]
-    assert spans or page.name == "index.md"
+    assert spans or page.parent.name == "explanation" or page.name == "index.md"
     for span in spans:
         try:
             check(span)

@@ -24,12 +24,12 @@ def maker():
 
 
 def test_the_page_is_up_to_date():
-    page = (DOCS / "graph_layers.md").read_text()
+    page = (DOCS / "reference" / "graph_layers.md").read_text()
     assert page == maker().page(), "run: python docs/make_graph_layers.py"
 
 
 def test_every_layer_of_pyg_is_on_it_once():
-    page = (DOCS / "graph_layers.md").read_text()
+    page = (DOCS / "reference" / "graph_layers.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (exact|refused) \| (.*) \|$", page, re.MULTILINE)
     layers = [row for row in rows if row[0] in conv.__all__]
     assert sorted(name for name, _, _ in layers) == sorted(conv.__all__)
@@ -64,7 +64,7 @@ def test_norms_outside_of_a_distributed_model(worlds):
 
 
 def test_the_page_of_compiled_layers_has_those_of_the_tests():
-    page = (DOCS / "compiled_layers.md").read_text()
+    page = (DOCS / "reference" / "compiled_layers.md").read_text()
     told = dict(re.findall(r"^\| (.*?) \| (one graph|breaks: .+) \|$", page, re.MULTILINE))
     assert told.keys() == LAYERS.keys(), "run: python docs/make_compiled_layers.py"
     # what the tests of compiled models rely on

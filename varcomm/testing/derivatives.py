@@ -193,8 +193,9 @@ def _directions(
         for k in range(count):
             flat = torch.zeros(sum(lengths), dtype=torch.float64, device=inputs[0].device)
             flat[k : k + 1] = rank == ranks.rank  # this rank may have fewer coordinates
+            # cloned: memory of complex numbers starts at an even place
             parts = [
-                torch.view_as_complex(part.view(-1, 2)) if x.is_complex() else part
+                torch.view_as_complex(part.view(-1, 2).clone()) if x.is_complex() else part
                 for part, x in zip(flat.split(lengths), inputs, strict=True)
             ]
             yield rank, tuple(p.view(x.shape) for p, x in zip(parts, inputs, strict=True))
