@@ -38,10 +38,8 @@ def test_clipping_and_schedulers_are_those_of_one_process(rank, ranks):
     own = sharded(model, "explicit", ranks, bucket_bytes=300)
     one = torch.optim.AdamW(groups_of(twin), lr=0.01)
     assert isinstance(own, torch.optim.Optimizer)
-    schedulers = [
-        (lr_scheduler.OneCycleLR(o, 0.1, total_steps=9), lr_scheduler.ReduceLROnPlateau(o, 0.5))
-        for o in (own, one)
-    ]
+    cycle, plateau = lr_scheduler.OneCycleLR, lr_scheduler.ReduceLROnPlateau
+    schedulers = [(cycle(o, 0.1, total_steps=9), plateau(o, factor=0.5)) for o in (own, one)]
     for step in range(7):
         for part in range(2):
             if rank or ranks == 1 or step % 2:
@@ -57,11 +55,11 @@ def test_clipping_and_schedulers_are_those_of_one_process(rank, ranks):
                     clip_grad_value_(module.parameters(), 0.01)
         norms = [m.shared.weight.grad.norm() for m in (model, twin)]
         close(*norms, 1e-10)
-        for optimizer, (cycle, plateau) in zip((own, one), schedulers, strict=True):
+        for optimizer, (by_step, by_loss) in zip((own, one), schedulers, strict=True):
             optimizer.step()
             optimizer.zero_grad()
-            cycle.step()
-            plateau.step(1.0)
+            by_step.step()
+            by_loss.step(1.0)
         for a, b in zip(own.param_groups, one.param_groups, strict=True):
             assert {**a, "params": 0, "param_names": 0} == {**b, "params": 0, "param_names": 0}
     assert_equal(model, twin, 1e-10)

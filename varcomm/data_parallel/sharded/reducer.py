@@ -169,7 +169,7 @@ class Reducer:
         shard, held, group = self._next, self._held, self.traffic()
         gradients = {name: held.pop(name) for name in shard.parameters if name in held}
         here = [name in gradients for name, _ in shard.segments]
-        flat, rows = _packed(shard, gradients)
+        flat, rows = _packed(shard, gradients, _order(group))
         message = started("reduce_scatter_v", group, _begun, flat, rows)
         self._in_flight.append((shard, here, message))
         self._started += 1
@@ -220,22 +220,41 @@ def _begun(name: str, group: Group, flat: torch.Tensor, rows: Sequence[int]) -> 
     if group.size >= MANY:
         rounds = levels.reduce_scatter(name, group, flat, rows, range(group.size), use_fp32=True)
         return levels.InRounds(rounds, (-1,), accumulation_dtype(flat.dtype, use_fp32=True))
-    own = [rows[group.rank]] * group.size
-    works, values = packing.exchange(name, group, flat, rows, own)
-    return Pending(works, lambda: accumulated(values.view(group.size, -1).unbind(), use_fp32=True))
+    rank, mine = group.rank, rows[group.rank]
+    others, own = flat.split([len(flat) - mine, mine])  # this rank's own part is the last
+    send = [0 if r == rank else n for r, n in enumerate(rows)]
+    recv = [0 if r == rank else mine for r in range(group.size)]
+    works, values = packing.exchange(name, group, others, send, recv)
+
+    def total() -> torch.Tensor:
+        parts = list(values.view(group.size - 1, mine))
+        parts.insert(rank, own)
+        return accumulated(parts, use_fp32=True)
+
+    return Pending(works, total)
 
 
-def _packed(shard: Shard, gradients: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
-    """Return what each rank gets, in a row, and how much: its piece, and a flag per parameter.
+def _order(group: Group) -> list[int]:
+    """Return the ranks in the order of their parts; on few ranks, this rank's part is not sent."""
+    ranks = list(range(group.size))
+    if group.size < MANY:
+        ranks.append(ranks.pop(group.rank))
+    return ranks
+
+
+def _packed(
+    shard: Shard, gradients: Mapping[str, torch.Tensor], order: Sequence[int]
+) -> tuple[torch.Tensor, list[int]]:
+    """Return what each rank gets, in `order`, and how much: its piece, and a flag per parameter.
 
     The flags are 1 for parameters in the piece that this rank has used, else 0. `gradients` are
-    dense, by name; absent ones count as zeros.
+    dense, by name; absent ones count as zeros. The lengths are by rank.
     """
     split = shard.split
     dtype = gradient_dtype(next(iter(shard.parameters.values())))
     flat = {name: gradient.reshape(-1) for name, gradient in gradients.items()}
     parts = [shard.row.new_empty(0, dtype=dtype)]
-    for segments in split.segments:
+    for segments in (split.segments[rank] for rank in order):
         used = parts[0].new_ones(len(segments))
         for place, (name, part) in enumerate(segments):
             if name in flat:
