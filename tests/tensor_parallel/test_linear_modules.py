@@ -3,6 +3,7 @@
 import copy
 import pickle
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,12 @@ from tests.ops.comparing import Failures, assert_none
 from tests.tensor_parallel.twins import REPLICATED, SPLITS, Sharded, compare_all, drawn, split
 from tests.worlds import WORLDS
 from varcomm import GroupError
-from varcomm.tensor_parallel import ColumnParallelLinear, RowParallelLinear, shard_spec
+from varcomm.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    shard_spec,
+)
 from varcomm.transport.group import resolve
 
 IN, OUT = 4, 5
@@ -176,7 +182,7 @@ def with_each_init(rank):
     for init in INITS.values():
         torch.manual_seed(7)
         layers = [kind(30, 70, init=init) for kind in KINDS]
-        table = tp.VocabParallelEmbedding(50, 3, init=init)
+        table = VocabParallelEmbedding(50, 3, init=init)
         found += [layer.to_linear().weight.detach() for layer in layers]
         found += [table.to_embedding().weight.detach(), torch.rand(1)]
     return found
