@@ -70,7 +70,8 @@ class ShardedGradients(torch.optim.Optimizer):
     Attributes
     ----------
     optimizer : torch.optim.Optimizer
-        The result of the factory, for learning rate schedulers and hooks; its ``step`` raises.
+        The result of the factory, which updates pieces; its ``step`` raises. Options and states are
+        those of the ShardedGradients, which schedulers and trainers accept.
 
     Raises
     ------
@@ -87,6 +88,11 @@ class ShardedGradients(torch.optim.Optimizer):
     parameters. A bucket is sent during backward, as soon as its gradients and all buckets before it
     are complete; the first collective method sums the rest. The optimizer updates fp32 masters of
     parameters narrower than 4 bytes. Values written into parameters between steps reach them.
+
+    ``grad`` of a parameter stands for the sum over ranks, and has no memory. Its norm, and scaling
+    and clamping in place, are collective and those of the gradient of all ranks: so are
+    ``torch.nn.utils.clip_grad_norm_``, ``clip_grad_value_`` and a ``GradScaler``. Other operations
+    on it raise ArgumentError.
 
     Communication: of ``N`` elements this rank owns ``n``. A sum sends ``N - n`` elements of the
     gradients' dtype and receives ``(P - 1) n``, and one value per peer for each parameter in a
@@ -303,8 +309,8 @@ class ShardedGradients(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the pieces, and all that have not been summed; collective.
 
-        The optimizer's own ``zero_grad`` drops only the former, and ``model.zero_grad()`` drops
-        nothing: parameters have no ``grad`` after backward.
+        The optimizer's own ``zero_grad`` drops only the former. ``model.zero_grad()`` drops nothing,
+        and the next step raises ArgumentError.
         """
         self._reduce("zero_grad", drop=True)
         self.optimizer.zero_grad(set_to_none)
@@ -314,8 +320,8 @@ class ShardedGradients(torch.optim.Optimizer):
     ) -> torch.Tensor:
         """Scale the gradients so that the norm of all of them is at most `max_norm`; collective.
 
-        Arguments are as of :func:`torch.nn.utils.clip_grad_norm_`, which would find no gradients in
-        the parameters. Parameters that are sharded over the other axis of a mesh count with all
+        Arguments are as of :func:`torch.nn.utils.clip_grad_norm_`, which does the same for the
+        parameters, with a norm in their dtype and a longer message. Parameters that are sharded over the other axis of a mesh count with all
         their shards; then all ranks of the mesh make this call. Returns the norm before, a float64
         scalar that is the same on all ranks.
         """
