@@ -309,8 +309,8 @@ class ShardedGradients(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the pieces, and all that have not been summed; collective.
 
-        The optimizer's own ``zero_grad`` drops only the former. ``model.zero_grad()`` drops nothing,
-        and the next step raises ArgumentError.
+        The optimizer's own ``zero_grad`` drops only the former. ``model.zero_grad()`` drops
+        nothing, and the next step raises ArgumentError.
         """
         self._reduce("zero_grad", drop=True)
         self.optimizer.zero_grad(set_to_none)
@@ -321,9 +321,9 @@ class ShardedGradients(torch.optim.Optimizer):
         """Scale the gradients so that the norm of all of them is at most `max_norm`; collective.
 
         Arguments are as of :func:`torch.nn.utils.clip_grad_norm_`, which does the same for the
-        parameters, with a norm in their dtype and a longer message. Parameters that are sharded over the other axis of a mesh count with all
-        their shards; then all ranks of the mesh make this call. Returns the norm before, a float64
-        scalar that is the same on all ranks.
+        parameters, with a norm in their dtype and a longer message. Parameters that are sharded
+        over the other axis of a mesh count with all their shards; then all ranks of the mesh make
+        this call. Returns the norm before, a float64 scalar that is the same on all ranks.
         """
 
         def compared() -> dict[str, object]:
