@@ -67,7 +67,7 @@ def test_clipping_and_schedulers_are_those_of_one_process(rank, ranks):
 
 @on(*SOME)
 def test_a_grad_scaler_skips_steps_on_all_ranks(rank, ranks):
-    """The last rank alone has an infinite gradient in one step, and too large a scale at first."""
+    """The last rank alone has a gradient that is not finite, in one step."""
     model, twin = twins(lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)))
     own = ShardedGradients(model, lambda groups: torch.optim.Adam(groups, lr=0.1), reduce="sum")
     one = torch.optim.Adam(twin.parameters(), lr=0.1)
@@ -75,7 +75,7 @@ def test_a_grad_scaler_skips_steps_on_all_ranks(rank, ranks):
     scalers = [torch.amp.GradScaler("cpu", **how) for _ in range(2)]
     for step in range(6):
         torch.manual_seed(step)
-        rows = [torch.randn(2, 3) * 1e6 ** (step == 0) for _ in range(ranks)]
+        rows = [torch.randn(2, 3) for _ in range(ranks)]
         rows[-1][0, 0] = torch.inf if step == 3 else 1.0
         if rank or ranks == 1:
             scalers[0].scale(square(model(rows[rank]))).backward()
@@ -94,7 +94,7 @@ def test_a_grad_scaler_skips_steps_on_all_ranks(rank, ranks):
             optimizer.zero_grad()
         assert scalers[0].get_scale() == scalers[1].get_scale()
         assert_equal(model, twin, 1e-4)
-    assert scalers[0].get_scale() < 2.0**10
+    assert scalers[0].get_scale() < 2.0**20
 
 
 def is_refused(call, words, kind=ArgumentError):
