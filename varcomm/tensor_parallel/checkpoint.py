@@ -78,6 +78,10 @@ def checkpoint(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
             "distribute_saved_activations. Leave it out: checkpoint(function, *args). Pass a flag "
             "of your function by keyword."
         )
+    return _checkpointed(function, *args, **kwargs)
+
+
+def _checkpointed(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     run = Replay().around(lambda *own: function(*own, **kwargs))
     # torch would stop at the last tensor that is needed, maybe before a collective
     return torch_checkpoint(run, *args, use_reentrant=False, early_stop=False)  # type: ignore[no-any-return]
@@ -137,8 +141,17 @@ class CheckpointWithoutOutput:
         """
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        if self._runs is None:
+        began = self._runs is None
+        if began:
             self._begin()
+        try:
+            return self._recorded(function, *args, **kwargs)
+        except BaseException:
+            if began:
+                self.__exit__(None, None, None)
+            raise
+
+    def _recorded(self, function: Callable[..., Outputs], *args: Any, **kwargs: Any) -> Outputs:
         run = _Run()
         known = weakref.ref(run)  # the run owns the graph, which owns the function below
 
@@ -148,9 +161,10 @@ class CheckpointWithoutOutput:
                 own.computed(_listed(result))
             return result, _kept(torch.empty(0, device="cpu"))
 
-        result, run.anchor = checkpoint(recorded, *args)
+        result, run.anchor = _checkpointed(recorded, *args)
         run.outputs = [(weakref.ref(x), x._version) for x in _listed(result)]
-        self._runs.append(run)
+        if self._runs is not None:
+            self._runs.append(run)
         return result
 
     def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:

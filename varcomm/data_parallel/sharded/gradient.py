@@ -57,10 +57,13 @@ class SummedGradient(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # results of operations, such as norms, are plain tensors
-        return torch.Tensor.__torch_function__(func, (), args, kwargs or {})
+        plain: Any = torch.Tensor
+        return plain.__torch_function__(func, (), args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         operation, options = func.overloadpacket.__name__, kwargs or {}
         first, *rest = args
         own, others = list(_leaves([first])), list(_leaves([*rest, *options.values()]))
@@ -98,7 +101,7 @@ class SummedGradient(torch.Tensor):
     def _change(self, operation: str, change: Callable[[torch.Tensor], object]) -> None:
         self._sums(operation)._change_gradient(self.parameter_name, change)
 
-    def __repr__(self, **_: object) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"SummedGradient({self.parameter_name!r}, {tuple(self.shape)}, {self.dtype})"
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -118,7 +121,7 @@ def _unscale(own: Iterable[SummedGradient], found_inf: torch.Tensor, inverse: to
         each._change(name, lambda piece: piece.mul_(inverse))
 
 
-def _leaves(values: Iterable[object]) -> Iterator[object]:
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
     for value in values:
         if isinstance(value, list | tuple):
             yield from _leaves(value)
