@@ -436,6 +436,7 @@ class ShardedGradients(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def _refuse_hook(self, *_: object, **__: object) -> NoReturn:
+        """Raise ArgumentError: hooks of states are not called."""
         raise ArgumentError(
             f"{NAME}: hooks of state_dict and load_state_dict are not called. Change the result of "
             "state_dict() instead."
