@@ -101,7 +101,7 @@ class SummedGradient(torch.Tensor):
     def _change(self, operation: str, change: Callable[[torch.Tensor], object]) -> None:
         self._sums(operation)._change_gradient(self.parameter_name, change)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"SummedGradient({self.parameter_name!r}, {tuple(self.shape)}, {self.dtype})"
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
