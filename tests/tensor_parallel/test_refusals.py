@@ -161,7 +161,7 @@ LOCAL = [
     (forked(lambda s: s.add("expert", expert=0.5)), "expert"),
     (
         lambda r: tp.CheckpointWithoutOutput().discard_output_and_register_recompute(X),
-        "checkpoint()",
+        "checkpoint() begins",
     ),
     (lambda r: tp.checkpoint(torch.exp, False, X), "distribute_saved_activations"),
 ]

@@ -179,7 +179,7 @@ class CheckpointWithoutOutput:
         if self._in_block or self._runs is None or not isinstance(hook_tensor, Tensor):
             raise ArgumentError(
                 "CheckpointWithoutOutput.discard_output_and_register_recompute ends the block that "
-                "checkpoint() begins outside of a with block, and gets a tensor. Call checkpoint() "
+                "checkpoint() begins without a with statement, and gets a tensor. Call checkpoint "
                 "before; inside a with block, leave this call out."
             )
         self.__exit__(None, None, None)
@@ -188,7 +188,7 @@ class CheckpointWithoutOutput:
         for run in self._runs or ():
             if note := run.note(x):
                 return note
-        # kept as outside of this block: by the hooks around it, with torch's own checks
+        # kept as without this block: by the hooks around it, with torch's own checks
         self._hooks.__exit__()
         try:
             kept = _kept(x.detach())

@@ -155,7 +155,7 @@ class Reducer:
         return self._shards[self._started % len(self._shards)]
 
     def _hold(self, name: str) -> None:
-        """Take a gradient, so that no other hook of the parameter sums it as well."""
+        """Keep a gradient here, so that no other hook of the parameter sums it as well."""
         parameter, summed = self._parameters[name], self._summed[name]
         if parameter.grad is not None and parameter.grad is not summed:
             gradient, before = parameter.grad.to_dense(), self._held.get(name)
@@ -245,7 +245,7 @@ def _order(group: Group) -> list[int]:
 def _packed(
     shard: Shard, gradients: Mapping[str, torch.Tensor], order: Sequence[int]
 ) -> tuple[torch.Tensor, list[int]]:
-    """Return what each rank gets, in `order`, and how much: its piece, and a flag per parameter.
+    """Return the part of each rank, in `order`, and its length: a piece, and flags of parameters.
 
     The flags are 1 for parameters in the piece that this rank has used, else 0. `gradients` are
     dense, by name; absent ones count as zeros. The lengths are by rank.

@@ -205,8 +205,8 @@ class ShardedGradients(torch.optim.Optimizer):
 
         :meth:`step` and :meth:`clip_grad_norm_` do this first. ArgumentError on every rank, if on
         one of them this was closed, parameters have been moved, converted or unfrozen, or the
-        optimizer has other groups; with a GlobalCount, if a rank has counted nothing, or all have
-        counted 0: then the gradients are dropped.
+        optimizer has other groups. With a GlobalCount also if a rank has counted nothing, or all
+        have counted 0; then the gradients are dropped.
         """
         self._reduce("reduce")
 
