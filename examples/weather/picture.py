@@ -16,8 +16,10 @@ from mesh import on_sphere
 from split import Owner
 from torch_geometric.data import HeteroData
 
-LAND, INK = "#d5d1ca", "#22272b"
-PALETTE = ["#3f6fa3", "#e3a446", "#5f9e76", "#b9586c", "#7f70b3", "#4fa9b8", "#a27a55", "#93a04a"]
+from varcomm import figures
+
+LAND, INK = "#d5d1ca", figures.INK
+PALETTE = figures.RANKS
 WEST, STEP = 20, 2  # where the grid begins, in Africa, and its spacing, in degrees
 
 
