@@ -31,10 +31,10 @@ HABITS = {
     "write inside or outside": r"\b(inside|outside) of\b",
     "write the plain word": r"\b(anew|mend|alike|shared out|under way|will do|nor|tell apart)\b",
     "write use": r"(?:^|[.:;] )Take (?!away)",
-    "name the subject": r"^(That|Those) of\b|^(Nor|Neither)\b",
+    "name the subject": r"^(That|Those) of\b",
     "name the object": r"\b(of|by|in|from|for|with|than|compare|decides?|says?|sees?|shows?) what\b",
     "write each": r"\b(them|these) each\b",
-    "write without idiom": r"\b(off the root|turned round|narrow floats?|once more|many a|at hand)\b",
+    "write without idiom": r"\b(off the root|turned round|narrow floats?|once more|many a)\b",
     "write continue": r"\b(go|goes|went) on\b",
     "a heading is a task or a noun": r"^#+ (What|Where|Who|When)\b",
 }
