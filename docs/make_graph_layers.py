@@ -114,13 +114,13 @@ returns local ids.
 
 Some code is outside these checks. `varcomm.testing.same_as_one_process` finds it:
 
-- **No index vector.** A mean over dimension 0, `F.batch_norm` or `global_mean_pool(x, None)` is that
-  of this rank. Use `graph.mean`, or pass `graph.batch`, which is zeros if the data have none.
+- **No index vector.** A mean over dimension 0, `F.batch_norm` or `global_mean_pool(x, None)` is
+  that of this rank. Use `graph.mean`, or pass `graph.batch`, which is zeros if the data have none.
 - **New tensors.** `zeros_like(graph.batch)`, `edge_index.new_zeros(len(x))` and masks are ordinary
   tensors: `x[graph.batch == b].mean(0)` is the mean of this rank.
 - **Copies of ids.** `torch.tensor`, `torch.sparse_coo_tensor` and TorchScript copy local ids.
-- **Copied code.** `DeepGraphInfomax` and `GAE.recon_loss` are refused by their class. A copy in your
-  file computes means of this rank. A copy of `LabelPropagation` has one column per class of this
+- **Copied code.** `DeepGraphInfomax` and `GAE.recon_loss` are refused by their class. A copy in
+  your file computes means of this rank. A copy of `LabelPropagation` has one column per class of this
   rank, and the exchange fails: use `one_hot(y, num_classes=...)`.
 - **No edges.** A model that returns early if `edge_index.size(1) == 0` skips an exchange, and the
   other ranks wait until the timeout.
@@ -128,8 +128,8 @@ Some code is outside these checks. `varcomm.testing.same_as_one_process` finds i
   `segment` on one rank. A readout of a distributed model refuses them.
 
 {functions}
-In a distributed model, `BatchNorm` and `DiffGroupNorm` normalise over the nodes of all ranks. Inside
-a layer they normalise over edges, with added loops or dropped edges too. After a pool they work as
+In a distributed model, `BatchNorm` and `DiffGroupNorm` normalise over the nodes of all ranks.
+Inside a layer they normalise over edges, with added loops or dropped edges too. After a pool they work as
 in one process. The other norms need `graph.batch` outside such a model. A BatchNorm outside a
 distributed model normalises this rank's rows; if you add one after `distribute`, it is refused. An
 aggregation that reads out nodes needs `graph.batch`. `to_hetero_with_bases` is refused: it adds

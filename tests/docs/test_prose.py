@@ -32,7 +32,7 @@ HABITS = {
     "write the plain word": r"\b(anew|mend|alike|shared out|under way|will do|nor|tell apart)\b",
     "write use": r"(?:^|[.:;] )Take (?!away)",
     "name the subject": r"^(That|Those) of\b",
-    "name the object": r"\b(of|by|in|from|for|with|than|compare|decides?|says?|sees?|shows?) what\b",
+    "name the object": r"\b(of|by|in|from|for|with|than|compare|says?|sees?|shows?) what\b",
     "write each": r"\b(them|these) each\b",
     "write without idiom": r"\b(off the root|turned round|narrow floats?|once more|many a)\b",
     "write continue": r"\b(go|goes|went) on\b",
