@@ -1,7 +1,8 @@
 """Checkpoints that any number of ranks can load, and that a crash leaves whole."""
 
+from varcomm.checkpoint.full import full_state_dict
 from varcomm.checkpoint.load import export, load, read
 from varcomm.checkpoint.parts import PerRank, Rows
 from varcomm.checkpoint.save import PendingSave, save
 
-__all__ = ["PendingSave", "PerRank", "Rows", "export", "load", "read", "save"]
+__all__ = ["PendingSave", "PerRank", "Rows", "export", "full_state_dict", "load", "read", "save"]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from math import prod
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 from zlib import crc32
 
 import torch
@@ -36,7 +36,7 @@ from varcomm.transport.auxiliary_group import aside
 from varcomm.transport.group import GroupLike
 from varcomm.transport.serialization import dtype_of, encoded
 
-__all__ = ["PendingSave", "finish_pending", "save"]
+__all__ = ["PendingSave", "Plan", "State", "check_copies", "finish_pending", "save"]
 
 logger = logging.getLogger("varcomm")
 
@@ -111,29 +111,25 @@ def save(
     """
     ranks, token = Ranks.of(group), new_token()
 
-    def collect() -> tuple[Path, _State]:
+    def collect() -> tuple[Path, State]:
         finish_pending()
         checked_flag(async_, "async_", "")
         # absolute: the process may go to another folder meanwhile
-        return Path(folder).absolute(), _State(state, ranks)
+        return Path(folder).absolute(), State(checked_state(state), ranks)
 
-    def brief(found: tuple[Path, _State]) -> tuple[Any, ...]:
+    def brief(found: tuple[Path, State]) -> tuple[Any, ...]:
         own = found[1]
         rows = sorted((key, str(rows.tensor.dtype), rows.shape) for key, rows in own.rows.items())
         call = {"folder": str(Path(folder)), "async_": async_, "Rows": rows}
-        return token, call, crc32(_in_order(own.common).encode()), own.per_rank, own.parts
+        return token, call, own.brief()
 
     (target, own), told = ranks.agree(_WHAT, collect, brief)
-    tokens, calls, digests, per_rank, parts = zip(*told, strict=True)
+    tokens, calls, briefs = zip(*told, strict=True)
     require_equal(_WHAT, calls)
-    commons = [own.common] * ranks.size
-    if len(set(digests)) > 1:  # mostly ranks have the same keys
-        _, commons = ranks.agree(_WHAT, lambda: own.common)
-    entries = [common | more for common, more in zip(commons, per_rank, strict=True)]
-    plan = alone(_WHAT, lambda: _Plan(entries, parts))  # the same on all ranks
+    plan = Plan.of(_WHAT, own, briefs, ranks)
     for key, rows in sorted(own.rows.items()):
         own.tensors[own.place(key, rows)] = sorted_rows(_WHAT, key, rows, ranks)
-    _check_copies(own.tensors, plan, ranks)
+    check_copies(_WHAT, own.tensors, plan, ranks)
     contents = {plan.name(piece): own.tensors[piece] for piece in plan.pieces[ranks.rank]}
     task = FolderSave(target, KIND, tokens[0])
     what = f"{_WHAT} to {Path(folder)}"
@@ -203,23 +199,24 @@ def finish_pending() -> None:
 _Entry: TypeAlias = dict[str, Any]
 
 # Key, offsets and sizes of a box: the unit that one rank writes.
-_Piece: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
+Piece: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 _EMPTY: tuple[Any, ...] = (encoded({}), [])
 
 
-class _State:
+class State:
     """The state of this rank: its tensors, and what ranks tell each other of them."""
 
     def __init__(self, state: Any, ranks: Ranks) -> None:
         self._ranks = ranks
-        self.tensors: dict[_Piece, torch.Tensor] = {}
+        self.tensors: dict[Piece, torch.Tensor] = {}
         self.rows: dict[str, Rows] = {}  # the same on all ranks
         self.common: dict[str, _Entry] = {}  # mostly the same on all ranks
         self.per_rank: dict[str, _Entry] = {}
-        self.parts: list[_Piece] = []  # of tensors that are sharded over ranks
-        for leaf in Walk(checked_state(state), ranks.rank).leaves(Leaf(state)):
+        self.values: dict[str, Any] = {}  # plain ones
+        self.parts: list[Piece] = []  # of tensors that are sharded over ranks
+        for leaf in Walk(state, ranks.rank).leaves(Leaf(state)):
             if isinstance(leaf.value, Holder):
                 continue  # after its leaves
             key = leaf.key
@@ -229,7 +226,11 @@ class _State:
             entries = self.per_rank if leaf.own else self.common
             entries[key] = {"path": leaf.path, **self._entry(key, leaf)}
 
-    def place(self, key: str, rows: Rows) -> _Piece:
+    def brief(self) -> tuple[int, dict[str, _Entry], list[Piece]]:
+        """Return the message to other ranks: a digest of common keys, and this rank's parts."""
+        return crc32(_in_order(self.common).encode()), self.per_rank, self.parts
+
+    def place(self, key: str, rows: Rows) -> Piece:
         """Return the rows of a full tensor that this rank writes."""
         block = ShardSizes.balanced(rows.total, self._ranks.size).range(self._ranks.rank)
         return key, (block.start, *(0,) * (len(rows.shape) - 1)), (len(block), *rows.shape[1:])
@@ -246,6 +247,7 @@ class _State:
                 json.dumps(content)
             except (TypeError, ValueError) as error:
                 raise ArgumentError(f"{key!r} cannot be saved: {error}.") from error
+            self.values[key] = value
             return {"kind": "value", "value": content}
         whole = is_whole(value)
         odd = value.is_nested or value.layout != torch.strided or value.is_quantized
@@ -268,15 +270,25 @@ def _in_order(content: Any) -> str:
     return json.dumps(content, sort_keys=True)
 
 
-class _Plan:
+class Plan:
     """The boxes that each rank writes (`pieces`); the same on all ranks.
 
     `holders` has the ranks with a copy of each box.
     """
 
+    @classmethod
+    def of(cls, what: str, own: State, briefs: Sequence[Any], ranks: Ranks) -> Self:
+        """Make the plan from the brief of every rank's state; collective."""
+        digests, per_rank, parts = zip(*briefs, strict=True)
+        commons = [own.common] * ranks.size
+        if len(set(digests)) > 1:  # mostly ranks have the same keys
+            _, commons = ranks.agree(what, lambda: own.common)
+        entries = [common | more for common, more in zip(commons, per_rank, strict=True)]
+        return alone(what, lambda: cls(entries, parts))  # the same on all ranks
+
     def __init__(self, entries: Sequence[Mapping[str, _Entry]], parts: Sequence[Any]) -> None:
         self.entries = _merged(entries)
-        self.holders: dict[_Piece, list[int]] = {}
+        self.holders: dict[Piece, list[int]] = {}
         for rank, own in enumerate(entries):
             whole = [
                 (key, (0,) * len(entry["shape"]), entry["shape"])
@@ -292,7 +304,7 @@ class _Plan:
         for key, entry in self.entries.items():
             if "shape" in entry:
                 check_cover(key, entry["shape"], by_key[key])
-        self.pieces: list[list[_Piece]] = [[] for _ in parts]
+        self.pieces: list[list[Piece]] = [[] for _ in parts]
         load = [0] * len(parts)
         # boxes of few ranks first; replicated ones then even out the load
         for piece, able in sorted(self.holders.items(), key=lambda item: (len(item[1]), item[0])):
@@ -303,7 +315,7 @@ class _Plan:
         for name in (name for name, times in names.items() if times > 1):
             raise ArgumentError(f"two tensors would be saved as {name!r}. Rename one.")
 
-    def name(self, piece: _Piece) -> str:
+    def name(self, piece: Piece) -> str:
         """Return the name of a box in its file."""
         key, offsets, sizes = piece
         return part_name(key, self.entries[key]["shape"], offsets, sizes)
@@ -347,23 +359,26 @@ def _shown(entry: _Entry) -> str:
     if "value" in entry:
         return f"a plain value {json.dumps(entry['value'])[:50]}"
     part = "parts of " if entry["kind"] == "parts" else ""
-    return f"{part}a tensor of shape {entry['shape']}, torch.{entry['dtype']}"
+    tied = f", shared with {entry['tied']!r}" if "tied" in entry else ""
+    return f"{part}a tensor of shape {entry['shape']}, torch.{entry['dtype']}{tied}"
 
 
-def _check_copies(tensors: Mapping[_Piece, torch.Tensor], plan: _Plan, ranks: Ranks) -> None:
+def check_copies(
+    what: str, tensors: Mapping[Piece, torch.Tensor], plan: Plan, ranks: Ranks
+) -> None:
     """Raise on every rank if copies of a box differ between ranks; collective."""
     several = sorted(item for item in plan.holders.items() if len(item[1]) > 1)
     if not several:
         return  # on all ranks
     own = [crc32(repr(digest(tensors.get(piece))).encode()) for piece, _ in several]
-    _, told = ranks.agree(_WHAT, lambda: own)
+    _, told = ranks.agree(what, lambda: own)
     wrong: dict[str, list[int]] = {}
     for place, ((key, *_), able) in enumerate(several):
         if others := [rank for rank in able if told[rank][place] != told[able[0]][place]]:
             wrong[key] = others
     if wrong:
         named = few([f"{key!r} on ranks {others}" for key, others in wrong.items()])
-        raise DisagreementError(f"{_WHAT}: {len(wrong)} tensors differ: {named}. {_FIX}")
+        raise DisagreementError(f"{what}: {len(wrong)} tensors differ: {named}. {_FIX}")
 
 
 def _staged(contents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -379,7 +394,7 @@ def _staged(contents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _write(
-    what: str, task: FolderSave, plan: _Plan, contents: Mapping[str, torch.Tensor], ranks: Ranks
+    what: str, task: FolderSave, plan: Plan, contents: Mapping[str, torch.Tensor], ranks: Ranks
 ) -> None:
     """Write on all ranks, and make the files the checkpoint in the folder; collective."""
 

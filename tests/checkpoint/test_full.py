@@ -1,0 +1,176 @@
+"""``full_state_dict``: equal to the state dict of one process, from any sharding."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import varcomm as vc
+from tests.worlds import WORLDS
+from varcomm import ArgumentError, DisagreementError
+from varcomm.checkpoint import full_state_dict
+from varcomm.data_parallel import ShardedGradients
+from varcomm.sharding import ShardSpec, mark
+from varcomm.tensor_parallel import parallelize
+
+
+class Tied(nn.Module):
+    """Tied vocabulary, a fused weight, odd dtypes, extra state, and an empty parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 4)
+        self.up, self.down = nn.Linear(4, 7), nn.Linear(7, 4, dtype=torch.bfloat16)
+        self.norm = nn.BatchNorm1d(4)
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+        self.fused = nn.Parameter(torch.randn(9, 2, dtype=torch.complex64).conj())
+        self.few = nn.Parameter(torch.randn(1, 3))
+        self.head = nn.Linear(4, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def get_extra_state(self):
+        return {"steps": 3}
+
+    def set_extra_state(self, state):
+        assert state == {"steps": 3}
+
+
+def made():
+    torch.manual_seed(2)
+    return Tied()
+
+
+def shard_fused(model, ranks):
+    spec = ShardSpec.of([vc.ShardSizes.balanced(n, ranks) for n in (4, 5)])
+    model.fused = mark(nn.Parameter(spec.shard(model.fused.detach())), spec)
+    return model
+
+
+def check(found, expected):
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert found[name].dtype == value.dtype
+            assert torch.equal(found[name], value), name
+        else:
+            assert found[name] == value
+
+
+def tensor_parallel(rank, ranks):
+    expected = made().state_dict()
+    plan = {"embedding": "embedding", "head": "column", "up": "column", "down": "row"}
+    model = shard_fused(parallelize(made(), plan), ranks)
+    for dst in (0, ranks - 1, None):
+        found = full_state_dict(model, dst)
+        if dst in (rank, None):
+            check(found, expected)
+            assert found["head.weight"] is found["embedding.weight"]
+            made().load_state_dict(found)
+        else:
+            assert found == {}
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_tensor_parallel(worlds, ranks):
+    worlds.run(ranks, tensor_parallel, ranks)
+
+
+def sent(rank):
+    """Bytes from this rank: its shards only, to one rank and to all others."""
+    torch.manual_seed(0)
+    model = parallelize(nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 4)), {"0": "column"})
+    own = sum(p.numel() for p in model[0].parameters()) * 4
+    for dst, peers in ((1, rank != 1), (None, 2)):
+        with vc.trace() as calls:
+            full_state_dict(model, dst)
+        assert calls.total.sent == own * peers
+
+
+def test_only_shards_travel(worlds):
+    worlds.run(3, sent)
+
+
+def data_parallel(rank):
+    model, alone = made(), made()
+    optimizer = ShardedGradients(model, torch.optim.SGD)
+    model.up(torch.ones(2, 4)).sum().backward()
+    alone.up(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    torch.optim.SGD(alone.parameters()).step()
+    check(full_state_dict(model, None), alone.state_dict())
+
+
+def dtensors(rank):
+    """Under fully_shard on two dimensions of ranks, with rows of torch's own."""
+    mesh, expected = init_device_mesh("cpu", (3,)), made().state_dict()
+    model = made()
+    model.few = nn.Parameter(distribute_tensor(model.few.detach(), mesh, [Shard(1)]))
+    fully_shard(model.up, mesh=mesh)
+    found = full_state_dict(model, 2)
+    assert bool(found) == (rank == 2)
+    check(found or expected, expected)
+
+
+def stages(rank):
+    """Each rank has a layer of its own, as pipeline stages have; a subgroup; one process."""
+    stage = nn.ModuleDict({f"layer{rank}": nn.Linear(rank, 2)})
+    found = full_state_dict(stage, 1)
+    assert len(found) == (6 if rank == 1 else 0)
+    if rank == 1:
+        assert found["layer2.weight"].shape == (2, 2)
+
+
+def refused(rank):
+    for call, kind, words in (
+        (lambda: full_state_dict(nn.Linear(2, 1), 3), ArgumentError, "dst"),
+        (lambda: full_state_dict({}), ArgumentError, "model must be a Module; got dict"),
+        (lambda: full_state_dict(nn.Linear(2, 1), rank), DisagreementError, "disagree on dst"),
+        (
+            lambda: full_state_dict(nn.Linear(2, 1, device="meta" if rank == 1 else "cpu")),
+            ArgumentError,
+            "refused on rank 1 of 3: 'weight' must be a plain dense tensor",
+        ),
+        (lambda: full_state_dict(nn.Linear(2, rank)), DisagreementError, "'weight'"),
+        (lambda: full_state_dict(nn.Linear(2, 1)), DisagreementError, "2 tensors differ"),
+    ):
+        torch.manual_seed(rank)
+        with pytest.raises(kind, match=words):
+            call()
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    if rank:
+        model[1].weight = model[0].weight
+    with pytest.raises(DisagreementError, match=r"'1\.weight'.*shared with '0\.weight'"):
+        full_state_dict(model)
+
+
+@pytest.mark.parametrize("check", [data_parallel, dtensors, stages, refused])
+def test_on_three_ranks(worlds, check):
+    worlds.run(3, check)
+
+
+@pytest.mark.slow
+def test_a_mesh_of_two_dimensions(worlds):
+    worlds.run(4, two_dimensions)
+
+
+def two_dimensions(rank):
+    """Two groups of tensor parallelism: a copy of each shard in either."""
+    mesh, expected = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model")), made()
+    model = parallelize(made(), {"up": "column"}, group=mesh["model"])
+    for dst in (3, None):
+        found = full_state_dict(model, dst)
+        if found:
+            check(found, expected.state_dict())
+    model = made()
+    fully_shard(model.up, mesh=mesh)
+    found = full_state_dict(model, 2)
+    check(found or expected.state_dict(), expected.state_dict())
+
+
+def test_one_process():
+    model = made()
+    found = full_state_dict(model)
+    check(found, model.state_dict())
+    assert found["up.weight"].data_ptr() == model.up.weight.data_ptr()

@@ -1,0 +1,167 @@
+"""``full_state_dict``: the whole state dict of a sharded model, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from varcomm.checkpoint.index import Keys, nested
+from varcomm.checkpoint.parts import Ranks
+from varcomm.checkpoint.save import Piece, Plan, State, check_copies
+from varcomm.errors import ArgumentError
+from varcomm.ops.all_gather_v import all_gather_v
+from varcomm.ops.digest import require_equal
+from varcomm.ops.gather_v import gather_v
+from varcomm.sizes import checked_rank
+from varcomm.transport.group import GroupLike
+from varcomm.transport.serialization import decoded, dtype_of
+
+__all__ = ["full_state_dict"]
+
+_WHAT = "checkpoint.full_state_dict"
+
+
+@torch.no_grad()
+def full_state_dict(
+    model: torch.nn.Module, dst: int | None = 0, group: GroupLike = None
+) -> dict[str, Any]:
+    """Gather the whole state dict of a sharded model on one rank, or on all.
+
+    Collective: all ranks of `group` call it. Parameters of tensor-parallel layers, DTensors and
+    parameters under ``fully_shard`` become full tensors. One process needs no torch.distributed.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Parameters and buffers that are not sharded must be identical on all ranks.
+    dst : int, optional
+        Rank of `group` that gets the state dict; None is all ranks.
+    group : ProcessGroup or DeviceMesh, optional
+        Ranks that take part; None is the whole world.
+
+    Returns
+    -------
+    dict
+        The names of ``model.state_dict()`` with full tensors on the CPU; empty on other ranks.
+        Names that share a parameter share its tensor. Unsharded tensors share the memory of the
+        model, as in ``state_dict()``.
+
+    Raises
+    ------
+    ArgumentError, DisagreementError
+        On every rank, if `model` or `dst` is wrong, if a tensor is on the meta device, if shards
+        leave gaps or overlap, or if unsharded values differ between ranks.
+
+    Notes
+    -----
+    Tensors are gathered one after the other. Other ranks hold one further shard at most, and `dst`
+    one further tensor.
+
+    Communication: every shard travels once to `dst`, or to all ranks; unsharded tensors stay. Three
+    rounds of small messages compare the ranks first.
+
+    In one process: ``model.state_dict()`` on the CPU.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.checkpoint import full_state_dict
+    >>> from varcomm.tensor_parallel import ColumnParallelLinear
+    >>> def fn(rank):
+    ...     layer = ColumnParallelLinear(3, 5)
+    ...     whole = full_state_dict(layer)
+    ...     return {name: tuple(tensor.shape) for name, tensor in whole.items()}
+    >>> varcomm.launch(fn, 2)
+    [{'weight': (5, 3), 'bias': (5,)}, {}]
+    """
+    ranks = Ranks.of(group)
+
+    def collect() -> State:
+        if not isinstance(model, torch.nn.Module):
+            raise ArgumentError(f"model must be a Module; got {type(model).__name__}.")
+        if dst is not None:
+            checked_rank(dst, ranks.size, "dst")
+        own = State(model, ranks)
+        for name, first in tied_names(model).items():
+            own.common[name]["tied"] = first
+        return own
+
+    own, told = ranks.agree(_WHAT, collect, lambda own: ({"dst": dst}, own.brief()))
+    calls, briefs = zip(*told, strict=True)
+    require_equal(_WHAT, calls)
+    plan = Plan.of(_WHAT, own, briefs, ranks)
+    check_copies(_WHAT, own.tensors, plan, ranks)
+    pieces: dict[str, list[Piece]] = {key: [] for key in plan.entries}
+    for piece in sorted(plan.holders):
+        pieces[piece[0]].append(piece)
+    found: dict[Keys, Any] = {}
+    for key, entry in plan.entries.items():
+        if "tied" in entry:
+            found[entry["path"]] = found[(entry["tied"],)]
+        elif "shape" in entry:
+            found[entry["path"]] = _gathered(entry, pieces[key], own, plan, dst, ranks)
+        else:
+            found[entry["path"]] = own.values.get(key, decoded(entry["value"]))
+    whole: dict[str, Any] = nested(found)
+    return whole if dst in (None, ranks.rank) else {}
+
+
+def tied_names(model: torch.nn.Module) -> dict[str, str]:
+    """Return the further names of each tensor in a state dict, with its first name."""
+    first: dict[int, str] = {}
+    tensors = {
+        name: value
+        for name, value in model.state_dict(keep_vars=True).items()
+        if isinstance(value, torch.Tensor)
+    }
+    names = {name: first.setdefault(id(value), name) for name, value in tensors.items()}
+    return {name: other for name, other in names.items() if name != other}
+
+
+def _gathered(
+    entry: Mapping[str, Any],
+    pieces: Sequence[Piece],
+    own: State,
+    plan: Plan,
+    dst: int | None,
+    ranks: Ranks,
+) -> torch.Tensor | None:
+    """Return a full tensor, or None on ranks that do not get it; collective."""
+    shape, dtype = tuple(entry["shape"]), dtype_of(entry["dtype"])
+    receiving = range(ranks.size) if dst is None else [dst]
+    if not pieces:
+        return torch.empty(shape, dtype=dtype)
+    if len(pieces) == 1 and {*receiving} <= {*plan.holders[pieces[0]]}:
+        return own.tensors[pieces[0]].cpu() if ranks.rank in receiving else None
+    assert ranks.group is not None  # in one process the tensor is its only piece
+    sent: list[list[Piece]] = [[] for _ in range(ranks.size)]
+    for piece in pieces:
+        able = plan.holders[piece]
+        sent[dst if dst in able else able[0]].append(piece)
+    device = ranks.group.device()
+    flat = [own.tensors[piece].reshape(-1) for piece in sent[ranks.rank]]
+    flat = flat or [torch.empty(0, dtype=dtype)]
+    local = torch.cat(flat) if len(flat) > 1 else flat[0]
+    local = local.to(device, dtype).resolve_conj().resolve_neg()
+    sizes = [sum(prod(piece[2]) for piece in some) for some in sent]
+    group = ranks.group.process_group
+    gathered: Any = (
+        all_gather_v(local, sizes, group=group)
+        if dst is None
+        else gather_v(local, sizes, dst=dst, group=group)
+    )
+    if ranks.rank not in receiving:
+        return None
+    received: torch.Tensor = gathered.cpu()
+    arrived = [piece for some in sent for piece in some]
+    if arrived == sorted(arrived) and all(sizes[1:] == shape[1:] for _, _, sizes in arrived):
+        return received.view(shape)
+    whole = torch.empty(shape, dtype=dtype)
+    parts = received.split([prod(sizes) for _, _, sizes in arrived])
+    for (_, offsets, lengths), part in zip(arrived, parts, strict=True):
+        box = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
+        whole[box] = part.view(lengths)
+    return whole
