@@ -120,8 +120,8 @@ Some code is outside these checks. `varcomm.testing.same_as_one_process` finds i
   tensors: `x[graph.batch == b].mean(0)` is the mean of this rank.
 - **Copies of ids.** `torch.tensor`, `torch.sparse_coo_tensor` and TorchScript copy local ids.
 - **Copied code.** `DeepGraphInfomax` and `GAE.recon_loss` are refused by their class. A copy in
-  your file computes means of this rank. A copy of `LabelPropagation` has one column per class of this
-  rank, and the exchange fails: use `one_hot(y, num_classes=...)`.
+  your file computes means of this rank. A copy of `LabelPropagation` has one column per class of
+  this rank, and the exchange fails: use `one_hot(y, num_classes=...)`.
 - **No edges.** A model that returns early if `edge_index.size(1) == 0` skips an exchange, and the
   other ranks wait until the timeout.
 - **Offsets** such as `batch.bincount().cumsum(0)` are those of all ranks, and are out of range for
@@ -129,10 +129,10 @@ Some code is outside these checks. `varcomm.testing.same_as_one_process` finds i
 
 {functions}
 In a distributed model, `BatchNorm` and `DiffGroupNorm` normalise over the nodes of all ranks.
-Inside a layer they normalise over edges, with added loops or dropped edges too. After a pool they work as
-in one process. The other norms need `graph.batch` outside such a model. A BatchNorm outside a
-distributed model normalises this rank's rows; if you add one after `distribute`, it is refused. An
-aggregation that reads out nodes needs `graph.batch`. `to_hetero_with_bases` is refused: it adds
+Inside a layer they normalise over edges, with added loops or dropped edges too. After a pool they
+work as in one process. The other norms need `graph.batch` outside such a model. A BatchNorm outside
+a distributed model normalises this rank's rows; if you add one after `distribute`, it is refused.
+An aggregation that reads out nodes needs `graph.batch`. `to_hetero_with_bases` is refused: it adds
 offsets to local ids.
 
 ## Aggregations
