@@ -5,8 +5,7 @@ import re
 from docutils import nodes
 from sphinx.addnodes import pending_xref
 
-GLOSSARY = "explanation/glossary"
-WITHOUT_LINKS = re.compile(rf"{GLOSSARY}|generated/changelog|reference/(?!c)")
+WITHOUT_LINKS = {"explanation/glossary", "generated/changelog"}
 # each term, and the words of pages that stand for it
 TERMS = {
     "rank": "ranks?",
@@ -35,7 +34,7 @@ def texts_of(document):
 
 
 def link_first_uses(app, document):
-    if WITHOUT_LINKS.match(app.env.docname):
+    if app.env.docname in WITHOUT_LINKS:
         return
     for term, words in TERMS.items():
         for text in texts_of(document):

@@ -82,3 +82,11 @@ def test_sentences_are_plain(page):
 def test_code_fits_the_page(page):
     _, code = text_of(page)
     assert [line for line in code if len(line) > COLUMNS] == []
+
+
+def test_installation_starts_from_a_clone():
+    """The name varcomm is not on a package index: another project could register it."""
+    files = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("docs/**/*.rst"), *ROOT.glob("varcomm/**/*.py")]
+    files += [ROOT / page for page in PAGES]
+    found = [file for file in files if 'install "varcomm' in file.read_text()]
+    assert not [file for file in found if not BUILT & set(file.parts)]
