@@ -42,5 +42,7 @@ def test_links_lead_somewhere(page):
 def test_broken_links_are_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# Title\n[a](missing.md) [b](page.md#gone) [c](page.md#title)\n")
-    with pytest.raises(AssertionError, match=r"missing\.md: no such file\n *page\.md#gone: no such"):
+    with pytest.raises(
+        AssertionError, match=r"missing\.md: no such file\n *page\.md#gone: no such"
+    ):
         test_links_lead_somewhere(page)
