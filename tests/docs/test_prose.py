@@ -53,7 +53,7 @@ def text_of(page):
         return prose, [line for line in shown.splitlines() if not line.startswith("#")]
     code = re.findall(r"^```\w+\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     indented = re.findall(r"^ {4}\S.*", text, re.MULTILINE)
-    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    prose = re.sub(r"^```.*?^```|^<!--.*?-->", "", text, flags=re.DOTALL | re.MULTILINE)
     prose = re.sub(r"^( {4}|:::|:link).*", "", prose, flags=re.MULTILINE)
     return prose, [*"\n".join(code).splitlines(), *indented]
 
