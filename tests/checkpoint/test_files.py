@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from varcomm import ArgumentError, DisagreementError
 from varcomm.checkpoint import load, read, save
@@ -180,3 +180,40 @@ def test_a_hostile_file(tmp_path, tensor):
     resigned(tmp_path, lambda index: index["files"].update(dict.fromkeys(index["files"], signed)))
     with pytest.raises(ArgumentError, match="'w' is torch"):
         read(tmp_path)
+
+
+def test_without_digests(tmp_path):
+    """Altered values are loaded without an error; cut files and other dtypes are refused."""
+    save({"w": torch.ones(300)}, tmp_path)
+    (path,) = data_of(tmp_path)
+    content = path.read_bytes()
+    path.write_bytes(content[:-4] + torch.tensor(5.0).numpy().tobytes())
+    target = {"w": torch.zeros(300)}
+    with pytest.raises(ArgumentError, match="SHA-256"):
+        load(target, tmp_path)
+    assert not target["w"].any()
+    load(target, tmp_path, verify=False)
+    assert target["w"].tolist() == [1] * 299 + [5]
+    path.write_bytes(content[:-4])
+    with pytest.raises(ArgumentError, match="bytes"):
+        load(target, tmp_path, verify=False)
+    with pytest.raises(ArgumentError, match="verify must be True or False"):
+        load(target, tmp_path, verify=0)
+
+
+def test_written_files_are_those_of_the_package(tmp_path):
+    """Tensors of every dtype, odd strides and shared memory; aligned, and read by safetensors."""
+    drawn = torch.arange(24).view(2, 3, 4)
+    dtypes = ("float64", "float16", "bfloat16", "float8_e4m3fn", "uint8", "int16", "uint32", "bool")
+    tensors = {name: drawn.to(getattr(torch, name)) for name in dtypes}
+    tensors |= {"transposed": drawn.mT, "again": drawn}
+    tensors |= {"scalar": torch.tensor(5.0), "slice": drawn[:, ::2], "one": drawn[:1, :1, :1]}
+    save(tensors, tmp_path)
+    (path,) = data_of(tmp_path)
+    found = load_file(path)
+    assert found.keys() == tensors.keys()
+    for name, value in tensors.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name].double(), value.double()), name
+        assert found[name].data_ptr() % value.itemsize == 0
+    assert hashlib.sha256(path.read_bytes()).hexdigest() in (tmp_path / INDEX).read_text()

@@ -180,11 +180,11 @@ class Checkpoint:
         below = {key.removeprefix(start): self._tree[key] for key in self.keys(path)}
         return self._tree.get(name, below or default)
 
-    def verify(self, rank: int = 0, ranks: int = 1) -> None:
-        """Raise ArgumentError if a file is missing, cut or altered; reads every P-th file."""
+    def verify(self, rank: int = 0, ranks: int = 1, digests: bool = True) -> None:
+        """Raise ArgumentError if a file is missing, cut or altered; hashes every P-th file."""
         if self.files is None:
             return  # their headers have been read
-        verify_files(self.folder, self.files, rank, ranks)
+        verify_files(self.folder, self.files, rank, ranks, digests)
         mine = {*sorted(self.files)[rank::ranks]}
         for tensor in self.tensors.values():
             for part in tensor.parts:

@@ -18,6 +18,7 @@ from varcomm.checkpoint.parts import Ranks, Rows, alone, boxes_of, few, row_bloc
 from varcomm.checkpoint.save import finish_pending
 from varcomm.checkpoint.state import Holder, Leaf, Walk, checked_state, is_bare
 from varcomm.errors import ArgumentError
+from varcomm.ops.checks import checked_flag
 from varcomm.ops.digest import require_equal
 from varcomm.sharding.sharded import refuse_unwritable
 from varcomm.transport.group import GroupLike
@@ -32,6 +33,8 @@ def load(
     state: dict[str, Any] | torch.nn.Module,
     folder: str | os.PathLike[str],
     group: GroupLike = None,
+    *,
+    verify: bool = True,
 ) -> None:
     """Load a checkpoint into `state`, on any number of ranks, sharded as `state` is now.
 
@@ -53,6 +56,9 @@ def load(
         dotted keys: ``a.b`` goes to ``state["a"]["b"]`` or to parameter ``b`` of module ``a``.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
+    verify : bool
+        Compare the SHA-256 of every file. Without it, sizes, shapes and dtypes are still checked,
+        and altered values are loaded without an error.
 
     Raises
     ------
@@ -91,8 +97,9 @@ def load(
         finish_pending()
         if not isinstance(state, torch.nn.Module):
             checked_state(state)
+        checked_flag(verify, "verify", "")
         opened = Checkpoint(Path(folder))
-        opened.verify(ranks.rank, ranks.size)
+        opened.verify(ranks.rank, ranks.size, verify)
         return opened
 
     found, digests = ranks.agree(_WHAT, find, lambda one: {f"the digest of {folder}": one.digest})

@@ -1,7 +1,17 @@
 """Tensors of which each rank has a part, whatever it is that splits them."""
 
 from varcomm.sharding.dtensor import from_dtensor, to_dtensor
+from varcomm.sharding.ragged import RaggedSpec
 from varcomm.sharding.sharded import Box, Sharded
 from varcomm.sharding.spec import ShardSpec, mark, shard_spec
 
-__all__ = ["Box", "ShardSpec", "Sharded", "from_dtensor", "mark", "shard_spec", "to_dtensor"]
+__all__ = [
+    "Box",
+    "RaggedSpec",
+    "ShardSpec",
+    "Sharded",
+    "from_dtensor",
+    "mark",
+    "shard_spec",
+    "to_dtensor",
+]

@@ -34,11 +34,11 @@ class _ToDTensor(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, mesh: DeviceMesh, dim: int, shape: torch.Size
+        ctx: Any, x: torch.Tensor, mesh: DeviceMesh, placement: Any, shape: torch.Size
     ) -> DTensor:
-        from torch.distributed.tensor import DTensor, Shard
+        from torch.distributed.tensor import DTensor
 
-        ctx.mesh, ctx.placements = mesh, (Shard(dim),)
+        ctx.mesh, ctx.placements = mesh, (placement,)
         ctx.set_materialize_grads(False)  # plain zeros would have the full shape
         options: Any = {"run_check": False, "shape": shape, "stride": _strides(x, shape)}
         return DTensor.from_local(x.detach(), mesh, ctx.placements, **options)
@@ -58,7 +58,7 @@ class _FromDTensor(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> torch.Tensor:
-        ctx.place = x.device_mesh, x.placements[0].dim, x.shape
+        ctx.place = x.device_mesh, x.placements[0], x.shape
         local: Any = x.to_local()
         # the result of a collective of DTensor's may still be in flight
         waited: torch.Tensor = local.wait() if hasattr(local, "wait") else local
@@ -79,7 +79,8 @@ def to_dtensor(
     tensor : torch.Tensor
         ``sizes[rank]`` rows along `dim`; any dtype.
     sizes : sequence of int
-        Rows per rank; must be torch's, ``ShardSizes.chunked(sum(sizes), P)``.
+        Rows per rank; must be torch's, ``ShardSizes.chunked(sum(sizes), P)``. If torch has the
+        placement ``RaggedShard``, any sizes of dimension 0.
     dim : int
         Sharded dimension.
     group : ProcessGroup or DeviceMesh, optional
@@ -88,8 +89,8 @@ def to_dtensor(
     Returns
     -------
     torch.distributed.tensor.DTensor
-        With the full shape and the placement ``Shard(dim)``, on `group` if that is a mesh, else on
-        an unnamed mesh.
+        With the full shape and the placement ``Shard(dim)`` or, for other sizes than torch's,
+        ``RaggedShard((0,), sizes)``; on `group` if that is a mesh, else on an unnamed mesh.
 
     Raises
     ------
@@ -124,7 +125,8 @@ def to_dtensor(
         checked, dim = checked_shard(tensor, sizes, dim, ranks, where)
         total, kind = sum(checked), tensor.device.type
         chunks = ShardSizes.chunked(total, ranks.size)
-        if checked != chunks:
+        placement = _placement(checked, dim)
+        if placement is None:
             raise ArgumentError(
                 f"{where}torch splits {total} rows over {ranks.size} ranks into {list(chunks)}, "
                 f"and a DTensor has no other sizes; got {list(checked)}. Use "
@@ -141,7 +143,7 @@ def to_dtensor(
         mesh = DeviceMesh.from_group(ranks.process_group, kind)
     _compare("to_dtensor", tensor, checked, dim, ranks)
     shape = torch.Size(packing.like(tensor.shape, dim, total))
-    return _ToDTensor.apply(tensor, mesh, dim, shape)  # type: ignore[no-any-return, no-untyped-call]
+    return _ToDTensor.apply(tensor, mesh, placement, shape)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def from_dtensor(dtensor: DTensor) -> tuple[torch.Tensor, ShardSpec]:
@@ -150,7 +152,8 @@ def from_dtensor(dtensor: DTensor) -> tuple[torch.Tensor, ShardSpec]:
     Parameters
     ----------
     dtensor : torch.distributed.tensor.DTensor
-        On a mesh of one dimension, with a placement ``Shard(dim)``; any dtype.
+        On a mesh of one dimension, with a placement ``Shard(dim)``, or ``RaggedShard((0,), units)``
+        where torch has it; any dtype.
 
     Returns
     -------
@@ -181,21 +184,21 @@ def from_dtensor(dtensor: DTensor) -> tuple[torch.Tensor, ShardSpec]:
     >>> varcomm.launch(fn, 2)[0]
     (tensor([0, 1, 2, 3, 4]), ShardSizes(3, 2))
     """
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import DTensor
 
     if not isinstance(dtensor, DTensor):
         kind = type(dtensor).__name__
         raise ArgumentError(f"from_dtensor: dtensor must be a DTensor; got {kind}.")
     mesh, placement = dtensor.device_mesh, dtensor.placements[0]
-    if mesh.ndim != 1 or type(placement) is not Shard:
+    shards = _rows(placement, dtensor.shape, mesh)
+    if shards is None:
         raise ArgumentError(
             f"from_dtensor: dtensor must be sharded over one dimension of a mesh, [Shard(dim)]; "
             f"got placements {dtensor.placements} on {mesh}. Use "
             "dtensor.redistribute(placements=[Shard(dim)]); of parameters that fully_shard and "
             "parallelize_module shard, dtensor.full_tensor()."
         )
-    ranks, dim = resolve(mesh), placement.dim
-    sizes = ShardSizes.chunked(dtensor.shape[dim], ranks.size)
+    ranks, (dim, sizes) = resolve(mesh), shards
     with checking("from_dtensor", ranks) as where:
         local: torch.Tensor = _FromDTensor.apply(dtensor)  # type: ignore[no-untyped-call]
         expected = packing.like(dtensor.shape, dim, sizes[ranks.rank])
@@ -207,6 +210,37 @@ def from_dtensor(dtensor: DTensor) -> tuple[torch.Tensor, ShardSpec]:
             )
     _compare("from_dtensor", local, sizes, dim, ranks)
     return local, ShardSpec(ranks, dim, (sizes,))
+
+
+def _ragged() -> Any:
+    """Return torch's placement of rows of any number, or None: torch 2.13 has none."""
+    import torch.distributed.tensor as dtensor
+
+    return getattr(dtensor, "RaggedShard", None)
+
+
+def _placement(sizes: Sequence[int], dim: int) -> Any:
+    """Return the placement with these rows per rank, or None."""
+    from torch.distributed.tensor import Shard
+
+    if tuple(sizes) == ShardSizes.chunked(sum(sizes), len(sizes)):
+        return Shard(dim)
+    ragged = _ragged()
+    return ragged((0,), tuple(sizes)) if ragged is not None and dim == 0 else None
+
+
+def _rows(placement: Any, shape: Sequence[int], mesh: DeviceMesh) -> tuple[int, ShardSizes] | None:
+    """Return the sharded dimension and its rows per rank, or None for other placements."""
+    from torch.distributed.tensor import Shard
+
+    if mesh.ndim != 1:
+        return None
+    if type(placement) is Shard:
+        return placement.dim, ShardSizes.chunked(shape[placement.dim], mesh.size())
+    if type(placement) is _ragged() and tuple(placement.dims) == (0,):
+        units = ShardSizes(placement.local_units)
+        return 0, units * (shape[0] // max(units.total, 1))
+    return None
 
 
 def _compare(name: str, local: torch.Tensor, sizes: Sequence[int], dim: int, group: Group) -> None:

@@ -12,18 +12,21 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save as serialized
 
 from varcomm.errors import ArgumentError
 from varcomm.sharding.sharded import check_inside
+from varcomm.transport.engine import as_bytes
 
 __all__ = [
     "Files",
@@ -43,6 +46,8 @@ __all__ = [
 Files = Mapping[str, tuple[int, str]]
 
 _VERSION = 3
+_CHUNK = 1 << 24  # bytes of one write; the kernel takes fewer than 2 GiB
+_HASHERS = 4  # threads that verify files
 _AGAIN = "Use another copy; nothing has been loaded."
 
 
@@ -70,8 +75,7 @@ class FolderSave:
             return ""
         path = self.folder / self._file(rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_tensors(path, tensors)
-        return _sha256(path)
+        return write_tensors(path, tensors)
 
     def commit(self, content: Mapping[str, Any], digests: Sequence[str]) -> None:
         """Make the files of all ranks the content of the folder; for one rank to call.
@@ -129,25 +133,62 @@ def is_save_name(name: str, kind: str) -> bool:
     return bool(re.fullmatch(rf"{kind}-[0-9a-f]{{16}}|\.{kind}-[0-9a-f]{{16}}\.json", name))
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a safetensors file and sync it; complex tensors as pairs of real numbers."""
-    if "__metadata__" in tensors:
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Write a safetensors file, sync it, and return its SHA-256; a thread hashes meanwhile.
+
+    Complex tensors are stored as pairs of real numbers.
+    """
+    stored, header, start = [], {}, 0
+    # as the package orders them, so that each tensor is aligned to its dtype
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
+        value = tensor.detach().cpu().resolve_conj().resolve_neg()
+        value = (torch.view_as_real(value) if value.is_complex() else value).contiguous()
+        place = {"dtype": _stored_dtype(value.dtype), "shape": list(value.shape)}
+        header[name] = {**place, "data_offsets": [start, start + value.nbytes]}
+        start += value.nbytes
+        if value.numel():
+            stored.append(as_bytes(value).numpy().data)
+    if "__metadata__" in header:
         raise ArgumentError(
             "safetensors files cannot hold a tensor named '__metadata__'. Rename it in the state."
         )
-    stored, storages = {}, set()
-    for name, tensor in tensors.items():
-        value = tensor.detach().cpu().resolve_conj().resolve_neg()
-        value = (torch.view_as_real(value) if value.is_complex() else value).contiguous()
-        # the package refuses tensors that share memory
-        place = value.untyped_storage().data_ptr()
-        stored[name] = value.clone() if place in storages else value
-        storages.add(place)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    parts = [memoryview(len(text).to_bytes(8, "little") + text), *stored]
+    digest = _hashing(parts)
     try:
-        save_file(stored, path)
-        _sync(path)
-    except (OSError, SafetensorError) as error:
+        with path.open("wb", buffering=0) as file:
+            for part in parts:
+                while part:
+                    part = part[file.write(part[:_CHUNK]) :]
+            os.fsync(file.fileno())
+    except OSError as error:
         raise OSError(f"{path.name} cannot be written: {error}") from error
+    return digest()
+
+
+def _hashing(parts: Sequence[memoryview]) -> Callable[[], str]:
+    """Begin to hash in a thread, and return the function that waits for the SHA-256."""
+    pool = ThreadPoolExecutor(1, "varcomm.digest")
+    try:
+        return pool.submit(_sha256_of, parts).result
+    except RuntimeError:  # an interpreter that exits starts no threads
+        return lambda: _sha256_of(parts)
+    finally:
+        pool.shutdown(wait=False)
+
+
+@cache
+def _stored_dtype(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in safetensors files, or raise ArgumentError."""
+    try:
+        content = serialized({"x": torch.empty((0, 2), dtype=dtype)})
+        entry = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["x"]
+    except (KeyError, SafetensorError, ValueError) as error:
+        raise ArgumentError(f"safetensors files cannot hold {dtype}: {error}") from error
+    if entry["shape"] != [0, 2]:
+        raise ArgumentError(f"safetensors files hold {dtype} in another shape. View it as uint8.")
+    return str(entry["dtype"])
 
 
 @contextmanager
@@ -203,18 +244,26 @@ def read_index(folder: Path, kind: str) -> tuple[dict[str, Any], Files]:
     return content, found
 
 
-def verify_files(folder: Path, files: Files, rank: int = 0, ranks: int = 1) -> None:
+def verify_files(
+    folder: Path, files: Files, rank: int = 0, ranks: int = 1, digests: bool = True
+) -> None:
     """Raise ArgumentError if a file is missing or has changed; hashes every P-th file."""
-    for number, (name, (size, sha256)) in enumerate(sorted(files.items())):
-        path = folder / name
+
+    def verify(number: int, name: str) -> None:
+        path, (size, sha256) = folder / name, files[name]
         with reading(path):
             found = path.stat().st_size
-            digest = _sha256(path) if found == size and number % ranks == rank else sha256
+            hashed = found == size and number % ranks == rank
+            digest = _sha256(path) if hashed and digests else sha256
         if (found, digest) != (size, sha256):
             raise ArgumentError(
                 f"{path} is not the file that was written: it has {found} bytes and not {size}, or "
                 f"another SHA-256. {_AGAIN}"
             )
+
+    with ThreadPoolExecutor(_HASHERS, "varcomm.digest") as pool:
+        for _ in pool.map(verify, range(len(files)), sorted(files)):
+            pass  # raises the error of the first file
 
 
 class TensorFile:
@@ -286,6 +335,13 @@ def check_cover(key: str, shape: Sequence[int], boxes: Sequence[Sequence[Sequenc
 
 def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256_of(parts: Iterable[memoryview]) -> str:
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()
 
 
 def _sha256(path: Path) -> str:

@@ -16,7 +16,7 @@ from varcomm.ops.checks import checked_tensor
 from varcomm.sharding.spec import ShardSpec
 from varcomm.sizes import exact_int
 
-__all__ = ["Box", "Sharded", "check_inside", "refuse_unwritable"]
+__all__ = ["Box", "Sharded", "check_inside", "flat_places", "refuse_unwritable"]
 
 Place = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -132,7 +132,7 @@ class Sharded(torch.Tensor):
                 f"{tuple(shape)}; got shape {tuple(flat.shape)} from element {start!r} on."
             )
         boxes, taken = [], 0
-        for place in _places(tuple(shape), first, first + len(flat)):
+        for place in flat_places(tuple(shape), first, first + len(flat)):
             offsets, sizes = place
             part = flat[taken : taken + prod(sizes)].view(sizes)
             taken += prod(sizes)
@@ -225,7 +225,7 @@ def _translated(part: torch.Tensor, place: Place, spec: ShardSpec) -> list[Box]:
     return boxes
 
 
-def _places(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Place]:
+def flat_places(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Place]:
     """Yield offsets and sizes of boxes that have the elements ``start ... stop - 1``.
 
     First the rest of a row, then full rows, then the beginning of a row.
@@ -241,7 +241,7 @@ def _places(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Place]:
         if first == 0 and high - low >= row:
             yield (number, *(0,) * (len(shape) - 1)), ((high - low) // row, *shape[1:])
         else:
-            for offsets, sizes in _places(shape[1:], first, first + high - low):
+            for offsets, sizes in flat_places(shape[1:], first, first + high - low):
                 yield (number, *offsets), (1, *sizes)
 
 

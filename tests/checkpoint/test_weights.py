@@ -1,0 +1,230 @@
+"""``load_safetensors``: shards from files of other tools, without a rank that reads it all."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import varcomm as vc
+from tests.worlds import WORLDS
+from varcomm import ArgumentError, DisagreementError
+from varcomm.checkpoint import full_state_dict, load_safetensors, save
+from varcomm.sharding import ShardSpec, mark
+from varcomm.tensor_parallel import parallelize
+
+PLAN = {"embedding": "embedding", "head": "column", "up": "column", "down": "row"}
+
+
+class Tied(nn.Module):
+    """A tied vocabulary, a fused weight, buffers, and an empty parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 4)
+        self.up, self.down = nn.Linear(4, 7), nn.Linear(7, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+        self.fused = nn.Parameter(torch.randn(9, 2), requires_grad=False)
+        self.head = nn.Linear(4, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def made(seed=2):
+    torch.manual_seed(seed)
+    return Tied()
+
+
+def sharded(device="meta", dtype=None):
+    """A model that `parallelize` has sharded, with a parameter of two fused blocks."""
+    ranks = torch.distributed.get_world_size()
+    with torch.device(device):
+        model = made(0)
+    model.to(dtype)
+    model = parallelize(model, PLAN)
+    spec = ShardSpec.of([vc.ShardSizes.balanced(n, ranks) for n in (4, 5)])
+    part = spec.shard(model.fused.detach())
+    model.fused = mark(nn.Parameter(part, requires_grad=False), spec)
+    return model
+
+
+def write(folder, tensors, files=1):
+    folder.mkdir()
+    if files == 1:
+        return save_file(tensors, folder / "model.safetensors")
+    weight_map, names = {}, list(tensors)
+    for number in range(files):
+        file = f"model-{number + 1:05}-of-{files:05}.safetensors"
+        some = names[number::files]
+        save_file({name: tensors[name] for name in some}, folder / file)
+        weight_map |= dict.fromkeys(some, file)
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def whole(drop=()):
+    tensors = {name: value.clone() for name, value in made().state_dict().items()}
+    return {name: value for name, value in tensors.items() if name not in drop}
+
+
+def check(model, expected):
+    found = full_state_dict(model, None)
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def loaded(rank, folder):
+    expected = made().state_dict()
+    for where, device in (
+        ("two", "meta"),
+        ("one", "cpu"),
+        ("both", "meta"),
+        ("two/model.safetensors.index.json", "cpu"),
+    ):
+        model = sharded(device)
+        load_safetensors(model, folder / where)
+        check(model, expected)
+        assert model.head.weight is model.embedding.weight
+        assert not model.fused.requires_grad
+        assert model.up.weight.requires_grad
+    torch.testing.assert_close(model.down(model.up(torch.ones(2, 4))).shape, (2, 4))
+    for names in ({f"{n}": f"m.{n}" for n in expected}, "m.{}".format):
+        model = sharded()
+        load_safetensors(model, folder / "renamed", names)
+        check(model, expected)
+    model = sharded(dtype=torch.bfloat16)
+    load_safetensors(model, folder / "two")
+    check(model, made().to(torch.bfloat16).state_dict())
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_each_rank_reads_its_slices(worlds, tmp_path, ranks):
+    write(tmp_path / "one", whole(drop=["embedding.weight"]))
+    write(tmp_path / "two", whole(drop=["head.weight"]), files=2)
+    write(tmp_path / "both", whole())
+    write(
+        tmp_path / "renamed", {f"m.{name}": value for name, value in whole(["head.weight"]).items()}
+    )
+    worlds.run(ranks, loaded, tmp_path)
+
+
+def under_fully_shard(rank, folder):
+    mesh, x = init_device_mesh("cpu", (3,)), torch.ones(2, 4)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 4))
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh)
+    load_safetensors(model, folder)
+    torch.manual_seed(1)
+    alone = nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 4))
+    check(model, alone.state_dict())
+    torch.testing.assert_close(model(x), alone(x))
+    model(x).sum().backward()
+    alone(x).sum().backward()
+    torch.testing.assert_close(model[0].weight.grad.full_tensor(), alone[0].weight.grad)
+
+
+def test_a_model_on_meta_under_fully_shard(worlds, tmp_path):
+    torch.manual_seed(1)
+    write(tmp_path / "x", nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 4)).state_dict())
+    worlds.run(3, under_fully_shard, tmp_path / "x")
+
+
+def refused(rank, folder):
+    with torch.device("meta"):
+        rotary = made()
+        rotary.register_buffer("angles", torch.zeros(3), persistent=False)
+    wide = made()
+    wide.up = nn.Linear(4, 8)
+    ints = made().to(torch.float32)
+    ints.norm.num_batches_tracked = torch.zeros((), dtype=torch.int32)
+    expanded = made()
+    expanded.up.bias = nn.Parameter(torch.zeros(1).expand(7))
+    other = made() if rank == 1 else nn.Linear(4, 7)
+    for where, model, options, words in (
+        ("less", made(), {}, "'up.weight' is missing in the files"),
+        ("less", made(), {}, "1 tensors are not in the model: 'more' .strict=False"),
+        ("less", made(), {"names": {"head.weight": "x", "embedding.weight": "y"}}, "'y' or 'x' is"),
+        ("one", wide, {}, r"'up.weight' has \(7, 4\), torch.float32 in the files and \(8, 4\)"),
+        ("one", ints, {}, r"torch.int64 in the files and \(\), torch.int32 in the model"),
+        ("one", rotary, {}, "'angles' is on the meta device and not in the state dict"),
+        ("one", expanded, {}, "'up.bias' is an expanded tensor"),
+        ("one", other, {}, "'weight' is missing in the files" if rank != 1 else "is missing"),
+        ("differ", made(), {}, "'embedding.weight' and 'head.weight' share a parameter"),
+        ("cut", made(), {}, "model.safetensors is damaged"),
+        ("none", made(), {}, "none"),
+        ("ours", made(), {}, "has a checkpoint of varcomm. Use checkpoint.load"),
+        ("one", {}, {}, "model must be a Module; got dict"),
+        ("one", made(), {"names": 5}, "names must be a mapping or a function"),
+        ("one", made(), {"strict": 1}, "strict must be True or False"),
+        ("one", sharded(), {"device": "nowhere"}, "nowhere"),
+    ):
+        before = {
+            name: value.clone() for name, value in getattr(model, "state_dict", dict)().items()
+        }
+        with pytest.raises(ArgumentError, match=words):
+            load_safetensors(model, folder / where, **options)
+        if where != "differ" and model != {}:
+            after = model.state_dict()
+            assert all(v.is_meta or torch.equal(v, before[n]) for n, v in after.items())
+    with pytest.raises(DisagreementError, match="disagree on the tensors of"):
+        load_safetensors(made(), folder / ("two" if rank == 1 else "one"))
+    with pytest.raises(DisagreementError, match="disagree on strict"):
+        load_safetensors(made(), folder / "one", strict=rank == 1)
+    model = made(0)
+    load_safetensors(model, folder / "unused", strict=False)
+    check(model, made().state_dict())
+
+
+def test_refusals(worlds, tmp_path):
+    write(tmp_path / "one", whole())
+    write(tmp_path / "two", whole(), files=2)
+    write(tmp_path / "less", whole(drop=["up.weight"]) | {"more": torch.ones(1)})
+    write(tmp_path / "unused", whole() | {"more": torch.ones(1)})
+    write(tmp_path / "differ", whole() | {"head.weight": torch.ones(11, 4)})
+    write(tmp_path / "cut", whole())
+    path = tmp_path / "cut" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+    save({"model": made()}, tmp_path / "ours")
+    worlds.run(3, refused, tmp_path)
+
+
+def memory(rank, folder):
+    """Memory that grows: the mapped pages of the file and the loaded tensors."""
+    with torch.device("meta"):
+        model = nn.Linear(1000, 20_000, bias=False)
+    spec = ShardSpec.of([1000, 0, 19_000])
+    model.weight = mark(nn.Parameter(torch.empty(spec.local, 1000, device="meta")), spec)
+
+    def resident():
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(dict(line.split(":", 1) for line in lines)["VmRSS"].split()[0]) / 1000
+
+    before = resident()
+    load_safetensors(model, folder)
+    grown = resident() - before
+    assert model.weight.shape == (spec.local, 1000)
+    if spec.local:
+        assert model.weight[:, 0].tolist() == [float(row) for row in range(*spec.ranges(rank)[0])]
+    return grown
+
+
+def test_no_rank_reads_the_slices_of_others(worlds, tmp_path):
+    write(tmp_path / "x", {"weight": torch.arange(20_000.0).view(-1, 1).expand(-1, 1000).clone()})
+    first, second, _ = worlds.run(3, memory, tmp_path / "x")
+    assert first < 20  # MB, of 4 MB that it owns and 80 MB in the file
+    assert second < 12
+
+
+def test_one_process(tmp_path):
+    write(tmp_path / "x", whole())
+    with torch.device("meta"):
+        model = made()
+    load_safetensors(model, tmp_path / "x")
+    expected = made().state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())

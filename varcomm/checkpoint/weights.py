@@ -1,0 +1,262 @@
+"""``load_safetensors``: weights of other tools into a sharded model, each rank its slices."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from operator import and_
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from varcomm.checkpoint.index import Checkpoint
+from varcomm.checkpoint.parts import Ranks, alone, boxes_of, few, wrapped
+from varcomm.checkpoint.save import finish_pending
+from varcomm.errors import ArgumentError
+from varcomm.ops.checks import checked_flag
+from varcomm.ops.digest import require_equal
+from varcomm.sharding import Box
+from varcomm.sharding.sharded import refuse_unwritable
+from varcomm.transport.group import GroupLike
+
+__all__ = ["load_safetensors"]
+
+_WHAT = "checkpoint.load_safetensors"
+
+Names = Mapping[str, str] | Callable[[str], str]
+
+
+@torch.no_grad()
+def load_safetensors(
+    model: torch.nn.Module,
+    folder: str | os.PathLike[str],
+    names: Names | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    strict: bool = True,
+    group: GroupLike = None,
+) -> None:
+    """Load safetensors files into a sharded model; each rank reads its own slices only.
+
+    Collective: all ranks of `group` call it. One process needs no torch.distributed. `model` may be
+    on the meta device, so that no rank ever holds the full model.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Parameters of tensor-parallel layers, parameters marked by :func:`~varcomm.sharding.mark`
+        and DTensors are shards; all other tensors are full. Tensors on the meta device are replaced
+        by loaded tensors on `device`, all others are overwritten in place.
+    folder : str or path
+        A ``.safetensors`` file; an index with a ``weight_map``, as Hugging Face writes it; or a
+        folder with ``model.safetensors`` or ``model.safetensors.index.json``.
+    names : mapping or callable, optional
+        From names of ``model.state_dict()`` to names in the files. Names that a mapping lacks are
+        the same in the files.
+    device : torch.device or str
+        Device of tensors that are on the meta device.
+    strict : bool
+        Refuse files with tensors that no rank loads.
+    group : ProcessGroup or DeviceMesh, optional
+        Ranks that take part; None is the whole world.
+
+    Raises
+    ------
+    ArgumentError, DisagreementError
+        On every rank, if files are missing, damaged, or differ between ranks; if a name is missing
+        in the files, or a shape differs; if a dtype cannot be converted; if a tensor on the meta
+        device is not in the state dict. Then nothing is changed. Also if a file has different
+        values for two names that share a parameter; then parameters may have been overwritten.
+
+    Notes
+    -----
+    Values are converted to the dtype of the model: between fp16, bf16, fp32 and fp64 with rounding
+    to nearest. All other dtypes must be equal. Names that share a parameter need one of their names
+    in the files.
+
+    Communication: three rounds of small messages. No weight travels.
+
+    In one process: ``model.load_state_dict(load_file(file))``.
+
+    Examples
+    --------
+    >>> import tempfile, torch, varcomm
+    >>> from safetensors.torch import save_file
+    >>> from varcomm.checkpoint import load_safetensors
+    >>> from varcomm.tensor_parallel import ColumnParallelLinear
+    >>> def fn(rank, folder):
+    ...     layer = ColumnParallelLinear(1, 3, bias=False, device="meta")
+    ...     load_safetensors(layer, folder)
+    ...     return layer.weight.flatten().tolist()
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_file({"weight": torch.arange(3.0).view(3, 1)}, f"{folder}/model.safetensors")
+    ...     varcomm.launch(fn, 2, folder)
+    [[0.0, 1.0], [2.0]]
+    """
+    ranks = Ranks.of(group)
+
+    def find() -> Checkpoint:
+        finish_pending()
+        if not isinstance(model, torch.nn.Module):
+            raise ArgumentError(f"model must be a Module; got {type(model).__name__}.")
+        if not (names is None or callable(names) or isinstance(names, Mapping)):
+            raise ArgumentError(f"names must be a mapping or a function; got {names!r}.")
+        checked_flag(strict, "strict", "")
+        opened = Checkpoint(Path(folder))
+        if opened.files is not None:
+            raise ArgumentError(f"{folder} has a checkpoint of varcomm. Use checkpoint.load.")
+        return opened
+
+    def called(found: Checkpoint) -> dict[str, Any]:
+        return {f"the tensors of {folder}": found.digest, "strict": strict}
+
+    found, same = ranks.agree(_WHAT, find, called)
+    require_equal(_WHAT, same)
+    weights, fits = ranks.agree(_WHAT, lambda: _Weights(model, found, names, device), _Weights.fit)
+    alone(_WHAT, lambda: _check_fit(found, fits, strict))  # the same on all ranks
+    ranks.agree(_WHAT, weights.read, lambda _: None)
+    weights.replace()
+
+
+def _check_fit(found: Checkpoint, fits: Sequence[tuple[list[str], int]], strict: bool) -> None:
+    """Raise, the same on all ranks, if the models of all ranks do not match the files."""
+    problems = [*dict.fromkeys(problem for some, _ in fits for problem in some)]
+    left = reduce(and_, (unused for _, unused in fits))
+    unused = [repr(key) for bit, key in enumerate(sorted(found.tensors)) if left >> bit & 1]
+    reasons = []
+    if problems:
+        reasons.append(f"{len(problems)} tensors of the model do not match: {few(problems)}")
+    if strict and unused:
+        reasons.append(
+            f"{len(unused)} tensors are not in the model: {few(unused)} (strict=False ignores them)"
+        )
+    if reasons:
+        raise ArgumentError(
+            f"{found.folder} has the tensors of another model. {'; '.join(reasons)}. Nothing has "
+            "been loaded. If names differ, pass names=."
+        )
+
+
+class _Weights:
+    """The tensors of a model on this rank, and the tensors of files that they are read from."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        found: Checkpoint,
+        names: Names | None,
+        device: torch.device | str,
+    ) -> None:
+        self.model, self.found = model, found
+        self.problems: list[str] = []
+        self.used: set[str] = set()
+        # by the id of a tensor of the model: the tensor to load, and its names in the files
+        self.loads: dict[int, tuple[torch.Tensor, list[str]]] = {}
+        shared: dict[int, tuple[torch.Tensor, list[str]]] = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if isinstance(tensor, torch.Tensor):
+                shared.setdefault(id(tensor), (tensor, []))[1].append(name)
+        for key, (tensor, own) in shared.items():
+            given = [_renamed(name, names) for name in own]
+            present = [name for name in dict.fromkeys(given) if name in found.tensors]
+            self.used.update(present)
+            if self._fits(own, given, present, tensor):
+                self.loads[key] = _on(device, tensor), present
+        for name, tensor in _tensors(model):
+            if tensor.is_meta and id(tensor) not in shared:
+                self.problems.append(
+                    f"{name!r} is on the meta device and not in the state dict, so no file has its "
+                    "values; compute them before"
+                )
+
+    def fit(self) -> tuple[list[str], int]:
+        """Return problems, and the unused tensors of the files as bits for their sorted names."""
+        keys = sorted(self.found.tensors)
+        return self.problems, sum(1 << bit for bit, k in enumerate(keys) if k not in self.used)
+
+    def _fits(
+        self, own: Sequence[str], given: Sequence[str], present: list[str], tensor: torch.Tensor
+    ) -> bool:
+        shape = tuple(wrapped(tensor).shape)
+        wrong = []
+        if not present:
+            wrong.append(f"{' or '.join(map(repr, given))} is missing in the files")
+        for name in present:
+            dtype, stored, _ = self.found.tensors[name]
+            if stored != shape or not _converts(dtype, tensor.dtype):
+                wrong.append(
+                    f"{name!r} has {stored}, {dtype} in the files and {shape}, {tensor.dtype} in "
+                    "the model"
+                )
+        if not tensor.is_meta:
+            for box in boxes_of(own[0], wrapped(tensor)):
+                refuse_unwritable(repr(own[0]), box.tensor)
+        self.problems += wrong
+        return not wrong
+
+    def read(self) -> None:
+        """Read this rank's slices, or raise ArgumentError."""
+        for tensor, (first, *others) in self.loads.values():
+            boxes = boxes_of(first, wrapped(tensor))
+            self.found.read(first, boxes)
+            for name in others:
+                again = [Box(box.offsets, torch.empty_like(box.tensor)) for box in boxes]
+                self.found.read(name, again)
+                if not all(map(_equal, boxes, again)):
+                    raise ArgumentError(
+                        f"{first!r} and {name!r} share a parameter of the model, and have different"
+                        " values in the files."
+                    )
+
+    def replace(self) -> None:
+        """Put the loaded tensors in the places of those on the meta device."""
+        made: dict[int, torch.Tensor] = {}
+        for module in self.model.modules():
+            own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+            for name, old in own:
+                if old.is_meta:
+                    if id(old) not in made:
+                        made[id(old)] = _like(old, self.loads[id(old)][0])
+                    setattr(module, name, made[id(old)])
+
+
+def _renamed(name: str, names: Names | None) -> str:
+    if names is None:
+        return name
+    return names(name) if callable(names) else names.get(name, name)
+
+
+def _tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _on(device: torch.device | str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor itself, or an uninitialized one like it, if it is on the meta device."""
+    if not tensor.is_meta:
+        return tensor
+    made = torch.empty_like(tensor, device=device)
+    vars(made).update(vars(tensor))  # the mark, which says how it is sharded
+    return made
+
+
+def _like(old: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
+    """Return a loaded tensor as the parameter or the buffer that it replaces."""
+    if not isinstance(old, torch.nn.Parameter):
+        return loaded
+    made = torch.nn.Parameter(loaded, requires_grad=old.requires_grad)
+    vars(made).update(vars(old))
+    return made
+
+
+def _converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Return whether values convert: exactly, or between floats of two bytes and more."""
+    floats = all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in (stored, wanted))
+    return stored == wanted or floats
+
+
+def _equal(one: Box, other: Box) -> bool:
+    """Return whether two boxes are equal, bit by bit."""
+    first, second = (box.tensor.contiguous().reshape(-1).view(torch.uint8) for box in (one, other))
+    return torch.equal(first, second)
