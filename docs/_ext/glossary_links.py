@@ -3,9 +3,9 @@
 import re
 
 from docutils import nodes
-from sphinx.addnodes import pending_xref
+from sphinx.addnodes import index, pending_xref
 
-WITHOUT_LINKS = {"explanation/glossary", "generated/changelog"}
+GLOSSARY = "explanation/glossary"
 # each term, and the words of pages that stand for it
 TERMS = {
     "rank": "ranks?",
@@ -34,7 +34,10 @@ def texts_of(document):
 
 
 def link_first_uses(app, document):
-    if app.env.docname in WITHOUT_LINKS:
+    if app.env.docname == GLOSSARY:
+        for node in document.findall(index):
+            node["entries"] = []  # else the search lists the glossary before pages
+    if app.env.docname in (GLOSSARY, "generated/changelog"):
         return
     for term, words in TERMS.items():
         for text in texts_of(document):
