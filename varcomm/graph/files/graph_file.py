@@ -57,7 +57,7 @@ def read_graph(path: Path) -> Data:
 
 
 def _check_format(path: Path, suffix: str) -> None:
-    """Refuse a file that neither meshio nor this module reads, with the formats that they read."""
+    """Refuse a file of an unknown format, and list the formats of meshio and of this module."""
     try:
         from meshio import extension_to_filetypes
     except ImportError:
