@@ -42,8 +42,11 @@ test-gpu: $(STAMP)  ## on GPUs: tests of NCCL and CUDA graphs, then docs/benchma
 fuzz: $(STAMP)  ## draw programs and faulty calls at random, for half an hour
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.run --minutes 30
 
+# -a: the search finds index entries only of pages that this run has written
 docs: $(DOCS_STAMP)  ## run the tutorials and build the pages: docs/_build/html/index.html
-	@OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -W --keep-going -q -a -b html docs docs/_build/html
+	@if command -v node > /dev/null; then node docs/check_search.js docs/_build/html; \
+	else echo "search of the pages: not checked, node is not installed"; fi
 	@echo "docs/_build/html/index.html"
 
 demo: $(STAMP)  ## train a graph network on the ocean, on 2 ranks, and check it against one

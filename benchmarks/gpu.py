@@ -23,7 +23,7 @@ from varcomm.cli.workload import OPERATIONS, Case
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "gpu.md"
 SIZES = (16 << 10, 1 << 20, 64 << 20)
 STAGED = ("all_gather_v", "reduce_scatter_v", "halo")
-HEAD = "| operation | pass | ranks | dtype | bytes | count | shards | us | algbw | busbw | wire |"
+HEAD = "| operation | pass | ranks | dtype | bytes | shards | us | algbw | busbw | wire |"
 
 
 def measured(engine: str, ranks: int, operations: tuple[str, ...], seconds: float) -> Iterator[str]:

@@ -21,6 +21,7 @@ extensions = [
     "math_as_mathml",
     "myst_parser",
     "pages_from_outside",
+    "search_words",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",

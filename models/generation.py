@@ -15,7 +15,7 @@ from varcomm.transport.agreement import compare
 
 
 class Decoder(Protocol):
-    """What a text can be drawn from, such as :class:`varcomm.models.GPT`."""
+    """A model from which text can be drawn, such as :class:`varcomm.models.GPT`."""
 
     head: Any  # an nn.Linear, or its parallel replacement
 
@@ -68,9 +68,9 @@ def generate(
     -----
     Draws do not depend on the number of ranks, and logits do by rounding alone.
 
-    Communication: a round of messages that compares the arguments; one broadcast of all draws;
-    for each token that of the layers, which see the whole context, and an all-gather of the last
-    place's logits.
+    Communication: a round of messages that compares the arguments, and one broadcast of all draws.
+    Each token takes the messages of the layers, which read the full context, and an all-gather of
+    the last place's logits.
 
     Examples
     --------

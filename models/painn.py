@@ -40,7 +40,7 @@ class RadialBasis(nn.Module):
     size : int
         Number of waves ``R``.
     cutoff : float
-        Where they end, in units of length.
+        Distance at which the waves end, in units of length.
     """
 
     numbers: Tensor
@@ -240,7 +240,7 @@ class PaiNN(nn.Module):
             Neighbours above the atoms that feel them, (2, E), each pair in both directions. An
             atom may neighbour its own images in other cells, but not itself.
         shifts : Tensor
-            What is added to the position of an edge's source, (E, 3): in a periodic crystal the
+            Vectors to add to the position of an edge's source, (E, 3): in a periodic crystal the
             vector to the cell in which the neighbour is, else zeros.
 
         Returns

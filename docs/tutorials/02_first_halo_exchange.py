@@ -2,6 +2,8 @@
 Your first halo exchange
 ========================
 
+.. index:: ! halo exchange, ! halo, ! ghost exchange
+
 This tutorial solves the heat equation on a rod that is split over three ranks. Ranks exchange the
 rows at their borders with an :class:`varcomm.ExchangePlan`, and gradients flow through all time
 steps. It takes 10 minutes. You need to know PyTorch, and :doc:`ranks and shards

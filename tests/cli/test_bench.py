@@ -12,7 +12,7 @@ from varcomm.cli.main import main
 from varcomm.cli.workload import OPERATIONS
 
 ROOT = Path(__file__).parents[2]
-COLUMNS = "operation pass ranks dtype bytes count shards us algbw busbw wire"
+COLUMNS = "operation pass ranks dtype bytes shards us algbw busbw wire"
 SOME = "all_gather_v,indexed_all_to_all_v,halo"
 ALL = ",".join(OPERATIONS)
 

@@ -27,7 +27,7 @@ def test_checks_pass(worlds, ranks):
 
 def test_a_page_to_paste(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "engines", lambda: [GLOO, ABSENT])
-    assert main(["doctor"]) == 0
+    assert main(["doctor", "--markdown"]) == 0
     shown = capsys.readouterr()
     assert shown.err == ""
     lines = shown.out.splitlines()
@@ -38,17 +38,19 @@ def test_a_page_to_paste(monkeypatch, capsys):
         f"| Gloo | 2 | works: {len(CHECKS)} of {len(CHECKS)} checks |",
         "| MPI |  | not installed: pip install mpi4py mpich |",
     } <= set(lines)
+    assert lines[-1] == "OK: Gloo works; MPI: pip install mpi4py mpich"
 
 
 def test_an_engine_that_does_not_start(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "engines", lambda: [GLOO])
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
-    assert main(["doctor"]) == 1
-    *lines, _, last = capsys.readouterr().out.splitlines()
+    assert main(["doctor", "--markdown"]) == 1
+    *lines, _, last, _, verdict = capsys.readouterr().out.splitlines()
     assert "| GLOO_SOCKET_IFNAME | nowhere0 |" in lines
-    assert lines[-1] == f"| Gloo | 2 | **fails**: 0 of {len(CHECKS)} checks pass |"
+    assert lines[-1] == f"| Gloo | 2 | FAILS: 0 of {len(CHECKS)} checks pass |"
     assert last.startswith("Gloo, all_gather_v: ")
     assert "nowhere0" in last
+    assert verdict == "FAILED: Gloo fails"
 
 
 def hangs_at_reduce(rank, name, device):
@@ -61,11 +63,11 @@ def test_checks_that_fail_and_hang(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "LIMIT", 6.0)
     monkeypatch.setattr(doctor, "check", hangs_at_reduce)
     monkeypatch.setattr(doctor, "engines", lambda: [GLOO])
-    assert main(["doctor"]) == 1
+    assert main(["doctor", "--markdown"]) == 1
     shown = capsys.readouterr().out
-    assert "| Gloo | 2 | **fails**: 5 of 10 checks pass |\n" in shown
+    assert "| Gloo | 2 | FAILS: 5 of 10 checks pass |\n" in shown
     assert "\nGloo, broadcast: not an adjoint pair\n" in shown
-    assert re.fullmatch("Gloo, reduce: .*rank 1 of 2.*", shown.splitlines()[-1])
+    assert re.fullmatch("Gloo, reduce: .*rank 1 of 2.*", shown.splitlines()[-3])
 
 
 @pytest.mark.parametrize(("gpus", "nccl", "gloo"), [(0, 0, None), (1, 1, 2), (8, 2, 2)])
@@ -87,7 +89,13 @@ def test_engines_that_are_timed(worlds, capsys, monkeypatch):
     seconds = {"Gloo": [2e-4, 2e-3], "MPI": [1e-5, 1e-3]}
     monkeypatch.setattr(doctor, "engines", lambda: both)
     monkeypatch.setattr(doctor, "tried", lambda engine, found: found.update(seconds) or {})
-    assert main(["doctor"]) == 0
+    assert main(["doctor", "--markdown"]) == 0
     shown = capsys.readouterr().out
     assert "`varcomm.init()` here: MPI under mpiexec and mpirun, Gloo under torchrun" in shown
     assert "| 1 KiB | 200 us | 10 us | 20.0 times |\n| 1024 KiB | 2000 us | 1000 us | 2.0" in shown
+    assert main(["doctor"]) == 0  # aligned columns, for a terminal
+    lines = capsys.readouterr().out.splitlines()
+    assert {"bytes     Gloo     MPI      MPI is faster"} <= set(lines)
+    assert {"1 KiB     200 us   10 us    20.0 times"} <= set(lines)
+    assert lines[0] == "varcomm doctor"
+    assert lines[-1] == "OK: Gloo, MPI work"

@@ -15,6 +15,7 @@ import torch
 from varcomm.cli.main import main
 
 ROOT = Path(__file__).parents[2]
+PROG = "python -m varcomm"
 COMMANDS = ("doctor", "partition", "check", "inspect", "simulate", "bench")
 # A shell that starts a process in the background makes it ignore Ctrl-C; here it must not.
 START = (
@@ -51,6 +52,7 @@ def test_help(path, prog, monkeypatch, capsys):
 WRONG = [
     *("partition ring.npz --parts 0", "partition ring.npz --parts few"),
     "partition a.npz --parts 2 --method scissors",
+    *("partition a.npz --parts 2 --plot p.bmp", "partition a.npz --parts 2 --foo"),
     *("simulate --machine abacus", "simulate --ranks few", "simulate --width 0"),
     *("simulate --grid \u00b2x5", "bench --engine ucx"),
     *("bench --world 2,0", "bench --sizes 1T", "bench --sizes 0", "bench --sizes 1.5K"),
@@ -58,7 +60,9 @@ WRONG = [
     *("bench --dtypes int64", "bench --operations gather", "bench --repeat none"),
 ]
 CASES = [(line, re.findall("--[a-z]+", line)[-1]) for line in WRONG]
-CASES += [("", "COMMAND"), ("cure", "'cure'"), ("partition ring.npz", "--parts")]
+CASES += [("cure", "'cure'"), ("partition ring.npz", "--parts")]
+CASES += [("simlate", "did you mean simulate?")]
+CASES += [("partition a.npz --parts 2 --method metiss", "did you mean metis?")]
 CASES += [("bench --json /", "/ cannot be written"), ("bench --json /none/at/all", "/none/at/all")]
 if not torch.cuda.is_available():
     CASES.append(("bench --engine nccl", "--engine"))
@@ -70,8 +74,19 @@ def test_usage_errors(capsys):
             main(line.split())
         assert ended.value.code == 2, line
         shown = capsys.readouterr()
-        assert named in shown.err.split("error:")[1], line
+        usage, _, message = shown.err.partition("error:")
+        assert named in message, line
+        if (name := line.split()[0]) in COMMANDS:
+            assert usage.startswith(f"usage: {PROG} {name} "), line
         assert shown.out == ""
+
+
+def test_help_without_arguments(capsys):
+    assert main([]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith(f"usage: {PROG} [-h]")
+    assert "partition    cut a graph" in shown.err
+    assert shown.out == ""
 
 
 def test_without_a_stdout(monkeypatch, tmp_path):

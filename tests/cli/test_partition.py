@@ -19,6 +19,9 @@ RING = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "command_line.md").read_text()
 
 
+LEGEND = {"owned", "halo", "edges", "sent", "imbalance"}
+
+
 def channel(path, rows=9, columns=5):
     """Write a mesh of quads with a field of its points, in two dimensions."""
     meshio = pytest.importorskip("meshio")
@@ -57,9 +60,12 @@ def test_a_mesh_is_cut_for_ranks_to_load(worlds, ranks, tmp_path, capsys):
     assert main(["partition", str(mesh), *arguments]) == 0
     shown = capsys.readouterr()
     assert shown.err == ""
-    report, _, files = shown.out.partition("parts: ")
+    report, _, rest = shown.out.partition("\n\n")
     assert report.startswith("45 nodes and 152 edges on 2 ranks by rcb\n")
-    assert files == f"{out}\npicture: {picture}\n"
+    legend, _, files = rest.partition("parts: ")
+    assert {line.split()[0].strip(",") for line in legend.strip().splitlines()} == LEGEND
+    load = f"next: varcomm.graph.PartitionedGraph.load({str(out)!r}) on each rank\n"
+    assert files == f"{out}\npicture: {picture}\n{load}"
     assert picture.read_bytes()[:4] == b"\x89PNG"
     for values, of_rank in worlds.run(ranks, heights, out):
         assert torch.equal(values, torch.arange(45) / 2)
@@ -120,7 +126,7 @@ ARRAYS = {
 }
 BAD = {name: named for each in (TENSORS, ARRAYS) for name, (_, named) in each.items()}
 BAD |= {"none.vtu": "no file", ".": "folder", "code.pt": "more than tensors", "pipe.npz": "pipe"}
-BAD |= {"cut.pt": "cut.pt", "cut.npz": "zip"}
+BAD |= {"notes.txt": ".vtu", "cut.pt": "cut.pt", "cut.npz": "zip"}
 
 
 def write_bad_files(folder):
@@ -129,6 +135,7 @@ def write_bad_files(folder):
     for name, (arrays, _) in ARRAYS.items():
         np.savez(folder / name, **arrays)
     torch.save({"edge_index": RING, "x": Runs(folder / "ran")}, folder / "code.pt")
+    (folder / "notes.txt").write_text("no mesh")
     os.mkfifo(folder / "pipe.npz")
     for whole in ("list.pt", "no_edges.npz"):
         content = (folder / whole).read_bytes()
@@ -153,7 +160,6 @@ def test_a_bad_file_gets_one_line(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ("--plot parts.txt", "parts.txt"),
         ("--plot none/parts.png", "none"),
         ("--plot parts.png --out parts", "positions"),
         ("--out .", "saved partition"),

@@ -43,6 +43,15 @@ def test_graphs(tmp_path, capsys):
         assert [row[0] for row in rows if len(row) == 13 and row[0].isdecimal()] == ranks.split(",")
 
 
+def test_verdict_and_machines(capsys):
+    assert main([*SMALL, "--grid", "20x36", "--ranks", "1,16"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("verdict: efficient up to 1 rank; on 16 ranks, starting kernels takes")
+    assert main(["simulate", "--machines"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [*vc.simulate.MACHINES]
+
+
 @pytest.mark.parametrize("line", ["--grid 7", "--grid 7x2", "--mesh none.vtu"])
 def test_an_impossible_graph(line, capsys):
     assert main(["simulate", *line.split()]) == 1

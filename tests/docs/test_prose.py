@@ -58,6 +58,8 @@ PAGES = [
     "examples/text/README.md",
     "examples/three_ways/README.md",
     "examples/weather/README.md",
+    *(str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("docs/how_to/*.md"))),
+    *(str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("docs/troubleshooting/*.md"))),
 ]
 COLUMNS = 84  # of code: wider lines are cut on the built page
 WORDS = 30  # per sentence
@@ -88,7 +90,7 @@ def text_of(page):
         return prose, [line for line in shown.splitlines() if not line.startswith("#")]
     code = re.findall(r"^```\w+\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     indented = re.findall(r"^ {4}\S.*", text, re.MULTILINE)
-    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    prose = re.sub(r"^```.*?^```|^<!--.*?-->", "", text, flags=re.DOTALL | re.MULTILINE)
     prose = re.sub(r"^( {4}|:::|:link).*", "", prose, flags=re.MULTILINE)
     return prose, [*"\n".join(code).splitlines(), *indented]
 

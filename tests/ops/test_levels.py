@@ -1,4 +1,4 @@
-"""Sums over 16 and more ranks, which go by levels of few ranks."""
+"""Sums and short all-gathers over 16 and more ranks, which go by levels of few ranks."""
 
 import os
 import socket
@@ -77,6 +77,16 @@ def wrong(rank, size):
                 if got.dtype != dtype or not (off <= allowed).all() or not torch.equal(got, again):
                     found.append((name, dtype, total))
                 counts[name, dtype, total] = len(trace), trace.total.messages_sent, trace.total.sent
+    for total in (0, 100, 20_000):
+        sizes = uneven(size, total)
+        for dtype in DTYPES:
+            whole = draw(7, 2 * total, dtype).view(total, 2)
+            for dim, of in ((0, whole), (1, whole.t())):
+                with varcomm.trace() as trace:
+                    got = varcomm.all_gather_v(of.split(sizes, dim)[rank], sizes, dim)
+                if not torch.equal(got, of):
+                    found.append(("all_gather_v", dtype, total))
+            counts["all_gather_v", dtype, total] = trace.total.messages_sent, trace.total.sent
     return found, counts
 
 
@@ -149,6 +159,14 @@ def test_values_messages_and_bytes(size, node, merges):
         calls, sent, nbytes = counts["reduce_scatter_v", torch.float32, n]
         assert (calls, nbytes) == (2, 4 * (n - own))
         assert sent <= messages  # fewer to ranks without rows
+        # all-gather: short shards by levels, long ones to each rank; the same bytes
+        for total in (100, n):
+            rows = uneven(size, total)
+            sent, nbytes = counts["all_gather_v", torch.int64, total]
+            assert sent <= (messages if 16 * total <= 4096 * size else size - 1)
+            assert (sent > messages) == (16 * total > 4096 * size and rows[rank] > 0)
+            if 16 * total > 4096 * size:
+                assert nbytes == 16 * rows[rank] * (size - 1)
         # narrow on the first level, in fp32 above
         first = uneven(size, n)[rank % merges[0] :: merges[0]]
         narrow = 2 * (n - sum(first)) + 4 * (sum(first) - own)

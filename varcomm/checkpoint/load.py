@@ -63,8 +63,8 @@ def load(
     Raises
     ------
     ArgumentError, DisagreementError
-        On every rank, if there is no checkpoint, or ranks find different ones; if a file is
-        missing, cut or altered; if keys, shapes or dtypes do not match; if a tensor cannot be
+        On every rank, if there is no checkpoint, or ranks find different ones. Also if a file is
+        missing, cut or altered, if keys, shapes or dtypes do not match, or if a tensor cannot be
         overwritten. Then nothing is changed. Also if an object refuses its state, after tensors
         have been overwritten.
 
@@ -254,7 +254,7 @@ class _Targets(Walk):
             self._add(leaf.key, leaf)
 
     def fit(self) -> tuple[Any, ...]:
-        """Return how well the state matches, for all ranks; bits stand for sorted keys."""
+        """Return the match of the state, for all ranks; bits stand for sorted keys."""
         bits = {key: 1 << bit for bit, key in enumerate(sorted(self.found.paths))}
         within, asked = (
             sum(bits.get(key, 0) for key in some) for some in (self.within, self.asked)

@@ -111,7 +111,7 @@ def alone(what: str, local: Callable[[], T]) -> T:
 
 
 def is_whole(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is all of itself: neither Sharded nor DTensor."""
+    """Return whether a tensor is whole: no Sharded and no DTensor."""
     return not hasattr(tensor, "__create_chunk_list__")
 
 

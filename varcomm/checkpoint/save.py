@@ -64,10 +64,10 @@ def save(
     Parameters
     ----------
     state : dict
-        Values by name, in nested dicts and lists: tensors, identical on all ranks;
-        :class:`~varcomm.sharding.Sharded`, DTensor and :class:`Rows`, of which each rank has a
-        part; modules and optimizers; generators and objects with ``state_dict`` and
-        ``load_state_dict``; :class:`PerRank` around values of each rank's own; plain values.
+        Values by name, in nested dicts and lists. Tensors are identical on all ranks. Each rank has
+        a part of :class:`~varcomm.sharding.Sharded`, DTensor and :class:`Rows`. Also modules,
+        optimizers, generators, objects with ``state_dict`` and ``load_state_dict``, plain values,
+        and :class:`PerRank` around values that differ between ranks.
     folder : str or path
         The same on all ranks; made if it does not exist. Other files in it stay.
     async_ : bool
@@ -206,7 +206,7 @@ _EMPTY: tuple[Any, ...] = (encoded({}), [])
 
 
 class State:
-    """The state of this rank: its tensors, and what ranks tell each other of them."""
+    """The state of this rank: its tensors, and the description that ranks exchange."""
 
     def __init__(self, state: Any, ranks: Ranks) -> None:
         self._ranks = ranks

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
 from typing import TypeVar
 
-__all__ = ["nbytes", "one_of", "positive", "progress", "separated", "skew"]
+__all__ = ["did_you_mean", "nbytes", "one_of", "positive", "progress", "separated", "skew"]
 
 T = TypeVar("T")
 
@@ -22,7 +23,22 @@ def separated(read: Callable[[str], T], by: str = ",") -> Callable[[str], list[T
 
 def one_of(names: Sequence[str], noun: str) -> Callable[[str], str]:
     """Return a type that accepts some names."""
-    return lambda text: _checked(text, text in names, f"is not {noun}; use {', '.join(names)}")
+
+    def read(text: str) -> str:
+        words = f"is not {noun}{did_you_mean(text, names)}; use {', '.join(names)}"
+        return _checked(text, text in names, words)
+
+    return read
+
+
+def did_you_mean(text: str, names: Iterable[str]) -> str:
+    """Return a question with the name that is spelt like `text`, or "".
+
+    >>> did_you_mean("metiss", ["metis", "rcb"])
+    ' (did you mean metis?)'
+    """
+    found = get_close_matches(text, names, 1)
+    return f" (did you mean {found[0]}?)" if found else ""
 
 
 def positive(text: str) -> int:

@@ -50,8 +50,8 @@ _SAMPLE = 2e-3  # seconds per sample; ranks leave a barrier tens of microseconds
 _MOST_CALLS = 100
 _FEWEST, _MOST = 15, 200  # repetitions
 # Widths of columns; a negative width aligns to the left.
-_COLUMNS = {"operation": -20, "pass": -8, "ranks": 5, "dtype": -8, "bytes": 10, "count": 10}
-_COLUMNS |= {"shards": 6, "us": 8, "algbw": 7, "busbw": 7, "wire": 5}
+_COLUMNS = {"operation": -20, "pass": -8, "ranks": 5, "dtype": -8, "bytes": 9}
+_COLUMNS |= {"shards": 6, "us": 7, "algbw": 6, "busbw": 6, "wire": 5}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -191,7 +191,7 @@ def summary(
 
 def cells(result: Mapping[str, Any]) -> list[str]:
     """Return the cells of a line."""
-    names = ("world", "dtype", "nbytes", "count", "skew")
+    names = ("world", "dtype", "nbytes", "skew")
     return [
         *(result["operation"], "backward" if result["backward"] else "forward"),
         *(str(result[name]) for name in names),

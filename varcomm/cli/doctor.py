@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ import torch.distributed as dist
 import varcomm as vc
 from varcomm.cli import arguments
 from varcomm.errors import LaunchError
+from varcomm.simulate.table import aligned
 from varcomm.testing import dot_test
 
 __all__ = ["CHECKS", "DESCRIPTION", "Engine", "add_arguments", "engines", "machine", "run", "tried"]
@@ -28,13 +29,13 @@ DESCRIPTION = """\
 Print versions, machine, GPUs and network interfaces, and test each installed
 engine on 2 ranks of this machine: primitives must move the right rows, and
 their backward must be the adjoint. If both run on CPUs, Gloo and MPI are
-timed. The output is Markdown, for an issue.
+timed. The last line is the verdict. For an issue, print Markdown.
 
 The status is 1 if an installed engine does not work. An engine takes at most
 180 s to start its ranks, and 60 s for each check.
 
 example:
-  %(prog)s > doctor.md
+  %(prog)s --markdown > doctor.md
 """
 
 # Distributions, of which only the first three are required.
@@ -52,15 +53,18 @@ _DTYPES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare no arguments: the command has none."""
+    """Declare the argument of the command."""
+    words = "print Markdown instead of aligned columns"
+    parser.add_argument("--markdown", action="store_true", help=words)
 
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Collect, test, and print."""
     seconds: dict[str, list[float]] = {}
     results = {engine: tried(engine, seconds) for engine in engines()}
-    print("\n".join(_page(results, seconds)))
-    return 1 if any(why for found in results.values() for why in found.values()) else 0
+    table = _markdown if options.markdown else _text
+    print(*_page(results, seconds, table), "", _verdict(results), sep="\n")
+    return 1 if any(_fails(found) for found in results.values()) else 0
 
 
 class Engine(NamedTuple):
@@ -199,24 +203,31 @@ def machine() -> dict[str, str]:
     }
 
 
+Table: TypeAlias = Callable[[Sequence[str], Iterable[Sequence[str]]], Iterable[str]]
+
+
 def _page(
-    results: Mapping[Engine, Mapping[str, str]], seconds: Mapping[str, Sequence[float]]
+    results: Mapping[Engine, Mapping[str, str]],
+    seconds: Mapping[str, Sequence[float]],
+    table: Table,
 ) -> Iterator[str]:
     chosen = {k: v for k, v in sorted(os.environ.items()) if k.startswith(_PREFIXES)}
-    yield "### varcomm doctor\n"
-    yield from _table(["", ""], {**versions(), **machine(), **chosen}.items())
-    yield from _chosen(results, seconds)
+    yield "### varcomm doctor\n" if table is _markdown else "varcomm doctor\n"
+    yield from table(["", ""], {**versions(), **machine(), **chosen}.items())
+    yield from _chosen(results, seconds, table)
     yield ""
-    yield from _table(["engine", "ranks", "result"], (_summary(*each) for each in results.items()))
+    yield from table(["engine", "ranks", "result"], [_summary(*each) for each in results.items()])
     for engine, found in results.items():
         yield from (f"\n{engine.name}, {name}: {why}" for name, why in found.items() if why)
 
 
 def _chosen(
-    results: Mapping[Engine, Mapping[str, str]], seconds: Mapping[str, Sequence[float]]
+    results: Mapping[Engine, Mapping[str, str]],
+    seconds: Mapping[str, Sequence[float]],
+    table: Table,
 ) -> Iterator[str]:
     """Yield which engine runs under which launcher, and how much faster the other is."""
-    works = {e.name for e, found in results.items() if not (e.absent or any(found.values()))}
+    works = {e.name for e, found in results.items() if not (e.absent or _fails(found))}
     if "NCCL" in works:
         under = "NCCL for tensors on GPUs, Gloo for those on CPUs"
     else:
@@ -230,18 +241,37 @@ def _chosen(
             (f"{size // 1024} KiB", f"{a * 1e6:.0f} us", f"{b * 1e6:.0f} us", f"{a / b:.1f} times")
             for size, a, b in pairs
         ]
-        yield from _table(["bytes", "Gloo", "MPI", "MPI is faster"], rows)
+        yield from table(["bytes", "Gloo", "MPI", "MPI is faster"], rows)
 
 
 def _summary(engine: Engine, found: Mapping[str, str]) -> list[str]:
     if engine.absent:
         return [engine.name, "", f"not installed: {engine.absent}"]
     passed = f"{list(found.values()).count('')} of {len(CHECKS)} checks"
-    result = f"**fails**: {passed} pass" if any(found.values()) else f"works: {passed}"
+    result = f"FAILS: {passed} pass" if _fails(found) else f"works: {passed}"
     return [engine.name, str(engine.ranks), result]
 
 
-def _table(head: Sequence[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+def _fails(found: Mapping[str, str]) -> bool:
+    return any(found.values())
+
+
+def _verdict(results: Mapping[Engine, Mapping[str, str]]) -> str:
+    """Return one line: the engines that work, fail, and are not installed."""
+    fail = [engine.name for engine, found in results.items() if _fails(found)]
+    work = [e.name for e, found in results.items() if not e.absent and not _fails(found)]
+    parts = [f"{', '.join(work)} work{'s' * (len(work) == 1)}"] if work else []
+    parts += [f"{', '.join(fail)} fail{'s' * (len(fail) == 1)}"] if fail else []
+    parts += [f"{engine.name}: {engine.absent}" for engine in results if engine.absent]
+    return f"{'FAILED' if fail else 'OK'}: {'; '.join(parts)}"
+
+
+def _text(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table in aligned columns."""
+    return aligned([head, *rows] if any(head) else [*rows], left=len(head))
+
+
+def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     """Yield the lines of a table in Markdown."""
     yield f"| {' | '.join(head)} |"
     yield f"|{' --- |' * len(head)}"

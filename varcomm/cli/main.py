@@ -11,6 +11,8 @@ from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
+from varcomm.cli.arguments import did_you_mean
+
 __all__ = ["main"]
 
 # The module of a command is imported when it runs. Each has DESCRIPTION, add_arguments(parser), and
@@ -47,8 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name: commands.add_parser(name, help=words, formatter_class=raw)
         for name, words in _COMMANDS.items()
     }
-    own = parsers.get(given[0]) if given else None
+    if not given:
+        parser.print_help(sys.stderr)
+        return 2
+    own = parsers.get(given[0])
     if own is None:
+        if not given[0].startswith("-"):
+            parser.error(f"{given[0]!r} is not a command{did_you_mean(given[0], _COMMANDS)}")
         parser.parse_args(given)  # prints help, or raises SystemExit
         parser.error("a command must come first")
     command = import_module(f"varcomm.cli.{given[0]}")
@@ -56,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     own.description = command.DESCRIPTION
     command.add_arguments(own)
-    options = parser.parse_args(given)
+    options = own.parse_args(given[1:])  # its errors show the usage of the command
     try:
         status: int = command.run(options, own)
         if sys.stdout is not None:  # None if the caller closed it

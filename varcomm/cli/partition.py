@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from varcomm.cli.arguments import positive, progress
+from varcomm.cli.arguments import one_of, positive, progress
 from varcomm.errors import ArgumentError
 
 __all__ = ["DESCRIPTION", "METHODS", "add_arguments", "run"]
@@ -28,6 +28,14 @@ example:
   %(prog)s wing.vtu --parts 8 --out wing-8 --plot wing-8.png
 """
 
+_LEGEND = """\
+  owned       nodes of the rank
+  halo        nodes of other ranks that it receives in each layer
+  edges, cut  edges into its nodes, and how many of them start in the halo
+  sent        rows that it sends in each layer, to so many neighbours
+  imbalance   the largest part divided by the mean; 1.00 is even
+"""
+
 METHODS = ("metis", "rcb", "hilbert", "block", "random")
 
 
@@ -41,9 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "positions, else block. metis needs several parts and more nodes than parts; "
         "else block is used"
     )
-    add("--method", choices=METHODS, metavar="M", help=method)
+    add("--method", type=one_of(METHODS, "a method"), metavar="M", help=method)
     add("--out", type=Path, metavar="FOLDER", help="write the parts; replaces an earlier partition")
-    add("--plot", type=Path, metavar="PNG", help="draw the parts: .png, .svg or .pdf (matplotlib)")
+    add(
+        "--plot",
+        type=picture,
+        metavar="PNG",
+        help="draw the parts: .png, .svg or .pdf (matplotlib)",
+    )
     add("--json", action="store_true", help="print the report as JSON")
 
 
@@ -72,8 +85,20 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if options.json:
         print(json.dumps(parts.report().to_dict(), indent=1))
         return 0
-    print(parts.report())
+    print(parts.report(), _LEGEND, sep="\n\n")
     for name, path in (("parts", options.out), ("picture", options.plot)):
         if path is not None:
             print(f"{name}: {path}")
+    if options.out is None:
+        print("next: write the parts with --out FOLDER")
+    else:
+        print(f"next: varcomm.graph.PartitionedGraph.load({str(options.out)!r}) on each rank")
     return 0
+
+
+def picture(text: str) -> Path:
+    """Read the name of a picture."""
+    path = Path(text)
+    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"{text!r} must end in .png, .svg or .pdf")
+    return path

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from varcomm import simulate
 from varcomm.cli.arguments import positive, progress, separated
 
-__all__ = ["DESCRIPTION", "METHOD", "add_arguments", "piece_of", "prepare", "run"]
+__all__ = ["DESCRIPTION", "METHOD", "add_arguments", "piece_of", "prepare", "run", "verdict"]
 
 DESCRIPTION = """\
 Cut a graph for each number of ranks, run a training step of MeshGraphNet as a
@@ -32,11 +32,15 @@ ranks of a machine. One process does all of this.
 Counts and bytes are the maximum over ranks. The graph is a mesh file, or a grid
 of latitudes and longitudes, cut along a Hilbert curve.
 
+The last line is the verdict: the largest number of ranks whose efficiency is
+at least 0.8, and the part of the step that dominates on more ranks.
+
 example:
-  %(prog)s --grid 360x720 --ranks 1,8,64
+  %(prog)s --grid 720x1440 --ranks 4,16,64
 """
 
 METHOD = "hilbert"
+_EFFICIENT = 0.8  # least efficiency of a run that scales
 _PIECE = 1500  # nodes of the piece on which steps run
 
 
@@ -51,12 +55,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=separated(positive), default=default, metavar="N,...", help=words)
     known = f"{', '.join(simulate.MACHINES)}; default h100-ndr"
     add("--machine", choices=simulate.MACHINES, default="h100-ndr", metavar="NAME", help=known)
+    add("--machines", action="store_true", help="list the machines and the origin of their numbers")
     add("--width", type=positive, default=128, help="features of nodes and edges; default 128")
     add("--blocks", type=positive, default=8, help="layers that exchange halos; default 8")
 
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Cut, simulate, and print the predictions."""
+    if options.machines:
+        for each in simulate.MACHINES.values():
+            print(f"{each.name}: {each.source}")
+        return 0
     machine = simulate.MACHINES[options.machine]
     if options.mesh is None:
         data = simulate.ocean(np.ones(options.grid, dtype=bool))
@@ -74,9 +83,35 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     step = prepare(options.width, options.blocks)
     sample = simulate.sample(step, piece_of(data), ranks, METHOD)
     progress("")
-    print(simulate.scaling(sample, counts, machine))
+    scaling = simulate.scaling(sample, counts, machine)
+    print(scaling)
     print(f"\nerror of the linear fit: at most {max(sample.fit.error.values()):.1e}")
+    print(verdict(scaling.columns))
     return 0
+
+
+def verdict(columns: Mapping[str, Sequence[float]]) -> str:
+    """Return one line: how far a step scales, and its largest part on more ranks.
+
+    >>> columns = {"ranks": [1, 8], "efficiency": [1.0, 0.4], "busy": [8e-3, 1e-3]}
+    >>> columns |= {"launching": [1e-3, 2e-3], "halos": [0.0, 1e-4], "sums": [0.0, 1e-4]}
+    >>> verdict(columns)
+    'verdict: efficient up to 1 rank; on 8 ranks, starting kernels takes the most time'
+    """
+    scales = [efficiency >= _EFFICIENT for efficiency in columns["efficiency"]]
+    place = scales.index(False) if False in scales else len(scales)
+    ranks = int(columns["ranks"][place - 1])
+    found = f"verdict: efficient up to {ranks} rank{'s' * (ranks != 1)}"
+    if place == len(scales):
+        return f"{found}, the most that were asked for"
+    parts = {
+        "arithmetic and memory take": columns["busy"],
+        "starting kernels takes": columns["launching"],
+        "halo exchanges take": columns["halos"],
+        "sums over ranks take": columns["sums"],
+    }
+    most = max(parts, key=lambda name: parts[name][place])
+    return f"{found}; on {int(columns['ranks'][place])} ranks, {most} the most time"
 
 
 def piece_of(data: Any) -> Any:

@@ -202,7 +202,7 @@ class EdgeShard(Numbering, Shard):
         return rows[0] if one else tuple(rows)
 
     def rows_and_halo(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """Return what :meth:`with_halo` does, as an ordinary tensor."""
+        """Return the rows of :meth:`with_halo` as an ordinary tensor."""
         return self.rows_and_halos([x], dim)[0]
 
     def rows_and_halos(self, xs: Sequence[torch.Tensor], dim: int = 0) -> list[torch.Tensor]:
@@ -225,7 +225,7 @@ class EdgeShard(Numbering, Shard):
             plan=self.plan.to(device),
         )
 
-    # What operations on edge_index call: see varcomm.graph.index.
+    # Methods that operations on edge_index call: see varcomm.graph.index.
 
     def selected_from(self, kind: Kind, x: torch.Tensor, dim: int, empty: bool) -> torch.Tensor:
         """Return `x`, with the halo's rows appended if sources select."""
@@ -412,7 +412,7 @@ class EdgeShard(Numbering, Shard):
         return not torch.compiler.is_compiling() and self._last[-1:] == [count]
 
     def positions_of_loops(self, loops: bool, mask: torch.Tensor) -> torch.Tensor | slice:
-        """Return what selects, like a mask of all edges, self loops or the others."""
+        """Return a selector, like a mask of all edges, of self loops or of the others."""
         count = count_in(self.extent, 2)
         if not loops and count == 0:
             return slice(None)

@@ -1,8 +1,8 @@
 """Index vectors of a partitioned graph, which know what their numbers stand for.
 
 ``graph.edge_index`` and ``graph.batch`` are :class:`PartitionedIndex`: tensors of integers that
-carry the edges or the graphs that they belong to. What operations make of them carries it on.
-Where such a vector selects or reduces rows, the operation is that on the full graph:
+carry the edges or the graphs that they belong to. Results of operations on them carry it too.
+If such a vector selects or reduces rows, the operation is that on the full graph:
 
 - ``x[row]`` at the sources of edges fetches the halo, ``scatter_add_(0, row, ...)`` returns the
   parts of halo rows to their owners;
@@ -23,7 +23,7 @@ from varcomm.errors import ArgumentError
 
 __all__ = ["Numbering", "PartitionedIndex", "ordinary", "plain"]
 
-# What the numbers stand for: pairs of a source and a target, or the other way around; nodes at the
+# Meaning of the numbers: pairs of a source and a target, or the other way around; nodes at the
 # source or target of edges; graphs of a batch; which edges are self loops, and which are not;
 # numbers computed from local ones, which select nothing.
 Kind = Literal["edges", "reversed", "source", "target", "graph", "loops", "no loops", "computed"]
@@ -63,7 +63,7 @@ class Numbering:
         return out
 
     def count(self, kind: Kind, index: torch.Tensor, whole: bool) -> int:
-        """Return how many nodes or graphs the numbers are of, as one process counts them."""
+        """Return the number of nodes or graphs that the ids refer to, as in one process."""
         raise _unknown("the largest number (give num_nodes=x.size(0))")
 
     def is_up_to_last(self, count: int) -> bool:
@@ -71,7 +71,7 @@ class Numbering:
         return False
 
     def positions_of_loops(self, loops: bool, mask: torch.Tensor) -> torch.Tensor | slice:
-        """Return what selects, like a mask of all edges, self loops or the others."""
+        """Return a selector, like a mask of all edges, of self loops or of the others."""
         raise _unknown("self loops")
 
     def check_loops(self, edges: torch.Tensor) -> torch.Tensor:
@@ -91,7 +91,7 @@ class PartitionedIndex(torch.Tensor):
     plain : torch.Tensor
         The numbers as an ordinary tensor in the same memory: local ids, or numbers of graphs.
     of : EdgeShard or Graphs
-        What the numbers are of.
+        The edges or graphs to which the numbers refer.
     kind : str
         Which of its numbers they are.
     line : torch.Tensor or None
@@ -375,7 +375,7 @@ def _part(func: Callable[..., Any], x: PartitionedIndex, key: Any) -> Any:
 
 
 def _selecting(key: Any) -> Any:
-    """Return what selects as a key does."""
+    """Return a key that selects the same rows from an ordinary tensor."""
     if not isinstance(key, PartitionedIndex):
         return key
     if key.kind in ("loops", "no loops"):

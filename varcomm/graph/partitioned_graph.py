@@ -378,9 +378,9 @@ class PartitionedGraph:
         Raises
         ------
         ArgumentError
-            On every rank, if one of them cannot write; if the folder has other content, which stays
-            as it is; if a value of the graph as a whole is no tensor, number, string, or list, set,
-            tuple or dict of them.
+            On every rank, if one of them cannot write; or if the folder has other content, which
+            stays as it is. Also if a value of the graph as a whole is no tensor, number, string, or
+            list, set, tuple or dict of them.
         """
         from varcomm.graph.files.saved import save
 

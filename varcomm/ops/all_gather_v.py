@@ -19,6 +19,11 @@ from varcomm.transport.group import MANY, Group, GroupLike, resolve
 
 __all__ = ["AllGatherV", "ReduceScatterV", "all_gather_v"]
 
+# Mean bytes per shard up to which many ranks gather by levels: more messages cost more than the
+# copies between levels. 16 ranks on 2 cores, Gloo: 47 ms in place of 83 for shards of 1 KiB, 54 in
+# place of 86 for 16 KiB, 139 in place of 126 for 256 KiB; MPI: 47 in place of 31 for 16 KiB.
+_SHORT = 4096
+
 
 @dataclass(frozen=True)
 class _Sharded(Operator):
@@ -47,6 +52,8 @@ class AllGatherV(_Sharded):
     def prepared(self, x: torch.Tensor) -> Callable[[torch.Tensor], Pending]:
         """Send the shard as it lies in memory; for dim != 0, copy once on arrival."""
         group, sizes, dim, recv = self.group, self.sizes, self.dim, self._counts(x)
+        if group.size >= MANY and sum(recv) * x.element_size() <= _SHORT * group.size:
+            return self._start_levels
         shape, send = packing.like(x.shape, dim, sum(sizes)), [recv[group.rank]] * group.size
         begin = packing.exchanger(self.name, group, x, send, recv, "all_gather")
         received = shape if dim == 0 else (sum(recv),)
@@ -58,6 +65,20 @@ class AllGatherV(_Sharded):
             return Pending(works, lambda: packing.unpack(out, shape, sizes, dim))
 
         return start
+
+    def _start_levels(self, x: torch.Tensor) -> Pending:
+        shape = packing.like(x.shape, self.dim, sum(self.sizes))
+        return levels.InRounds(
+            self._rounds(packing.flat(x), self._counts(x), shape), shape, x.dtype
+        )
+
+    def _rounds(
+        self, values: torch.Tensor, counts: list[int], shape: Sequence[int]
+    ) -> levels.Rounds:
+        order = levels.piece_order(self.group)
+        values = yield from levels.all_gather(self.name, self.group, values, counts)
+        values = levels.arranged(values, order, range(self.group.size), counts)
+        return packing.unpack(values, shape, self.sizes, self.dim)
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         return x.new_empty(packing.like(x.shape, self.dim, sum(self.sizes)))
@@ -172,10 +193,14 @@ def all_gather_v(
     -----
     Adjoint: :func:`reduce_scatter_v` with the same arguments.
     Communication: each rank sends its shard to every other rank. For ``dim=0`` nothing is copied,
-    for others once on arrival. Without `sizes`, ranks first share 1 KiB each in one more round, in
-    backward nothing; large structures take a second message. Nested tensors travel in one exchange
-    and are copied on both sides; backward sends the gradients of those that require one. Inside
-    ``torch.func`` and forward mode each tensor travels alone. `async_op` needs one tensor.
+    for others once on arrival. From 16 ranks on, shards of up to 4 KiB (mean) travel by levels, as
+    in :func:`reduce_scatter_v`: the same bytes in ``k P^(1/k)`` messages per rank.
+
+    Without `sizes`, ranks first share 1 KiB each in one more round, in backward nothing; large
+    structures need a second message. Nested tensors travel in one exchange and are copied on both
+    sides; backward sends the gradients of those that require one. Inside ``torch.func`` and in
+    forward mode each tensor travels alone. `async_op` needs one tensor.
+
     In one process: ``torch.cat(shards, dim)``.
 
     Examples

@@ -180,7 +180,7 @@ def all_reduce(
     Communication: each rank sums a piece of ``1 / P`` and sends it to the others, in all
     ``2 (P - 1) / P`` times the bytes of `tensor`. Up to 16 KiB, and with `async_op`, each sums all,
     in a single round: ``P - 1`` times. From 16 ranks on the sum goes by levels, as in
-    :func:`reduce_scatter_v`, with `async_op` too; up to 16 KiB the ``k`` ranks of each level sum
+    :func:`reduce_scatter_v`, with `async_op` too. Up to 16 KiB the ``k`` ranks of each level sum
     all, after ``k - 1`` times the bytes. Those small sums are equal bit for bit on processors of
     one kind.
     In one process: ``sum(tensors)``.

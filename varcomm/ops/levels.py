@@ -133,7 +133,7 @@ def reduce_scatter(
     copied.
     """
     for level in levels(group):
-        values = _arranged(values, order, level.leaving, sizes)
+        values = arranged(values, order, level.leaving, sizes)
         send = {peer: _total(pieces, sizes) for peer, pieces in level.send.items()}
         recv = {p: _total(pieces, sizes) for of in level.recv for p, pieces in of.items()}
         works, values = _exchange(name, group, values, send, recv)
@@ -142,7 +142,7 @@ def reduce_scatter(
         order, count = level.kept, _total(level.kept, sizes)
         if any(pieces != order for pieces in level.arriving):
             parts = zip(values.split([count] * len(level.recv)), level.arriving, strict=True)
-            values = torch.cat([_arranged(*part, order, sizes) for part in parts])
+            values = torch.cat([arranged(*part, order, sizes) for part in parts])
         values = _summed(values.view(len(level.recv), count), use_fp32)
     return values
 
@@ -164,12 +164,12 @@ def all_gather(
         same = all(pieces == level.kept for pieces in send.values())
         if not same:
             leaving = [piece for pieces in send.values() for piece in pieces]
-            values = _arranged(values, level.kept, leaving, sizes)
+            values = arranged(values, level.kept, leaving, sizes)
         works, got = _exchange(name, group, values, to_peers, from_peers, same)
         yield works
         del works  # they hold the sent tensor
         if recv:
-            values = _arranged(got, level.leaving, level.held, sizes)
+            values = arranged(got, level.leaving, level.held, sizes)
         del got
     return values
 
@@ -245,11 +245,11 @@ def _total(pieces: Sequence[int], sizes: Sequence[int]) -> int:
     return sum(sizes[piece] for piece in pieces)
 
 
-def _arranged(
+def arranged(
     values: torch.Tensor, order: Sequence[int], wanted: Sequence[int], sizes: Sequence[int]
 ) -> torch.Tensor:
     """Return the pieces that lie in `order` in the order `wanted`."""
-    if order == wanted:
+    if [*order] == [*wanted]:
         return values
     places = dict(zip(order, values.split([sizes[piece] for piece in order]), strict=True))
     return torch.cat([values[:0], *(places[piece] for piece in wanted)])

@@ -216,7 +216,7 @@ def _apply(
         return _apply_in_transforms(x, operator, recorded, of, *given)
     if recorded or forward_ad.unpack_dual(x).tangent is not None:
         return _Rule.apply(x, operator, recorded, of, *given)  # type: ignore[no-any-return, no-untyped-call]
-    if is_plain:  # neither fake nor recorded by a tracer
+    if is_plain:  # no fake tensor, and no tracer records it
         return _communicated(operator, x, recorded, of)[0], None
     return _run(operator, x, recorded, of)[0], None
 

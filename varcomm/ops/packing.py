@@ -1,6 +1,6 @@
 """Tensors as the engines send them: flat, in an order that does not depend on strides.
 
-Rows travel in the logical (row-major) order of their block, whatever their memory format. For a
+Rows travel in the logical (row-major) order of their block, for any memory format. For a
 dimension that is outermost in memory, packing and unpacking are views.
 """
 
@@ -127,7 +127,7 @@ def rest(shape: Sequence[int], dim: int) -> list[int]:
 
 
 def signed(rows: torch.Tensor) -> torch.Tensor:
-    """Return a view with signed integers for unsigned ones, which torch can neither set nor sum."""
+    """Return a view with signed integers for unsigned ones, which torch cannot set or sum."""
     return rows.view(_SIGNED.get(rows.dtype, rows.dtype))
 
 

@@ -50,7 +50,7 @@ def reduce_scatter_v(
     have different numbers of ranks, or :func:`varcomm.init` cannot find them, the levels are groups
     of about ``P ** (1/2)`` ranks, from 256 ranks on ``P ** (1/3)``. On a level of ``k`` ranks, each
     rank sends ``k - 1`` messages and sums by one kernel. All levels together take the bytes of one,
-    after one copy of `tensor`; but floats narrower than 4 bytes travel in fp32 above the first
+    after one copy of `tensor`. But floats narrower than 4 bytes travel in fp32 above the first
     level, which leaves ``1 / k`` of the elements.
     In one process: ``sum(tensors).split(sizes, dim)``, of which rank r has the r-th.
 

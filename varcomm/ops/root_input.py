@@ -42,7 +42,7 @@ def root_input(
     if in_graph(tensor):  # the root cannot describe its tensor while a graph is recorded
         if tensor is None:
             raise ArgumentError(
-                f"{where}a graph is compiled before rank {src} can tell what it will send. Pass a "
+                f"{where}a graph is compiled before rank {src} can describe its tensor. Pass a "
                 "tensor of that shape, dtype and requires_grad on every rank; it is not read."
             )
         x = checked()
@@ -159,7 +159,7 @@ def outside_transforms(job: Callable[[], object]) -> None:
 
 
 def _transforms_of(tensor: torch.Tensor | None) -> int:
-    """Return how many transforms of ``torch.func`` reach a tensor."""
+    """Return the number of transforms of ``torch.func`` that reach a tensor."""
     if tensor is None or not torch._C._are_functorch_transforms_active():
         return 0
     inner = torch.func.debug_unwrap(tensor, recurse=False)

@@ -58,7 +58,7 @@ class Routes:
         return self
 
     def rows(self) -> tuple[int, int]:
-        """Return how many rows this rank receives, and how many it owns."""
+        """Return the numbers of rows that this rank receives and owns."""
         if torch.compiler.is_compiling():
             return count_in(self.extent, 0), count_in(self.extent, 1)
         return self.num_received, self.num_rows

@@ -17,9 +17,9 @@ class RowSum:
     """The transpose of ``x.index_select(0, index)``, the same at every run bit for bit.
 
     The copies of a row are added one after the other, in the order of the index: for a plan, that
-    of rank 0 first. Two ways return the same bits: ``index_add_``, which on the CPU keeps the order
-    of the index; and torch's sum over the bags of an embedding, which writes each row once, sums
-    narrow floats in fp32 registers and has no atomics on a GPU.
+    of rank 0 first. Two ways return the same bits. One is ``index_add_``, which on the CPU keeps
+    the order of the index. The other is torch's sum over the bags of an embedding, which writes
+    each row once, sums narrow floats in fp32 registers and has no atomics on a GPU.
 
     >>> RowSum(torch.tensor([2, 0, 2]), 3)(torch.tensor([1.0, 2.0, 4.0]))
     tensor([2., 0., 5.])

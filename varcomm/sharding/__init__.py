@@ -1,4 +1,4 @@
-"""Tensors of which each rank has a part, whatever it is that splits them."""
+"""Tensors of which each rank has a part, for any way to split them."""
 
 from varcomm.sharding.dtensor import from_dtensor, to_dtensor
 from varcomm.sharding.ragged import RaggedSpec

@@ -52,7 +52,8 @@ class OptimizerStates:
     def state_dict(self) -> dict[str, Any]:
         """Return the states by name, the options of the groups, and the masters.
 
-        ArgumentError if a state of a sharded parameter is neither like the parameter nor a number.
+        ArgumentError if a state of a sharded parameter has another shape than the parameter and is
+        no number.
         """
         states = {p: own for p in self.parts if (own := self.optimizer.state.get(p))}
         return self._tree(states, self.optimizer.param_groups)

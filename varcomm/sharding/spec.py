@@ -194,7 +194,7 @@ def mark(param: T, spec: ShardSpec) -> T:
 
 
 def shard_spec(param: torch.Tensor) -> ShardSpec | None:
-    """Return how a parameter is sharded, or None if :func:`mark` has not marked it.
+    """Return the ShardSpec of a parameter, or None if :func:`mark` has not marked it.
 
     Parameters
     ----------

@@ -121,8 +121,8 @@ class Scaling:
         ``ranks`` and ``nodes`` of the full graph; the maximum over ranks of ``owned``, ``halo`` and
         ``neighbours``, of the ``sent`` bytes, ``messages`` and ``memory`` of a step, and of its
         seconds: ``busy`` (arithmetic and memory), ``launching`` (of operators), ``compute`` (the
-        greater of both on a GPU), exchanges of ``halos``, all other calls (``sums``) and ``step``;
-        and ``efficiency``, nodes per second and rank relative to the first step.
+        greater of both on a GPU), exchanges of ``halos``, all other calls (``sums``) and ``step``.
+        Also ``efficiency``, nodes per second and rank relative to the first step.
         """
         rows = [self._row(step) for step in self.steps]
         rates = [row["nodes"] / row["step"] / row["ranks"] for row in rows]

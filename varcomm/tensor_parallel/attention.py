@@ -126,8 +126,8 @@ def _check(query: Any, key: Any, value: Any, causal: Any) -> None:
     ):
         raise ArgumentError(
             f"{where}query (S, *F, heads, D) needs key (T, *F, kv_heads, D) and value "
-            "(T, *F, kv_heads, E), with heads a multiple of kv_heads, and if causal as many "
-            f"places, S = T; got {tuple(query.shape)}, {tuple(key.shape)} and "
+            "(T, *F, kv_heads, E), with heads a multiple of kv_heads. If causal, S must "
+            f"equal T. Got {tuple(query.shape)}, {tuple(key.shape)} and "
             f"{tuple(value.shape)}, causal={causal}."
         )
 

@@ -47,9 +47,9 @@ def class_statistics(
     """Return ``(top, log, part)`` of logits (*T, K), or of hidden states (*T, H) and a head.
 
     `column` are the targets as columns of the shard (any column where the mass is 0), `q` the
-    targets' own mass without smoothing (0 where another rank owns the target), `weight` the weights
-    of this rank's classes, `share` the smoothing mass per class. With `use`, hidden states are
-    replicated, and their gradients are summed.
+    targets' own mass without smoothing (0 where another rank owns the target). `weight` are the
+    weights of this rank's classes, `share` the smoothing mass per class. With `use`, hidden states
+    are replicated, and their gradients are summed.
     """
     tensors = values, column, q, head, bias, weight
     found: Three

@@ -169,8 +169,8 @@ class _Lookup(Operator):
     """Fields of a lookup and of its adjoint.
 
     `ids` are all ids, flat, identical on all ranks. `sizes` are rows of the table per rank, one
-    size if each rank has all rows; `parts` the number of ids whose rows are for each rank, empty if
-    all ranks get all rows. The caller makes constants of the rows of `padding`, an id or -1.
+    size if each rank has all rows. `parts` is the number of ids whose rows are for each rank, empty
+    if all ranks get all rows. The caller makes constants of the rows of `padding`, an id or -1.
     """
 
     group: Group

@@ -30,7 +30,7 @@ def initialised(
 
     The full weight, of one or two dimensions, is cut into tiles of 64 x 256, each drawn by its own
     generator from `seed`, which is different for each weight. A rank draws only the tiles that meet
-    its shard, always on the CPU, so that all devices get the same numbers; floats narrower than 4
+    its shard, always on the CPU, so that all devices get the same numbers. Floats narrower than 4
     bytes are drawn in fp32 and rounded. ``fill(tensor, generator)`` draws each element in place.
     """
     whole = (1, *shape)[-2:]  # a vector is one row

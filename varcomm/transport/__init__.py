@@ -1,1 +1,1 @@
-"""Ranks, groups and engines: the only room that knows torch.distributed's collectives."""
+"""Ranks, groups and engines: the only layer that calls torch.distributed's collectives."""

@@ -89,5 +89,5 @@ def debugging() -> bool:
 
 
 def debug_timeout() -> timedelta:
-    """Return how long ranks wait for each other inside :func:`debug`: as the last block says."""
+    """Return the time that ranks wait for each other inside the last block of :func:`debug`."""
     return timedelta(seconds=_timeouts[-1][0])

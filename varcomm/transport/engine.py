@@ -79,7 +79,7 @@ class Pending:
         self.works, self.finish = works, finish
 
     def is_done(self) -> bool:
-        """Return whether :meth:`wait` need not wait, if the engine knows it."""
+        """Return whether :meth:`wait` need not wait, if the engine reports it."""
         return all(work.is_completed() for work in self.works)
 
     def complete(self) -> None:

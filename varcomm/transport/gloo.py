@@ -3,7 +3,7 @@
 Gloo refuses uneven all-gather, gather, scatter and list all-to-all. It accepts any sizes in
 ``all_to_all_single``, in a broadcast per shard, and in sends and receives into views of the output.
 From 16 KiB to 16 MiB a broadcast per shard is the fastest all-gather (412 us at 16 KiB with 3 ranks
-on 2 cores, against 587 and 482), sends are the fastest from or to one rank, and an all-to-all is
+on 2 cores, against 587 and 482). Sends are the fastest from or to one rank, and an all-to-all is
 the fastest for everything else.
 """
 

@@ -1,9 +1,8 @@
 """Uneven bytes on MPI, through mpi4py, for the ranks of a Gloo group.
 
 ``init("mpi")``, the default for ranks of ``mpiexec`` on CPUs, starts MPI, joins the ranks in a Gloo
-world and marks it: groups, objects and DDP use Gloo, the engine here moves varcomm's bytes.
-Messages go from and to the memory of tensors, at the speed of MPI's own Allgatherv and Alltoallv
-for small ones and in half their time from 1 MB on (MPICH 5.0.2).
+world and marks it. Groups, objects and DDP use Gloo; the engine here moves varcomm's bytes.
+Messages go from and to the memory of tensors.
 """
 
 # ruff: noqa: D102, Engine documents its methods

@@ -221,7 +221,7 @@ def _leave(group: Callable[[], object], owner: int) -> None:
 def meeting_store(place: Place, limit: timedelta) -> Store:
     """Return a store common to the ranks of this start, and to them alone; collective.
 
-    torchrun's agent serves one store for all its starts: after a failure the store still holds the
+    torchrun's agent serves one store for all its starts. After a failure the store still holds the
     addresses of the ended ranks (pytorch issue 135712), and no variable identifies the start. So
     each rank writes a new name. Rank 0 answers every name, those of ended ranks as well, until all
     ranks have come to the part of the store in its answer, or raises RuntimeError after `limit`.

@@ -48,7 +48,7 @@ class NodeRows:
     known: dict[tuple[Any, ...], tuple[bool, ...]] = field(default_factory=dict)
 
     def among(self, leaves: Sequence[Any], key: tuple[Any, ...], rows: int) -> tuple[bool, ...]:
-        """Return which of these have so many rows on all ranks; ranks agree once per `key`."""
+        """Return, per leaf, whether it has `rows` rows on all ranks; ranks agree once per `key`."""
         kinds = [
             (leaf.dtype, leaf.dim()) if isinstance(leaf, torch.Tensor) else type(leaf)
             for leaf in leaves

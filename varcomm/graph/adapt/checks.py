@@ -93,7 +93,7 @@ _LOCAL = frozenset({"adj_t", "size", "size_j"})
 def check_exact(name: str, module: torch.nn.Module, model: torch.nn.Module, hops: int) -> None:
     """Raise ArgumentError if a module of `model` cannot be exact on a sharded graph.
 
-    Its own code outside of ``propagate`` cannot be checked.
+    A layer's own code outside ``propagate`` cannot be checked.
     """
     reason = _reason(name, module, model)
     if hops > 1 and isinstance(module, _NOT_DEEP):

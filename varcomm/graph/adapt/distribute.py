@@ -32,7 +32,7 @@ _CHECKED = "_varcomm_checked"
 # Attributes of every module, among them its registered parts.
 _OWN = frozenset(vars(torch.nn.Module()))
 
-# What this module adapts or refuses.
+# Names and types that this module adapts or refuses.
 _ADAPTED = (MessagePassing, Aggregation, torch.nn.MultiheadAttention, *OVER_ALL_NODES)
 
 
@@ -185,7 +185,7 @@ def _check_readout(module: Aggregation, args: object, given: dict[str, Any]) -> 
 
 
 def _running_of(model: torch.nn.Module, graph: PartitionedGraph) -> Running:
-    """Return what all modules of this model share, moved to the graph; or a new one.
+    """Return the state that all modules of this model share, moved to the graph; or a new one.
 
     Compiled code of the model stays valid.
     """
@@ -201,7 +201,7 @@ def _checked(model: torch.nn.Module, graph: PartitionedGraph) -> dict[str, objec
     """Check the model; return digests, by name, of everything that must be equal on all ranks."""
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
-    # under all names: a module that is exact inside of a layer may be used outside of it too
+    # under all names: a module that is exact inside a layer may be used outside too
     for name, module in model.named_modules(remove_duplicate=False):
         check_exact(name, module, model, graph.hops)
     state: dict[str, object] = {}

@@ -55,9 +55,10 @@ def exchange_before(
     Raises
     ------
     ArgumentError
-        On every rank, if a pattern matches no submodule, if one of these has no such argument, or
-        if results with a row per node cannot be distinguished from those with a row per edge. In a
-        call, on this rank and before any communication, if an argument has no row per owned node.
+        On every rank, if a pattern matches no submodule, or if one of these has no such argument.
+        Also if results with a row per node cannot be distinguished from those with a row per edge.
+        In a call, on this rank and before any communication, if an argument has no row per owned
+        node.
 
     Notes
     -----

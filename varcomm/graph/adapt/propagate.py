@@ -31,7 +31,7 @@ class Running:
 
     graph: PartitionedGraph
     root: torch.nn.Module
-    # None outside of a call that exchanges once for several layers
+    # None outside a call that exchanges once for several layers
     steps: int | None = None
 
     @contextmanager

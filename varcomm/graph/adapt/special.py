@@ -31,7 +31,7 @@ def replace_methods(module: torch.nn.Module, running: Running) -> None:
             for name, function in methods.items():
                 if getattr(type(module), name) is getattr(kind, name):
                     method = _Method(function, module, running)
-                    if vars(module).get(name) != method:  # compiled code knows the former one
+                    if vars(module).get(name) != method:  # compiled code holds the former one
                         vars(module)[name] = method
 
     if isinstance(module, pyg.HeteroDictLinear | pyg.GMMConv) and hasattr(module, "_hook"):

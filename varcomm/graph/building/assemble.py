@@ -269,7 +269,7 @@ def deepened(graph: PartitionedGraph, hops: int) -> PartitionedGraph:
     """Return the graph with a halo of `hops` hops, and the edges into all but the last hop.
 
     Collective. Per hop, each rank requests the edges into its outermost nodes from their owners.
-    Halo nodes stand in the order of their global numbers, whatever their hop; edges into the halo
+    Halo nodes of all hops stand in the order of their global numbers; edges into the halo
     stand behind the owned edges.
     """
     if hops == 1:

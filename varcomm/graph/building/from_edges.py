@@ -70,8 +70,8 @@ def from_edges(
     edge_attrs : mapping of str to torch.Tensor, optional
         Attributes of this rank's edges, (e, *F), as for nodes.
     node_ids : torch.Tensor, optional
-        The nodes of the rows of `node_attrs`, if they are not the nodes that the rank describes;
-        each node on one rank, in any order. int32 or int64 of one dimension.
+        The nodes of the rows of `node_attrs`, if they are not the nodes that the rank describes.
+        Each node is on one rank, in any order. int32 or int64 of one dimension.
     method : {"block", "hilbert", "rcb"} or torch.Tensor, optional
         Owners. ``"block"`` or None: each rank owns the nodes that it describes. ``"hilbert"`` and
         ``"rcb"``: as in :func:`assign_sharded`, from the attribute ``pos``. A tensor: the ranks

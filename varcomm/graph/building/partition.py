@@ -65,7 +65,7 @@ def partition(
     data : torch_geometric.data.Data or torch_geometric.data.HeteroData
         The full graph, on the device of the training. As in PyG, an attribute with N entries
         belongs to nodes and one with E entries to edges; if N equals E, ``edge`` in its name
-        decides. Single values and arrays of one entry belong to the graph as a whole; other lengths
+        decides. Single values and arrays of one entry belong to the graph as a whole. Other lengths
         are refused, and so are lists of rows, and node ids such as ``face`` and
         ``edge_label_index``. Numeric arrays become tensors.
     group : ProcessGroup or DeviceMesh, optional

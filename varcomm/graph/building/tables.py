@@ -240,7 +240,7 @@ def _noun(
             return "edges"
         if is_long:
             raise ArgumentError(
-                f"{name} has {len(value)} entries, for neither {nodes[None]} nodes nor "
+                f"{name} has {len(value)} entries, but there are {nodes[None]} nodes and "
                 f"{edges[None].shape[1]} edges. If it belongs to the graph as a whole, give it a "
                 f"first dimension of one: {name} = {name}[None]."
             )

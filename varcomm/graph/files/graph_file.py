@@ -36,6 +36,7 @@ def read_graph(path: Path) -> Data:
         raise ArgumentError(f"{path} is {kind}. Pass the file of a mesh or a graph.")
     suffix = path.suffix.lower()
     if suffix not in (".pt", ".pth", ".npz"):
+        _check_format(path, suffix)
         return read_mesh(path).data
     accepted = _ARRAYS if suffix == ".npz" else _TENSORS
     try:
@@ -53,6 +54,19 @@ def read_graph(path: Path) -> Data:
         return _data(content, accepted)
     except ArgumentError as error:
         raise ArgumentError(f"{path}: {str(error).rstrip('.')}.") from error
+
+
+def _check_format(path: Path, suffix: str) -> None:
+    """Refuse a file of an unknown format, and list the formats of meshio and of this module."""
+    try:
+        from meshio import extension_to_filetypes
+    except ImportError:
+        return  # read_mesh names the missing package
+    if suffix not in extension_to_filetypes:
+        known = " ".join(sorted(extension_to_filetypes))
+        raise ArgumentError(
+            f"{path} is in no known format. Pass a graph (.pt .pth .npz) or a mesh ({known})."
+        )
 
 
 def _arrays(path: Path) -> dict[str, torch.Tensor]:

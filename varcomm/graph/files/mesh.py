@@ -421,7 +421,7 @@ def _cell_edges(cells: Sequence[_Cells], count: int, points: int) -> torch.Tenso
 def _geometry(cells: Sequence[_Cells], points: Array, count: int) -> tuple[Array, Array]:
     """Return each cell's mean of corners, (count, D), and its length, area or volume, (count,).
 
-    A facet that is not flat counts as triangles around the mean of its corners; the area of a cell
+    A facet that is not flat counts as triangles around the mean of its corners. The area of a cell
     that is not flat is that of its largest projection onto a plane.
     """
     means, sizes = np.zeros((count, 3), points.dtype), np.zeros(count, points.dtype)

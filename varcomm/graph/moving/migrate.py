@@ -157,8 +157,8 @@ class _Move:
     def of(cls, ids: torch.Tensor, leaves: torch.Tensor, owner: torch.Tensor, group: Group) -> Self:
         """Send ids; `owner` holds the new ranks of the rows that leave. Collective.
 
-        For example, 20 leaves of ids 10, 20, 30, and 15 and 40 arrive: new ids are 10, 15, 30, 40;
-        kept rows 0 and 2 stand at 0 and 2, arrived ones `at` 1 and 3, and `origin` is 0, 0, 2, 0.
+        For example, 20 leaves of ids 10, 20, 30, and 15 and 40 arrive: new ids are 10, 15, 30, 40.
+        Kept rows 0 and 2 stand at 0 and 2, arrived ones `at` 1 and 3, and `origin` is 0, 0, 2, 0.
         """
         device, pg = ids.device, group.process_group
         gone, kept = leaves.nonzero().view(-1), (~leaves).nonzero().view(-1)

@@ -39,7 +39,7 @@ def rebalance(graph: PartitionedGraph, weights: torch.Tensor | float) -> Partiti
     largest cost. Deterministic. No rank holds the graph, only the costs of all ranks.
 
     Parts keep their borders with each other, so nodes move at every border between a rank with too
-    large a cost and a distant one: on 5 ranks of a mesh up to 1.6 times the excess.
+    large a cost and a distant one. On 5 ranks of a mesh, up to 1.6 times the excess moves.
 
     Communication: a few numbers per rank, and that of :meth:`PartitionedGraph.migrate`; each round
     also moves the structure of the graph, once more for the attributes. In each round every rank
@@ -172,8 +172,8 @@ def _reached(links: Array, start: int) -> Array:
 def _chosen(graph: PartitionedGraph, flows: Array) -> torch.Tensor:
     """Return new owners: for the largest flow first, nodes by their distance from the receiver.
 
-    For example, a flow of 5, two nodes of cost 2 at the border, and two of cost 3 behind them: the
-    middles of their costs in a row, 1, 3, 5.5, 8.5, decide, so the first two go. The 1 that is
+    Example: a flow of 5, two nodes of cost 2 at the border, and two of cost 3 behind them. The
+    middles of their costs in a row are 1, 3, 5.5 and 8.5, so the first two go. The 1 that is
     missing is added to the next flow.
     """
     cost, plan, rank = graph.nodes.attributes["cost"], graph.plan, graph.group.rank

@@ -68,7 +68,7 @@ class Transfer:
         """
         if plain(x) is not x:
             raise ArgumentError(
-                "x holds local ids, or the batch vector, of a partitioned graph. Take them from "
+                "x holds local ids, or the batch vector, of a partitioned graph. Read them from "
                 "the new graph: new.batch, new.edge_index."
             )
         if self.weights is None:
@@ -96,7 +96,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class _Sides:
-    """Both partitions in the larger of their groups; a rank outside of the other has no rows."""
+    """Both partitions in the larger of their groups; a rank outside the other has no rows."""
 
     group: Group
     old: Shard | None

@@ -25,7 +25,7 @@ class Frame:
     """Coordinates in which a ball of radius r reaches r along each axis, in any cell.
 
     Coordinate k is the distance to the plane of all cell vectors but k, so a shift by vector k
-    changes coordinate k alone: by ``period[k]``, which is infinite if the axis is not periodic.
+    changes coordinate k alone. It changes by ``period[k]``, infinite if the axis is not periodic.
     Without a cell, coordinates are positions. All is fp64 and without gradient.
     """
 
@@ -59,8 +59,8 @@ class Frame:
     def home(self, coordinates: torch.Tensor) -> torch.Tensor:
         """Return shifts, int64 of shape (n, D), that bring nodes together.
 
-        Along a periodic axis nodes come into the period that begins behind the widest gap between
-        them, so that the box of nodes on both sides of a border stays small.
+        Along a periodic axis nodes move into the period that begins behind their widest gap, so
+        that the box of nodes on both sides of a border stays small.
         """
         shift = torch.zeros_like(coordinates, dtype=torch.int64)
         for k, h in self.periodic() if len(coordinates) else ():

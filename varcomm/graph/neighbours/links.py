@@ -156,7 +156,7 @@ class Links:
         return kept
 
     def used(self, owned: int, ghosts: int) -> torch.Tensor:
-        """Return which ghosts are sources, bool of shape (ghosts,)."""
+        """Return whether each ghost is a source, bool of shape (ghosts,)."""
         mask = torch.zeros(owned + ghosts, dtype=torch.bool, device=self.ends.device)
         mask[self.ends[0, self.mutual : self.pairs]] = True
         return mask[owned:]

@@ -95,7 +95,7 @@ def agreed(
     outline: Callable[[T], Any],
     group: Group,
 ) -> tuple[T, list[Any], int]:
-    """Return what `check` does on this rank, all outlines, and a number of this call; collective.
+    """Return the result of `check`, all ranks' outlines, and a number of this call; collective.
 
     `check` also returns what must be equal on all ranks; all raise if it is not.
     """

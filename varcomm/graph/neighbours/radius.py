@@ -145,8 +145,8 @@ def radius(
         The halo has all nodes within ``cutoff + skin``, so that it serves until nodes have moved.
     previous : PartitionedGraph, optional
         Result of an earlier call with the same arguments, for these nodes at other positions. Its
-        halo and plan are kept while no node of any rank has moved by more than half the skin from
-        where they were made; an affine change of the cell and all positions hardly counts.
+        halo and plan are kept while no node of any rank has moved by more than half the skin since
+        they were made. An affine change of the cell and all positions hardly counts.
     ids : torch.Tensor, optional
         Ids of this rank's nodes in the full graph, ascending, such as ``graph.owned_ids``; int32 or
         int64 of shape (n,). None: ranks in order, rows in order.
@@ -156,7 +156,7 @@ def radius(
     PartitionedGraph
         With `pos`, as given; ``edge_attr``, (E, D), the displacement from target to source,
         ``pos[source] + shift @ cell - pos[target]``, differentiable with respect to `pos` and
-        `cell`; with a cell also `shift`, int32 of shape (E, D).
+        `cell`. With a cell also `shift`, int32 of shape (E, D).
 
     Raises
     ------
@@ -174,7 +174,7 @@ def radius(
     `cell` on a rank is that of its edges: :func:`varcomm.all_reduce` of it is the full gradient.
 
     Communication: two agreements; each node within reach of another rank's box, with 8 bytes more,
-    and a byte back; in forward if a gradient is needed, and in backward, the halo's positions. If
+    and a byte back. In forward if a gradient is needed, and in backward, the halo's positions. If
     the plan of `previous` is kept, two agreements and the halo's positions.
 
     In one process: ``j, i, D, S = ase.neighborlist.neighbor_list("jiDS", atoms, cutoff)``; j are

@@ -132,8 +132,8 @@ def _across_ranks(
 ) -> torch.Tensor:
     """Combine tensors of all ranks elementwise, on every rank.
 
-    `combine` maps each part as (P, elements) to (elements,), for any elements: of a piece, which is
-    sent to the others, or, as in :func:`varcomm.all_reduce`, of few elements on every rank.
+    `combine` maps each part as (P, elements) to (elements,), for any elements. These are of a
+    piece, which is sent to the others, or few on every rank, as in :func:`varcomm.all_reduce`.
     """
     shape, pg = parts[0].shape, group.process_group
     flat = [part.reshape(-1) for part in parts]

@@ -38,7 +38,7 @@ def global_norm(
         not change.
     graph : PartitionedGraph, NodeShard or EdgeShard
         The rows. Of a graph: the nodes, or else the edges, of the type with as many rows as `x` on
-        all ranks at the first call; or else rows that are equal on all ranks, such as pooled ones,
+        all ranks at the first call. Or else rows that are equal on all ranks, such as pooled ones,
         which are normalised as in one process.
     in_layer : bool
         Whether `x` has a row for each edge that a layer computes with, in any number.
@@ -60,8 +60,8 @@ def global_norm(
     A module serves one kind of rows. Running statistics have the same bits on all ranks.
 
     Communication: in training, :func:`varcomm.all_reduce` of C sums and then of C squares, for C
-    channels, in the dtype of `x` or fp32; per type or graph for other norms than ``BatchNorm``,
-    each with a count of 8 bytes. In evaluation with running statistics, nothing is sent.
+    channels, in the dtype of `x` or fp32. Norms other than ``BatchNorm`` send these per type or
+    graph, each with a count of 8 bytes. In evaluation with running statistics, nothing is sent.
 
     In one process: ``module.forward``.
 

@@ -99,7 +99,7 @@ def rows_of_any_kind(name: str, x: torch.Tensor, where: Where, in_layer: bool) -
 
     These are nodes, or else edges, or else rows that are equal on all ranks, as pools return them;
     on all ranks without halos, or on all with them. Inside a layer they are the edges that it
-    computes with, whatever their number.
+    computes with.
     """
     kinds = _kinds(where)
     group = kinds[0].group

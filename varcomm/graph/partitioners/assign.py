@@ -134,8 +134,8 @@ def assign_sharded(
     Collective; an error on one rank is raised on all ranks. The result equals that of
     :func:`assign` for the positions of all ranks in rank order. Positions stay on their rank.
     Communication: at most 8 rounds for ``"hilbert"``, and for ``"rcb"`` 8 for each of the
-    ``log2(parts)`` levels of boxes, and a round per 8 bits of N; per round an :func:`all_reduce` of
-    at most 2 KiB per cut.
+    ``log2(parts)`` levels of boxes, and a round per 8 bits of N. Each round takes an
+    :func:`all_reduce` of at most 2 KiB per cut.
 
     In one process: :func:`assign`.
 

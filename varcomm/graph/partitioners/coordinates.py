@@ -224,12 +224,12 @@ def _cuts_passed(
     """Return the number of cuts of its box that each row lies behind, as if rows were sorted.
 
     In each box, rows stand by the lowest `bits` bits of their keys; equal keys by rank, then by
-    position. Their weights are laid end to end from 0. `cuts_of_boxes` holds the box of each cut,
-    ascending from 0 without gaps, a number of parts, and the part at whose start the cut lies, if
-    the box is split as by :meth:`ShardSizes.balanced`. A row of weight w that starts at s is behind
-    the cuts up to ``s + (w - 1) // 2``, its middle.
+    position. Their weights are laid end to end from 0. `cuts_of_boxes` holds the box of each cut, a
+    number of parts, and the part at whose start the cut lies, if the box is split as by
+    :meth:`ShardSizes.balanced`. A row of weight w that starts at s is behind the cuts up
+    to ``s + (w - 1) // 2``, its middle.
 
-    A radix selection finds all cuts at once, and rows stay where they are: each round adds up
+    A radix selection finds all cuts at once, and rows do not move. Each round adds up
     weights by the next 8 bits of the keys, then of the rows' numbers, in ranges that hold a cut. In
     the end, each range has one row. Communication: 256 int64 per cut and round.
     """

@@ -1,0 +1,23 @@
+"""Words that readers search for: ``<!-- search: deadlock, NCCL hang -->`` below a page's title.
+
+They become main entries of the index, which the search of the built pages ranks first.
+"""
+
+import re
+
+_COMMENT = re.compile(r"^<!-- search: (.*?) -->$", re.DOTALL | re.MULTILINE)
+
+
+def _index(found):
+    words = ", ".join(f"! {' '.join(word.split())}" for word in found[1].split(","))
+    return f"```{{index}} {words}\n```"
+
+
+def make_entries(app, name, source):
+    """Replace the comment of a page in Markdown by index entries."""
+    source[0] = _COMMENT.sub(_index, source[0])
+
+
+def setup(app):
+    app.connect("source-read", make_entries)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

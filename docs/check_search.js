@@ -1,0 +1,75 @@
+// Check the search of the built pages: `node docs/check_search.js docs/_build/html`.
+// It runs Sphinx's own search code; the first hit of each query must be one of its pages.
+
+const fs = require("fs");
+const path = require("path");
+const vm = require("vm");
+
+const QUERIES = {
+  "uneven all_gather": ["how_to/gather", "generated/tutorials/01"],
+  "all gather different sizes": ["how_to/gather", "generated/tutorials/01"],
+  "halo exchange": "generated/tutorials/02",
+  "halo": "generated/tutorials/02",
+  "ghost": "how_to/exchange_ghost_cells",
+  "ghost cells": "how_to/exchange_ghost_cells",
+  "DDP last batch": "how_to/uneven_last_batch_ddp",
+  "DDP": "how_to/uneven_last_batch_ddp",
+  "NCCL hang": "how_to/find_the_rank_that_hangs",
+  "hang": "how_to/find_the_rank_that_hangs",
+  "deadlock": "how_to/find_the_rank_that_hangs",
+  "graph too large": "how_to/train_graph_too_large",
+  "partition mesh": "meshes",
+  "METIS": "how_to/choose_a_partitioner",
+  "forces gradient": "how_to/train_on_forces",
+  "second derivative": "how_to/train_on_forces",
+  "tensor parallel heads not divisible": "how_to/shard_uneven_heads",
+  "vocab parallel": "tensor_parallel",
+  "checkpoint different number of GPUs": ["how_to/resume", "checkpoints"],
+  "torchrun": "start",
+  "SLURM": "how_to/run_on_slurm",
+  "MPI": "how_to/run_with_mpi",
+  "DTensor": "how_to/use_device_mesh",
+  "torch.compile": "how_to/compile_a_model",
+  "PyTorch Geometric multi GPU": "how_to/train_graph_too_large",
+  "full graph training": "how_to/train_graph_too_large",
+  "mesh": "meshes",
+  "VTK": "meshes",
+  "OpenFOAM": ["how_to/read_openfoam", "meshes"],
+  "sharded optimizer": ["how_to/shard_optimizer", "gradients"],
+  "bitwise": "how_to/reproduce_bit_by_bit",
+  "loss differs": "troubleshooting/loss_differs",
+  "error message": "troubleshooting/errors",
+};
+
+const nothing = new Proxy(function () {}, {
+  get: (_, name) => (name === Symbol.toPrimitive ? () => "" : nothing),
+  apply: () => nothing,
+});
+const page = { addEventListener() {}, getElementById: () => null, readyState: "loading" };
+const browser = vm.createContext({
+  document: page,
+  addEventListener() {},
+  localStorage: nothing,
+  DOCUMENTATION_OPTIONS: nothing,
+  SPHINX_HIGHLIGHT_ENABLED: false,
+  _: (text) => text,
+  _ready() {},
+  console,
+});
+vm.runInContext("var window = globalThis", browser);
+const folder = process.argv[2];
+for (const name of ["_static/language_data.js", "_static/searchtools.js", "searchindex.js"]) {
+  vm.runInContext(fs.readFileSync(path.join(folder, name), "utf8"), browser, { filename: name });
+}
+
+let wrong = 0;
+for (const [query, expected] of Object.entries(QUERIES)) {
+  browser.query = query;
+  const found = vm.runInContext("Search._performSearch(...Search._parseQuery(query))", browser);
+  const pages = found.reverse().map((result) => result[0]);
+  if ([expected].flat().some((page) => pages[0]?.startsWith(page))) continue;
+  wrong += 1;
+  console.error(`${query}: expected ${expected}, found ${pages.slice(0, 3).join(", ")}`);
+}
+console.log(`search: ${Object.keys(QUERIES).length - wrong} right first hits, ${wrong} wrong`);
+process.exit(wrong ? 1 : 0);
