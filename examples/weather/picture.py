@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import numpy as np
-from climate import MONTHS
+from climate import MONTHS, read
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
@@ -23,7 +23,8 @@ WEST, STEP = 20, 2  # where the grid begins, in Africa, and its spacing, in degr
 
 def draw(path: Path, data: HeteroData, owner: Owner, change: np.ndarray, start: int) -> None:
     """Save a globe and three maps of the forecast that starts at a month, of `change` (12, G)."""
-    truth = data["grid"].y[:, start].numpy() * data.y_std
+    sst = read(["sst"])["sst"]
+    truth = sst[(start + 1) % 12] - sst[start]
     error = change[start] - truth
     rmse = np.sqrt(np.average(error**2, weights=data["grid"].area[:, 0]))
     lat, lon = places(data)

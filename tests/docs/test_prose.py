@@ -33,6 +33,7 @@ PAGES = [
     "docs/explanation/fp32.md",
     "docs/explanation/halo.md",
     "docs/explanation/plans.md",
+    "docs/how_to/read_only_the_rows_a_rank_owns.md",
     "docs/index.md",
     "docs/meshes.md",
     "docs/security.md",

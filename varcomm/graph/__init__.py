@@ -25,6 +25,8 @@ from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.partitioners.assign import assign, assign_sharded
 from varcomm.graph.reductions import replicated
 from varcomm.graph.report import Report
+from varcomm.graph.rows.reading import Rows
+from varcomm.graph.rows.writing import RowWriter
 from varcomm.graph.shard import NodeShard
 
 __all__ = [
@@ -33,6 +35,8 @@ __all__ = [
     "NodeShard",
     "PartitionedGraph",
     "Report",
+    "RowWriter",
+    "Rows",
     "Transfer",
     "assign",
     "assign_sharded",
