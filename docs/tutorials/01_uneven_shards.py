@@ -2,7 +2,7 @@
 Uneven shards and the primitives
 ================================
 
-.. index:: ! uneven all_gather, ! all gather different sizes, ! all_gather
+.. index:: ! uneven all_gather, ! all gather different sizes, ! all_gather, ! gather rows
 
 This tutorial shows which rows each collective of varcomm moves between ranks, forward and backward.
 The drawings come from real runs. You need PyTorch and its autograd, and about 15 minutes. You need

@@ -205,7 +205,6 @@ def shared_out(rank, heads, kv_heads):
         (3, 5, None, [2, 2, 1]),
         (3, 2, None, [1, 1, 0]),
         (3, 10, 5, [2, 2, 1]),
-        pytest.param(4, 6, 1, [1, 0, 0, 0], marks=pytest.mark.slow),
     ],
 )
 def test_any_number_of_heads_and_ranks(worlds, ranks, heads, kv_heads, sizes):
@@ -221,3 +220,36 @@ def test_any_number_of_heads_and_ranks(worlds, ranks, heads, kv_heads, sizes):
         assert out == [(own.start * each, own.stop * each)]
         assert qkv == [*out, *((start, start + len(own) * WIDTH) for start in keys)]
         torch.testing.assert_close(result, alone, **BOUND)
+
+
+def replicated(rank, heads, kv_heads):
+    """Several ranks read one head of keys: outputs and gradients are those of one process."""
+    torch.manual_seed(3)
+    layer = ParallelAttention(heads * WIDTH, heads, kv_heads, dtype=torch.float64)
+    idle = ParallelAttention(
+        heads * WIDTH, heads, kv_heads, dtype=torch.float64, replicate_kv=False
+    )
+    x = drawn(1, 5, 2, heads * WIDTH).requires_grad_()
+    y = layer(x)
+    (y * drawn(2, *y.shape)).sum().backward()
+    gradients = [shard_spec(p).gather(p.grad) for p in (layer.qkv.weight, layer.out.weight)]
+    sizes = layer.heads.queries, layer.sizes, idle.heads.queries
+    return [list(each) for each in sizes], [y.detach(), x.grad, *gradients]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads", "kv_heads", "sizes"),
+    [
+        (3, 4, 2, [[1, 1, 2], [1, 0, 1], [2, 2, 0]]),
+        pytest.param(4, 6, 1, [[2, 2, 1, 1], [1, 0, 0, 0], [6, 0, 0, 0]], marks=pytest.mark.slow),
+        pytest.param(
+            5, 4, 2, [[1, 1, 0, 1, 1], [1, 0, 0, 1, 0], [2, 2, 0, 0, 0]], marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_ranks_that_read_one_head_of_keys(worlds, ranks, heads, kv_heads, sizes):
+    ((_, expected),) = worlds.run(1, replicated, heads, kv_heads)
+    for got, found in worlds.run(ranks, replicated, heads, kv_heads):
+        assert got == sizes
+        for value, alone in zip(found, expected, strict=True):
+            torch.testing.assert_close(value, alone, **BOUND)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import varcomm
+from varcomm import DisagreementError
 from varcomm.sharding import ShardSpec, mark
 from varcomm.tensor_parallel import ColumnParallelLinear
 from varcomm.tensor_parallel.gradients import clip_grad_norm_, grad_norm
@@ -137,3 +138,18 @@ def test_gradients_in_main_grad(worlds):
         assert norm == pytest.approx(whole)
         assert grad is None
         assert left == pytest.approx(0.5**0.5)  # of each rank's half
+
+
+def replicas(rank):
+    """A norm over features of a rank's heads: each rank's gradient is a part."""
+    norm = nn.RMSNorm(2)
+    norm.weight.grad = torch.ones(2)
+    with varcomm.debug():
+        grad_norm(norm)
+        norm.weight.grad += rank
+        with pytest.raises(DisagreementError, match=r"'weight'.*differ between ranks"):
+            clip_grad_norm_(norm, 1.0)
+
+
+def test_debug_reports_gradients_of_replicas_that_differ(worlds):
+    worlds.run(3, replicas)

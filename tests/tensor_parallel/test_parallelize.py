@@ -1,5 +1,7 @@
 """``parallelize``: a model that is there, sharded in place by the names of its layers."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,8 @@ from torch.nn import functional
 from tests.ops.comparing import Failures, assert_none
 from varcomm import ArgumentError
 from varcomm.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
     parallelize,
     sequence_parallel,
     shard_spec,
@@ -55,14 +59,15 @@ def made(tied):
     return Model(tied).double()
 
 
-def trained(rank, tied, in_parts):
-    """A step gives the loss and gradients of one process."""
+def trained(rank, tied, in_parts, dim=0):
+    """A step gives the loss and gradients of one process; `dim` is the sequence's."""
     ranks = torch.distributed.get_world_size()
     ids = torch.randint(VOCABULARY, (6, 2), generator=torch.Generator().manual_seed(1))
+    ids = ids.T if dim else ids
     one, model = made(tied), made(tied)
     sequence = [6 - 2 * (ranks - 1), *[2] * (ranks - 1)] if in_parts else None
     plan = PLAN | ({"blocks.*.norm": "sequence"} if in_parts else {})
-    assert parallelize(model, plan, sequence) is model
+    assert parallelize(model, plan, sequence, sequence_dim=dim) is model
     assert model.blocks[0] is model.blocks[2]
     assert (model.head.weight is model.embedding.weight) == tied
     expected = functional.cross_entropy(one(ids).flatten(0, 1), ids.roll(1, 0).flatten())
@@ -82,17 +87,37 @@ def trained(rank, tied, in_parts):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "tied", "in_parts"),
+    ("ranks", "tied", "in_parts", "dim"),
     [
-        (1, False, False),
-        (3, True, False),
-        (3, False, True),
-        pytest.param(2, True, True, marks=pytest.mark.slow),
-        pytest.param(5, False, False, marks=pytest.mark.slow),
+        (1, False, False, 0),
+        (3, True, False, 0),
+        (3, False, True, 0),
+        (3, False, True, 1),
+        pytest.param(2, True, True, 1, marks=pytest.mark.slow),
+        pytest.param(2, True, True, 0, marks=pytest.mark.slow),
+        pytest.param(5, False, False, 0, marks=pytest.mark.slow),
     ],
 )
-def test_a_step_is_that_of_one_process(worlds, ranks, tied, in_parts):
-    assert_none(worlds.run(ranks, trained, tied, in_parts))
+def test_a_step_is_that_of_one_process(worlds, ranks, tied, in_parts, dim):
+    assert_none(worlds.run(ranks, trained, tied, in_parts, dim))
+
+
+def cut(rank):
+    """Names of attention decide: a module with head_dim, whose projections keep whole heads."""
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.head_dim, model.q_proj, model.o_proj = 4, nn.Linear(4, 12), nn.Linear(12, 4)
+    with pytest.raises(ArgumentError, match="cuts through heads of 4"):
+        parallelize(model, {"o_proj": partial(RowParallelLinear.from_linear, sizes=[7, 5])})
+    with pytest.raises(ArgumentError, match="multiples of multiple_of"):
+        ColumnParallelLinear(4, 12, sizes=[7, 5], multiple_of=4)
+    whole = {"multiple_of": 4}
+    parallelize(model, {"q_proj": partial(ColumnParallelLinear.from_linear, **whole)})
+    return model.q_proj.weight.shape[0]
+
+
+def test_heads_stay_whole(worlds):
+    assert worlds.run(2, cut) == [8, 4]
 
 
 def summed_already(rank):

@@ -17,6 +17,7 @@ from varcomm.ops.operator import checking
 from varcomm.ops.reduction import accumulation_dtype
 from varcomm.sizes import ShardSizes, at_least, checked_sizes, exact_int
 from varcomm.tensor_parallel.derivatives import in_transform, recorded_gradients
+from varcomm.tensor_parallel.heads import Heads, from_owner
 from varcomm.tensor_parallel.layout import agreed
 from varcomm.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from varcomm.transport.group import GroupLike, resolve
@@ -189,13 +190,17 @@ class ParallelAttention(nn.Module):
     head_dim : int, optional
         Features per head; None is ``hidden_size / num_heads``, which must be an integer.
     sizes : sequence of int, optional
-        Heads of keys and values per rank; zeros allowed; None is balanced.
+        Heads of keys and values per rank, with their heads of queries; zeros allowed; None is
+        balanced.
     causal : bool
         Whether each place sees only itself and earlier places.
     bias : bool
         Whether both layers have a bias.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
+    replicate_kv : bool
+        If `sizes` is None and ranks are more than heads of keys, several ranks read one head: its
+        heads of queries are split between them. False leaves these ranks without heads.
     **options
         `sequence_sizes`, `init`, `use_fp32`, `device` and `dtype` of both layers, as in
         :class:`~varcomm.tensor_parallel.ColumnParallelLinear`.
@@ -205,11 +210,12 @@ class ParallelAttention(nn.Module):
     qkv, out : ColumnParallelLinear, RowParallelLinear
         Three fused blocks, for queries, keys and values; from the heads' results to the output.
     sizes : ShardSizes
-        Heads of keys and values per rank.
+        Heads of keys and values that each rank stores.
 
     Notes
     -----
-    Communication: that of the two layers; the constructor is collective.
+    Communication: that of the two layers; the constructor is collective. A rank that stores a head
+    which others read sends them its keys and values, and in backward receives their gradients.
 
     In one process: :func:`attention` between two :class:`torch.nn.Linear`.
 
@@ -239,6 +245,7 @@ class ParallelAttention(nn.Module):
         causal: bool = True,
         *,
         group: GroupLike = None,
+        replicate_kv: bool = True,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -246,6 +253,9 @@ class ParallelAttention(nn.Module):
 
         def check() -> dict[str, Any]:
             checked_flag(causal, "causal", "")
+            checked_flag(replicate_kv, "replicate_kv", "")
+            if options.get("sequence_dim", 0) != 0:
+                raise ArgumentError("the sequence is dimension 0 here. Leave out sequence_dim.")
             hidden = at_least(1, hidden_size, "hidden_size")
             heads = at_least(1, num_heads, "num_heads")
             groups = heads if num_kv_heads is None else at_least(1, num_kv_heads, "num_kv_heads")
@@ -258,18 +268,27 @@ class ParallelAttention(nn.Module):
                     f"hidden_size {hidden} is not a multiple of num_heads {heads}. Pass head_dim."
                 )
             width = hidden // heads if head_dim is None else at_least(1, head_dim, "head_dim")
-            own = ShardSizes.balanced(groups, ranks.size) if sizes is None else sizes
-            self.sizes = ShardSizes(checked_sizes(own, "sizes", ranks.size))
+            if sizes is None:
+                self.heads = Heads.of(heads, groups, ranks.size, replicate_kv)
+            else:
+                own = checked_sizes(sizes, "sizes", ranks.size)
+                self.heads = Heads.of_groups(own, heads // groups)
             self.head_dim, self.queries_per_key, self.causal = width, heads // groups, causal
-            return {"num_heads": heads, "head_dim": width, "causal": causal}
+            return {"heads": self.heads, "head_dim": width, "causal": causal}
 
         # the layers compare the rest, and whether sizes sum to the number of heads
         agreed("ParallelAttention", check, ranks)
         width, of_keys = num_heads * self.head_dim, self.sizes * self.head_dim
-        of_queries = of_keys * self.queries_per_key
+        of_queries = self.heads.queries * self.head_dim
+        self._readers = self.heads.plan(2 * self.head_dim, ranks)
         fused, blocks = width + 2 * width // self.queries_per_key, [of_queries, of_keys, of_keys]
         self.qkv = ColumnParallelLinear(hidden_size, fused, bias, blocks, group=group, **options)
         self.out = RowParallelLinear(width, hidden_size, bias, of_queries, group=group, **options)
+
+    @property
+    def sizes(self) -> ShardSizes:
+        """Heads of keys and values that each rank stores."""
+        return self.heads.keys
 
     def forward(
         self, x: Tensor, rotary: Rotary | None = None, sequence_sizes: Sequence[int] | None = None
@@ -281,12 +300,21 @@ class ParallelAttention(nn.Module):
         """
         qkv = self.qkv(x, sequence_sizes=sequence_sizes)
         with checking("ParallelAttention", self.qkv.group):
-            query, key, value = split_heads(qkv, self.head_dim, self.queries_per_key)
+            query, key, value = self._split(qkv)
             if rotary is not None:
                 query, key = rotary(query), rotary(key)
             read = attention(query, key, value, self.causal)
         out: Tensor = self.out(read.flatten(-2), sequence_sizes=sequence_sizes)
         return out
+
+    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the heads that this rank reads; keys and values may be of another rank."""
+        if self._readers is None:
+            return split_heads(qkv, self.head_dim, self.queries_per_key)
+        own = self.heads.queries[self.qkv.group.rank] * self.head_dim
+        read = from_owner(self._readers, qkv[..., own:]).unflatten(-1, (2, -1, self.head_dim))
+        key, value = read.unbind(-3)
+        return qkv[..., :own].unflatten(-1, (-1, self.head_dim)), key, value
 
     def extra_repr(self) -> str:
         """Return heads and their sizes."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any, Self
 
 import torch
@@ -44,14 +45,16 @@ def vocab_parallel_embedding(
     padding_idx: int | None = None,
     sequence_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
+    *,
+    sequence_dim: int = 0,
 ) -> Tensor:
     """Look up embeddings in a table whose rows are sharded by ids.
 
     Parameters
     ----------
     ids : torch.Tensor
-        int64 or int32 of any shape, the sequence first, identical on all ranks. Gather ids that
-        ranks have parts of: ``varcomm.all_gather_v(ids, sequence_sizes)``.
+        int64 or int32 of any shape, identical on all ranks. Gather ids that ranks have parts of:
+        ``varcomm.all_gather_v(ids, sequence_sizes)``.
     weight : torch.Tensor
         ``(sizes[rank], H)``: this rank's rows of the table.
     sizes : sequence of int, optional
@@ -59,9 +62,11 @@ def vocab_parallel_embedding(
     padding_idx : int, optional
         The id, of all ids, whose row gets no gradient.
     sequence_sizes : sequence of int, optional
-        Rows of the first dimension of `ids` per rank; zeros allowed. None returns all rows.
+        Rows of `ids` along `sequence_dim` per rank; zeros allowed. None returns all rows.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
+    sequence_dim : int
+        Dimension of the sequence in `ids`: 0, or 1 for batch-first ids.
 
     Returns
     -------
@@ -94,20 +99,23 @@ def vocab_parallel_embedding(
     >>> varcomm.launch(fn, 2)
     [tensor([4., 0., 4.]), tensor([4., 0., 4.])]
     """
-    name, ranks = "vocab_parallel_embedding", resolve(group)
+    name, word, ranks = "vocab_parallel_embedding", "sequence_sizes", resolve(group)
     owned = shard_sizes(name, weight, sizes, 0, ranks)
     parts: tuple[int, ...] = ()
     with checking(name, ranks) as where:
         _check_operands(ids, weight, owned, 0, ranks, where)
         padding = _checked_padding(padding_idx, sum(owned), where)
-        length, own = tuple(ids.shape[:1]), ids
+        own = flat = ids
         if sequence_sizes is not None:
-            rows, _ = checked_whole(ids, sequence_sizes, 0, ranks, where, "sequence_sizes")
-            parts, length = tuple(n * ids.shape[1:].numel() for n in rows), (rows[ranks.rank],)
+            rows, dim = checked_whole(ids, sequence_sizes, sequence_dim, ranks, where, word)
+            per_row = prod((*ids.shape[:dim], *ids.shape[dim + 1 :]))
+            parts = tuple(n * per_row for n in rows)
             first = sum(rows[: ranks.rank])  # no range: rows are symbols in a compiled graph
-            own = ids[first : first + rows[ranks.rank]]
-    operator = _LookUp(ranks, ids.reshape(-1).to(torch.int64), tuple(owned), padding, parts)
-    found = apply(operator, weight).view(*length, *ids.shape[1:], weight.shape[1])
+            own = ids.narrow(dim, first, rows[ranks.rank])
+            if dim:  # the ids of each rank one after the other
+                flat = torch.cat([part.reshape(-1) for part in ids.split(rows, dim)])
+    operator = _LookUp(ranks, flat.reshape(-1).to(torch.int64), tuple(owned), padding, parts)
+    found = apply(operator, weight).view(*own.shape, weight.shape[1])
     return _without_padding(found, own, padding)
 
 
@@ -423,7 +431,8 @@ class VocabParallelEmbedding(_ParallelEmbedding):
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
     **options
-        `sequence_sizes` as in :func:`vocab_parallel_embedding`; `device` and `dtype` of the weight.
+        `sequence_sizes` and `sequence_dim` as in :func:`vocab_parallel_embedding`; `device` and
+        `dtype` of the weight.
         ``init(tensor, generator)`` draws elements in place; None draws from the normal
         distribution.
 
@@ -461,6 +470,7 @@ class VocabParallelEmbedding(_ParallelEmbedding):
             self.padding_idx,
             self.sequence_sizes if sequence_sizes is None else sequence_sizes,
             self.group.process_group,
+            sequence_dim=self.sequence_dim,
         )
 
 

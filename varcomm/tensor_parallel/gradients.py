@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from varcomm.errors import ArgumentError
+from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.operator import checking
@@ -55,10 +55,15 @@ def grad_norm(
     ArgumentError
         If `norm_type` is not positive, a gradient is sparse, or a parameter is sharded over another
         group: compute a norm per group, and use :func:`torch.nn.utils.clip_grads_with_norm_`.
+    DisagreementError
+        On every rank, inside :func:`varcomm.debug`, if the gradients of an unsharded parameter
+        differ between ranks: its module runs on parts of heads or of a sequence, and needs
+        :func:`sequence_parallel`.
 
     Notes
     -----
-    Communication: 8 bytes from each rank to every other rank.
+    Communication: 8 bytes from each rank to every other rank; inside :func:`varcomm.debug` 16 more
+    per unsharded parameter.
 
     In one process: ``torch.nn.utils.get_total_norm`` of all gradients; narrow ones are summed in
     fp32.
@@ -83,6 +88,7 @@ def grad_norm(
     if debugging():
         described = {"operation": "grad_norm", "norm_type": norm_type}
         compare(ranks, described | {"sharded parameters": sharded})
+        _check_replicas(parameters, listed, sharded, ranks)
     norms = [
         torch.linalg.vector_norm(
             gradient, norm_type, dtype=accumulation_dtype(gradient.dtype, use_fp32=True)
@@ -147,12 +153,44 @@ def clip_grad_norm_(
         checked_number(max_norm, "max_norm", where, "a non-negative number", lambda n: n >= 0)
     if debugging():
         compare(ranks, {"operation": "clip_grad_norm_", "max_norm": float(max_norm)})
-    total = grad_norm(listed, norm_type, group, error_if_nonfinite=error_if_nonfinite)
+    named = parameters if isinstance(parameters, torch.nn.Module) else listed
+    total = grad_norm(named, norm_type, group, error_if_nonfinite=error_if_nonfinite)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch has it
     for gradient in map(_gradient, listed):
         if gradient is not None:
             gradient.mul_(factor.to(gradient.device))
     return total
+
+
+def _check_replicas(
+    parameters: Parameters, listed: list[Tensor], sharded: list[bool], group: Group
+) -> None:
+    """Raise on all ranks if gradients of unsharded parameters differ by more than rounding."""
+    whole = [i for i, everywhere in enumerate(sharded) if not everywhere]
+    device = listed[0].device if listed else group.device()
+    own = torch.zeros(len(whole), 2, dtype=torch.float64, device=device)
+    for place, i in enumerate(whole):
+        gradient = _gradient(listed[i])
+        if gradient is not None and gradient.numel():
+            wide = gradient.detach().abs() if gradient.is_complex() else gradient.detach()
+            own[place, 0] = torch.linalg.vector_norm(wide, dtype=torch.float64)
+            own[place, 1] = wide.sum(dtype=torch.float64) / wide.numel() ** 0.5
+    each = [len(whole)] * group.size
+    by_rank = all_gather_v(own, each, group=group.process_group).view(group.size, -1, 2)
+    differences = (by_rank - by_rank[0]).abs().amax((0, 2)).tolist() if whole else []
+    largest = by_rank[..., 0].amax(0).tolist() if whole else []
+    for i, difference, norm in zip(whole, differences, largest, strict=True):
+        if difference > torch.finfo(listed[i].dtype).eps ** 0.5 * norm:
+            name = f"parameter {i}"
+            if isinstance(parameters, torch.nn.Module):
+                name = repr(list(dict(parameters.named_parameters()))[i])
+            raise DisagreementError(
+                f"grad_norm on {group}: the gradients of {name}, of shape "
+                f"{tuple(listed[i].shape)}, differ between ranks, although it is not sharded; "
+                f"their norms are {by_rank[:, whole.index(i), 0].tolist()}. Its module runs on "
+                "parts of heads or of a sequence: give it the style 'sequence' in the plan of "
+                "parallelize, or call sequence_parallel(module)."
+            )
 
 
 def _gradient(parameter: Tensor) -> Tensor | None:
@@ -165,6 +203,11 @@ def _is_sharded(index: int, parameter: Tensor, group: Group, where: str) -> bool
     checked_tensor(parameter, where, f"parameter {index}")
     gradient = _gradient(parameter)
     if gradient is not None:
+        if type(gradient) not in (Tensor, torch.nn.Parameter):
+            raise ArgumentError(
+                f"{where}the gradient of parameter {index} is a {type(gradient).__name__}, which "
+                "ranks have in pieces. Call clip_grad_norm_ of its ShardedGradients, or to_local()."
+            )
         checked_tensor(gradient, where, f"the gradient of parameter {index}")
     spec = shard_spec(parameter)
     if spec is not None and spec.group != group:

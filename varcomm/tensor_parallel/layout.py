@@ -14,7 +14,7 @@ from varcomm.errors import ArgumentError
 from varcomm.ops.digest import digest, require_equal
 from varcomm.sharding import ShardSpec, mark, shard_spec
 from varcomm.sizes import ShardSizes, at_least, checked_sizes
-from varcomm.tensor_parallel.init import Fill, initialised
+from varcomm.tensor_parallel.init import Fill, drawing, initialised
 from varcomm.transport.agreement import agree_and_share
 from varcomm.transport.group import Group, GroupLike, resolve
 
@@ -71,11 +71,38 @@ def random_seed() -> int:
     return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
-class ShardedModule(nn.Module):
+class MarkedModule(nn.Module):
     """Module whose parameters carry a :class:`ShardSpec` and keep it when torch replaces them."""
+
+    def _specs(self) -> Mapping[str, ShardSpec]:
+        """Return the spec of each sharded parameter, by name."""
+        raise NotImplementedError
+
+    def _mark(self) -> Self:
+        for name, spec in self._specs().items():
+            parameter = getattr(self, name)
+            if parameter is not None:
+                mark(parameter, spec)
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._mark()
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        return super()._apply(fn, recurse)._mark()  # type: ignore[no-untyped-call, no-any-return]
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._mark()
+
+
+class ShardedModule(MarkedModule):
+    """Parallel layer that is made like the torch layer that it replaces."""
 
     spec: ShardSpec
     sequence_sizes: ShardSizes | None
+    sequence_dim: int
     _options: ClassVar[Mapping[str, Sequence[bool | str]]] = {}  # their values, the default first
     _how_drawn: tuple[Fill | None, torch.device | None, torch.dtype | None]
     _dim: ClassVar[int] = 0  # sharded dimension of the weight
@@ -103,32 +130,45 @@ class ShardedModule(nn.Module):
         def check() -> dict[str, Any]:
             found: dict[str, Any] = {n: at_least(0, length, n) for n, length in shape.items()}
             name, choices = list(shape)[self._dim], self._options
-            rows = ShardSizes.balanced(found[name], ranks.size) if sizes is None else sizes
+            unit = at_least(1, options.get("multiple_of", 1), "multiple_of")
+            if found[name] % unit:
+                raise ArgumentError(
+                    f"{name} must be a multiple of multiple_of, {unit}; got {found[name]}."
+                )
+            balanced = ShardSizes.balanced(found[name] // unit, ranks.size) * unit
+            rows = balanced if sizes is None else sizes
             self.spec = ShardSpec.of(rows, self._dim, group)
             if self.spec.total != found[name]:
                 raise ArgumentError(
                     f"sizes {rows!r} sum to {self.spec.total}, but {name} is {found[name]}."
                 )
+            if cut := [n for block in self.spec.blocks for n in block if n % unit]:
+                raise ArgumentError(
+                    f"sizes must be multiples of multiple_of, {unit}; got {rows!r}: {cut[0]} rows "
+                    "would cut through a head. Pass whole heads per rank."
+                )
             given: dict[str, Any] = {name: values[0] for name, values in choices.items()}
-            given = {**given, **dict.fromkeys(("sequence_sizes", *_HOW_DRAWN)), **options}
-            if unknown := given.keys() - choices.keys() - {"sequence_sizes", *_HOW_DRAWN}:
+            others: dict[str, Any] = {"sequence_sizes": None, "sequence_dim": 0}
+            others |= dict.fromkeys(_HOW_DRAWN)
+            given = {**given, **others, **options}
+            given.pop("multiple_of", None)
+            if unknown := given.keys() - choices.keys() - others.keys():
                 raise ArgumentError(f"{min(unknown)!r} is no option of {type(self).__name__}.")
             for name, values in choices.items():
                 checked_choice(given[name], name, "", values)
+            given["sequence_dim"] = at_least(0, given["sequence_dim"], "sequence_dim")
             if given["sequence_sizes"] is not None:
                 parts = checked_sizes(given["sequence_sizes"], "sequence_sizes", ranks.size)
                 given["sequence_sizes"] = ShardSizes(parts)
             init, device, dtype = (given.pop(name) for name in _HOW_DRAWN)
-            self._how_drawn = init, device, dtype
-            if not (init is None or callable(init)):
-                raise ArgumentError(f"init must be init(tensor, generator); got {init!r}.")
+            self._how_drawn = None if init is None else drawing(init), device, dtype
             like = torch.empty(0, dtype=dtype, device=device)
             if not (like.is_floating_point() or like.is_complex()):
                 raise ArgumentError(f"dtype must be floating point or complex; got {dtype}.")
             found |= given
             vars(self).update(found)
-            others = {"sizes": self.spec.blocks, "dtype": like.dtype, "an init": init is not None}
-            return {**found, **others, **more()}
+            kinds = {"sizes": self.spec.blocks, "dtype": like.dtype, "an init": init is not None}
+            return {**found, **kinds, **more()}
 
         return int(agreed(type(self).__name__, check, ranks, random_seed)[1])
 
@@ -207,23 +247,8 @@ class ShardedModule(nn.Module):
         words["sizes"] = [list(block) for block in self.spec.blocks]
         return ", ".join(f"{name}={value}" for name, value in words.items())
 
-    def _mark(self) -> Self:
-        for name in self._sharded:
-            parameter = getattr(self, name)
-            if parameter is not None:
-                mark(parameter, self.spec)
-        return self
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._mark()
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        return super()._apply(fn, recurse)._mark()  # type: ignore[no-untyped-call, no-any-return]
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self._mark()
+    def _specs(self) -> Mapping[str, ShardSpec]:
+        return dict.fromkeys(self._sharded, self.spec)
 
 
 def param_is_not_tensor_parallel_duplicate(param: Tensor, group: GroupLike = None) -> bool:

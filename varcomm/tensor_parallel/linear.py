@@ -48,6 +48,7 @@ def column_parallel_linear(
     bias: Tensor | None = None,
     *,
     sequence_sizes: Sequence[int] | None = None,
+    sequence_dim: int = 0,
     save: Literal["input", "gathered"] = "input",
     use_fp32: bool = True,
     group: GroupLike = None,
@@ -57,12 +58,14 @@ def column_parallel_linear(
     Parameters
     ----------
     x : torch.Tensor
-        Floats ``(*F, K)``, identical on all ranks; with `sequence_sizes` this rank's part,
-        ``(sequence_sizes[rank], *F, K)``.
+        Floats ``(*F, K)``, identical on all ranks; with `sequence_sizes` this rank's part, of
+        ``sequence_sizes[rank]`` rows along `sequence_dim`.
     weight, bias : torch.Tensor
         This rank's rows of the weight, ``(n, K)``, and of the bias, ``(n,)`` or None.
     sequence_sizes : sequence of int, optional
-        Rows of the first dimension of `x` per rank; zeros allowed: sequence parallelism.
+        Rows of `x` along `sequence_dim` per rank; zeros allowed: sequence parallelism.
+    sequence_dim : int
+        Dimension of the sequence, not the last: 0, or 1 for batch-first inputs.
     save : {"input", "gathered"}
         Keep this rank's part for backward and gather it again, or keep the gathered input, which
         takes P times the memory. Compiled graphs and transforms keep the gathered input. Its
@@ -75,7 +78,7 @@ def column_parallel_linear(
     Returns
     -------
     torch.Tensor
-        ``(*F, n)``, or ``(sum(sequence_sizes), *F, n)``.
+        ``(*F, n)``, with `sequence_sizes` of the whole sequence.
 
     Notes
     -----
@@ -102,21 +105,16 @@ def column_parallel_linear(
     with checking("column_parallel_linear", ranks, use_fp32=use_fp32) as where:
         checked_choice(save, "save", where, _SAVED)
         checked_operands(x, weight, bias, where)
-        sequence = _checked_sequence(x, sequence_sizes, ranks, where)
+        sequence = _checked_sequence(x, sequence_sizes, sequence_dim, ranks, where)
     x, weight, bias = autocast(x, weight, bias)
     before: Before = ReplicatedUse(ranks, use_fp32)
-    length = x.shape[:-1]
     if sequence is not None:
-        before = AllGatherV(ranks, _rows_per_rank(sequence, x), 0, use_fp32)
-        length = torch.Size((sum(sequence), *x.shape[1:-1]))
-    operands = x.reshape(prod(x.shape[:-1]), x.shape[-1]), weight, bias
+        before = AllGatherV(ranks, *sequence, use_fp32)
     keeps = sequence is not None and save == "gathered"
     # of a frozen weight, torch's product keeps no input
     if torch.compiler.is_compiling() or in_transform() or keeps or not weight.requires_grad:
-        y = _product(before, *operands)
-    else:
-        y = _ColumnProduct.apply(before, *operands)  # type: ignore[no-untyped-call]
-    return y.view(*length, weight.shape[0])
+        return _product(before, x, weight, bias)
+    return _ColumnProduct.apply(before, x, weight, bias)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def row_parallel_linear(
@@ -125,6 +123,7 @@ def row_parallel_linear(
     bias: Tensor | None = None,
     *,
     sequence_sizes: Sequence[int] | None = None,
+    sequence_dim: int = 0,
     use_fp32: bool = True,
     group: GroupLike = None,
 ) -> Tensor:
@@ -138,8 +137,8 @@ def row_parallel_linear(
         This rank's columns of the weight, ``(N, n)``, and the full bias, ``(N,)``, replicated, or
         None. Its gradient is complete on every rank.
     sequence_sizes : sequence of int, optional
-        Rows of the output's first dimension per rank; zeros allowed: sequence parallelism.
-    use_fp32, group
+        Rows of the output along `sequence_dim` per rank; zeros allowed: sequence parallelism.
+    sequence_dim, use_fp32, group
         As in :func:`column_parallel_linear`.
 
     Returns
@@ -169,18 +168,20 @@ def row_parallel_linear(
     ranks = resolve(group)
     with checking("row_parallel_linear", ranks, use_fp32=use_fp32) as where:
         checked_operands(x, weight, bias, where)
-        sequence = _checked_sequence(x, sequence_sizes, ranks, where, whole=True)
+        sequence = _checked_sequence(x, sequence_sizes, sequence_dim, ranks, where, whole=True)
     x, weight, bias = autocast(x, weight, bias)
-    y = functional.linear(x.reshape(prod(x.shape[:-1]), x.shape[-1]), weight)
-    length = x.shape[:-1]
+    y = functional.linear(x, weight)
     if sequence is None:
         y = apply(ReplicatedSum(ranks, use_fp32), y)
     else:
-        y = apply(ReduceScatterV(ranks, _rows_per_rank(sequence, x), 0, use_fp32), y)
-        length = torch.Size((sequence[ranks.rank], *x.shape[1:-1]))
+        y = apply(ReduceScatterV(ranks, *sequence, use_fp32), y)
         if bias is not None:  # each rank adds it to its own rows
             bias = apply(ReplicatedUse(ranks, use_fp32), bias)
-    return (y if bias is None else y + bias).view(*length, weight.shape[0])
+    return y if bias is None else y + bias
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
 def _product(before: Before, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -208,6 +209,7 @@ class _ColumnProduct(torch.autograd.Function):
         of_x = gradient @ weight.conj() if needed[0] else None
         x = x if gathered is None else gathered.wait()
         summed = None if of_x is None else begin(ctx.before.adjoint, of_x, False)
+        x, gradient = _flat(x), _flat(gradient)
         of_weight, of_bias = gradient.T @ x.conj(), gradient.sum(0) if needed[2] else None
         return None, None if summed is None else summed.wait(), of_weight, of_bias
 
@@ -239,22 +241,23 @@ def checked_operands(
 
 
 def _checked_sequence(
-    x: Tensor, sequence_sizes: Sequence[int] | None, group: Group, where: str, whole: bool = False
-) -> tuple[int, ...] | None:
-    """Return `sequence_sizes` as ints, if `x` has this rank's rows, or all rows if `whole`."""
+    x: Tensor,
+    sequence_sizes: Sequence[int] | None,
+    dim: int,
+    group: Group,
+    where: str,
+    whole: bool = False,
+) -> tuple[tuple[int, ...], int] | None:
+    """Return sizes as ints and dim, if `x` has this rank's rows, or all rows if `whole`."""
     if sequence_sizes is None:
         return None
-    if x.dim() < 2:
+    if x.dim() < 2 or not 0 <= dim < x.dim() - 1:
         raise ArgumentError(
-            f"{where}with sequence_sizes, x must be (sequence, ..., in); got {tuple(x.shape)}."
+            f"{where}with sequence_sizes, x must be (sequence, ..., in), or have the sequence at "
+            f"sequence_dim, before the last; got {tuple(x.shape)}, sequence_dim={dim!r}."
         )
     checked = checked_whole if whole else checked_shard
-    return checked(x, sequence_sizes, 0, group, where, "sequence_sizes")[0]
-
-
-def _rows_per_rank(sequence: Sequence[int], x: Tensor) -> tuple[int, ...]:
-    """Return the rows of each rank when all dimensions of `x` but the last are flattened."""
-    return tuple(size * prod(x.shape[1:-1]) for size in sequence)
+    return checked(x, sequence_sizes, dim, group, where, "sequence_sizes")
 
 
 def autocast(
@@ -348,9 +351,10 @@ class ColumnParallelLinear(_ParallelLinear):
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
     **options
-        `gather_output`: return all outputs, replicated. `sequence_sizes`, `save` and `use_fp32` as
-        in :func:`column_parallel_linear`; `device` and `dtype` of the parameters. ``init(tensor,
-        generator)`` draws elements of pieces of the weight in place; None draws as
+        `gather_output`: return all outputs, replicated. `multiple_of`: shard in units of so many
+        outputs, as the features of a head. `sequence_sizes`, `sequence_dim`, `save` and `use_fp32`
+        as in :func:`column_parallel_linear`; `device` and `dtype` of the parameters.
+        ``init(tensor, generator)`` draws elements of pieces of the weight in place; None draws as
         :class:`torch.nn.Linear` does.
 
     Attributes
@@ -397,6 +401,7 @@ class ColumnParallelLinear(_ParallelLinear):
             self.weight,
             self.bias,
             sequence_sizes=self.sequence_sizes if sequence_sizes is None else sequence_sizes,
+            sequence_dim=self.sequence_dim,
             save=self.save,
             use_fp32=self.use_fp32,
             group=self.group.process_group,
@@ -420,8 +425,9 @@ class RowParallelLinear(_ParallelLinear):
     sizes : sequence of int, or of such sequences, optional
         Inputs per rank, of each fused block; zeros allowed; None is balanced.
     **options
-        `input_is_parallel`: False if the input has all features. `sequence_sizes` and `use_fp32` as
-        in :func:`row_parallel_linear`; `init`, `device` and `dtype`.
+        `input_is_parallel`: False if the input has all features. `multiple_of`: shard in units of
+        so many inputs. `sequence_sizes`, `sequence_dim` and `use_fp32` as in
+        :func:`row_parallel_linear`; `init`, `device` and `dtype`.
 
     Attributes
     ----------
@@ -464,6 +470,7 @@ class RowParallelLinear(_ParallelLinear):
             self.weight,
             self.bias,
             sequence_sizes=self.sequence_sizes if sequence_sizes is None else sequence_sizes,
+            sequence_dim=self.sequence_dim,
             use_fp32=self.use_fp32,
             group=pg,
         )

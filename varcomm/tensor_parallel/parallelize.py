@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, TypeVar
@@ -11,12 +11,15 @@ import torch
 from torch import nn
 
 from varcomm.errors import ArgumentError
+from varcomm.ops.checks import checked_flag
 from varcomm.ops.digest import digest
 from varcomm.sharding import shard_spec
 from varcomm.tensor_parallel.embedding import VocabParallelEmbedding
+from varcomm.tensor_parallel.families import Family, head_dim, is_projection, needs_sum
 from varcomm.tensor_parallel.layout import agreed
 from varcomm.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from varcomm.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from varcomm.tensor_parallel.pretrained import guard
 from varcomm.transport.agreement import agree, on_all_ranks
 from varcomm.transport.group import Group, GroupLike, resolve
 
@@ -36,28 +39,44 @@ _STYLES: dict[str, Any] = {
 
 def parallelize(
     module: nn.Module,
-    plan: Mapping[str, str | Make],
+    plan: Mapping[str, str | Make] | None = None,
     sequence_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
+    *,
+    sequence_dim: int = 0,
+    replicate_kv: bool = True,
+    gather_output: bool = True,
 ) -> nn.Module:
     """Replace layers of a model by parallel ones, in place, by patterns of their names; collective.
 
-    If one rank fails, all raise, and nothing is replaced.
+    If one rank fails, all raise, and nothing is replaced. A model of Hugging Face transformers
+    needs no plan.
 
     Parameters
     ----------
     module : torch.nn.Module
         Identical on all ranks, weights included.
-    plan : mapping of str to str or callable
-        From names as in :meth:`torch.nn.Module.named_modules`, with shell wildcards, to
-        ``"column"`` or ``"row"`` for Linear, ``"embedding"`` for Embedding, ``"sequence"`` for
-        :func:`sequence_parallel`, or a function from the module to its replacement, as
+    plan : mapping of str to str or callable, optional
+        None uses the ``tp_plan`` of a transformers model, or that of its family: GPT-2, BERT, T5,
+        ViT. It shards whole heads, and embedding and head by ids. Keys of other plans are names as
+        in :meth:`torch.nn.Module.named_modules`, with shell wildcards. Values are ``"column"`` or
+        ``"row"`` for Linear, ``"embedding"`` for Embedding, ``"sequence"`` for
+        :func:`sequence_parallel`, or a function from the module to its replacement. An example is
         ``functools.partial(ColumnParallelLinear.from_linear, sizes=[5, 3])``. Each pattern must
         match a module, and no module may match two.
     sequence_sizes : sequence of int, optional
         Of ``"column"``, ``"row"`` and ``"embedding"`` layers: sequence parallelism.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
+    sequence_dim : int
+        Dimension of the sequence: 0, or 1 for batch-first models.
+    replicate_kv : bool
+        Without a plan: if ranks are more than heads of keys, several ranks read one head, and its
+        heads of queries are split between them. False leaves these ranks without heads.
+    gather_output : bool
+        Without a plan: the head returns the logits of all ids, so that ``labels=`` and
+        ``generate`` work as before. False leaves logits sharded; ``labels=`` of causal models uses
+        :func:`vocab_parallel_cross_entropy`, and ``generate`` is refused.
 
     Returns
     -------
@@ -72,6 +91,9 @@ def parallelize(
     Notes
     -----
     Parameters that modules share stay shared, so they must be sharded identically.
+
+    ``save_pretrained`` of a transformers model becomes collective and writes full tensors.
+    ``resize_token_embeddings`` and adapters (PEFT) are refused: use them before sharding.
 
     Communication: short messages with digests of plans and weights. No weight travels.
 
@@ -94,13 +116,27 @@ def parallelize(
     ranks = resolve(group)
     chosen: dict[str, tuple[nn.Module, str | Make]] = {}
 
+    family: list[Family] = []
+
     def check() -> dict[str, Any]:
-        chosen.update(_chosen(module, plan))
+        checked_flag(replicate_kv, "replicate_kv", "")
+        checked_flag(gather_output, "gather_output", "")
+        if plan is None and isinstance(module, nn.Module):
+            if sequence_sizes is not None:
+                raise ArgumentError(
+                    "sequence_sizes need a plan: which modules run on parts of a sequence is not "
+                    "in a model's tp_plan. Pass plan."
+                )
+            family.append(Family(module, ranks, replicate_kv, gather_output))
+            chosen.update(_chosen(module, family[0].plan))
+        else:
+            chosen.update(_chosen(module, plan))
         styles = {name: "a function" if callable(how) else how for name, (_, how) in chosen.items()}
         return {"modules": styles}
 
     agreed(_WHAT, check, ranks)
     made: dict[int, nn.Module] = {}
+    follow: dict[str, Any] = {}
     in_place: list[nn.Module] = []
     for name, (layer, how) in chosen.items():
         if how == "sequence":
@@ -108,11 +144,15 @@ def parallelize(
             in_place.append(layer)
             continue
         if not callable(how):
-            how = partial(_STYLES[how], group=group, sequence_sizes=sequence_sizes)
+            parts: dict[str, Any] = {"sequence_sizes": sequence_sizes, "sequence_dim": sequence_dim}
+            how = partial(_STYLES[how], group=group, **parts)
         made[id(layer)] = _made(name, layer, how, ranks)
 
+    followers = family[0].followers if family else set()
+
     def alike() -> dict[str, Any]:
-        _tied(module, made)
+        follow.update(_tied(module, made, followers))
+        _check_heads(module, chosen, made)
         return {"what modules become": [type(layer).__name__ for layer in made.values()]}
 
     agreed(_WHAT, alike, ranks)
@@ -121,7 +161,47 @@ def parallelize(
     for name, layer in list(module.named_modules(remove_duplicate=False)):
         if name and id(layer) in made:
             module.set_submodule(name, made[id(layer)])
+    for name, parameter in follow.items():
+        parent, _, own = name.rpartition(".")
+        module.get_submodule(parent).register_parameter(own, parameter)
+    for one in family:
+        one.finish()
+    guard(module, ranks)
     return made.get(id(module), module)
+
+
+def _check_heads(
+    module: nn.Module,
+    chosen: Mapping[str, tuple[nn.Module, str | Make]],
+    made: Mapping[int, nn.Module],
+) -> None:
+    """Raise ArgumentError if a plan cuts through heads, or leaves a norm inside them alone."""
+    inside = set()
+    for name, (layer, _) in chosen.items():
+        new: Any = made.get(id(layer))
+        parent = name.rpartition(".")[0]
+        width = head_dim(module.get_submodule(parent))
+        linear = isinstance(new, ColumnParallelLinear | RowParallelLinear)
+        whole = getattr(new, "gather_output", False) or not getattr(new, "input_is_parallel", True)
+        if width is None or not linear or whole or not is_projection(name):
+            continue
+        inside.add(parent)
+        if new.spec.total % width == 0 and any(n % width for b in new.spec.blocks for n in b):
+            sizes = [list(block) for block in new.spec.blocks]
+            raise ArgumentError(
+                f"the plan cuts through heads of {width} features: {name!r} gets {sizes}. Pass "
+                f"functools.partial({type(new).__name__}.from_linear, multiple_of={width}), or no "
+                "plan."
+            )
+    for pattern in needs_sum(module):
+        for name, layer in module.named_modules():
+            parent = name.rpartition(".")[0]
+            given = name in chosen or isinstance(layer, _SequenceParallel)
+            if fnmatchcase(name, pattern) and parent in inside and not given:
+                raise ArgumentError(
+                    f"{name!r} works on this rank's heads, so the gradients of its parameters are "
+                    f"parts. Add {pattern!r}: 'sequence' to the plan, or pass no plan."
+                )
 
 
 def _chosen(module: Any, plan: Any) -> dict[str, tuple[nn.Module, str | Make]]:
@@ -175,9 +255,15 @@ def _made(name: str, layer: nn.Module, make: Make, group: Group) -> nn.Module:
         raise
 
 
-def _tied(module: nn.Module, made: Mapping[int, nn.Module]) -> None:
-    """Tie the parameters of new modules where those of the old ones were."""
+def _tied(
+    module: nn.Module, made: Mapping[int, nn.Module], followers: Collection[str]
+) -> dict[str, nn.Parameter]:
+    """Tie the parameters of new modules where those of the old ones were.
+
+    Returns the new parameters of `followers`, names of parameters in modules that stay.
+    """
     places: dict[nn.Parameter, list[tuple[nn.Module, str, str]]] = {}
+    follow: dict[str, nn.Parameter] = {}
     for prefix, layer in module.named_modules():
         for name, param in layer.named_parameters(recurse=False):
             places.setdefault(param, []).append((layer, name, f"{prefix}.{name}"))
@@ -187,13 +273,17 @@ def _tied(module: nn.Module, made: Mapping[int, nn.Module]) -> None:
             continue
         params = [getattr(layer, name, None) for layer, name in new]
         kinds = {None if p is None else (p.shape, shard_spec(p)) for p in params}
-        if len(new) < len(shared) or len(kinds) > 1 or None in kinds:
+        stay = [full for layer, _, full in shared if id(layer) not in made]
+        if [full for full in stay if full not in followers] or len(kinds) > 1 or None in kinds:
+            names = " and ".join(full for *_, full in shared)
             raise ArgumentError(
-                f"{shared[0][2]} is shared with another module, which the plan does not shard "
-                "in the same way. Shard both alike, or neither."
+                f"{names} are one parameter, which the plan does not shard in the same way. Shard "
+                "all these modules identically, or none."
             )
         for layer, name in new:
             layer.register_parameter(name, params[0])
+        follow.update(dict.fromkeys(stay, params[0]))
+    return follow
 
 
 def sequence_parallel(module: M, group: GroupLike = None) -> M:
@@ -274,5 +364,5 @@ class _SequenceParallel(nn.Module):
                 parameters[name] = copy_to_tensor_model_parallel_region(parameter, group=pg)
         try:
             return super().forward(*args, **kwargs)
-        finally:  # readers outside of forward get the parameters themselves
+        finally:  # readers outside forward get the parameters themselves
             parameters.update(kept)

@@ -1,0 +1,294 @@
+"""Models of Hugging Face transformers, sharded without a plan: each step is that of one process."""
+
+import contextlib
+import copy
+import importlib.util
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import varcomm
+from tests.ops.comparing import Failures, assert_none
+from varcomm import ArgumentError
+from varcomm.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    clip_grad_norm_,
+    parallelize,
+    shard_spec,
+)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+    ),
+]
+
+VOCABULARY, HIDDEN, INNER, LAYERS = 131, 40, 53, 2
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+}
+NO_DROPOUT = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+
+
+def decoder(name, heads, kv_heads, **options):
+    """A causal model of Llama's kind, from a random config."""
+    import transformers
+
+    given = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 8}
+    if name == "Olmo2":
+        del given["head_dim"]
+    config = getattr(transformers, options.pop("config", f"{name}Config"))
+    settings = {**SIZES, "max_position_embeddings": 64, **given, **options}
+    return getattr(transformers, f"{name}ForCausalLM")(config(**settings))
+
+
+def gpt2(heads):
+    import transformers
+
+    sizes = {"n_embd": HIDDEN, "n_layer": LAYERS, "n_head": heads, "n_inner": INNER}
+    ids = {"bos_token_id": 1, "eos_token_id": 2}
+    config = transformers.GPT2Config(vocab_size=VOCABULARY, **sizes, **ids, **NO_DROPOUT)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def bert(heads):
+    import transformers
+
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(**SIZES, num_attention_heads=heads, **dropout)
+    )
+
+
+def t5(heads):
+    import transformers
+
+    sizes = {"d_model": HIDDEN, "d_kv": 8, "d_ff": INNER, "num_layers": LAYERS, "num_heads": heads}
+    more = {"feed_forward_proj": "gated-gelu", "dropout_rate": 0.0, "decoder_start_token_id": 0}
+    config = transformers.T5Config(vocab_size=VOCABULARY, **sizes, **more)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def vit(heads):
+    import transformers
+
+    sizes = {key: SIZES[key] for key in SIZES if key != "vocab_size"}
+    image = {"image_size": 8, "patch_size": 4, "num_labels": 7}
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(**sizes, **image, num_attention_heads=heads)
+    )
+
+
+MODELS = {
+    "Llama, 5 heads": partial(decoder, "Llama", 5, 5),
+    "Llama, 4 heads, 2 of keys, tied": partial(decoder, "Llama", 4, 2, tie_word_embeddings=True),
+    "Llama, 5 heads, 1 of keys": partial(decoder, "Llama", 5, 1, attention_bias=True),
+    "Llama, 2 heads": partial(decoder, "Llama", 2, 2),
+    "Qwen2, 7 heads": partial(decoder, "Qwen2", 7, 7, hidden_size=56),
+    "Qwen3, 4 heads, 2 of keys": partial(decoder, "Qwen3", 4, 2),
+    "Gemma2, 4 heads, 2 of keys": partial(decoder, "Gemma2", 4, 2, query_pre_attn_scalar=8),
+    "Gemma3, 4 heads, 1 of keys": partial(
+        decoder, "Gemma3", 4, 1, config="Gemma3TextConfig", query_pre_attn_scalar=8
+    ),
+    "Mistral, 6 heads, 2 of keys": partial(decoder, "Mistral", 6, 2, sliding_window=4),
+    "Mixtral, 5 heads": partial(
+        decoder, "Mixtral", 5, 5, num_local_experts=4, experts_implementation="eager"
+    ),
+    "OLMo2, 5 heads": partial(decoder, "Olmo2", 5, 5),
+    "GPT-2, 5 heads": partial(gpt2, 5),
+    "GPT-2, 2 heads": partial(gpt2, 2),
+    "BERT, 5 heads": partial(bert, 5),
+    "BERT, 2 heads": partial(bert, 2),
+    "T5, 5 heads": partial(t5, 5),
+    "T5, 2 heads": partial(t5, 2),
+    "ViT, 5 heads": partial(vit, 5),
+    "ViT, 2 heads": partial(vit, 2),
+}
+
+
+@contextlib.contextmanager
+def in_fp64():
+    """Let models of fp64 stay in fp64, where transformers computes norms and losses in fp32."""
+    to, softmax = torch.Tensor.to, nn.functional.softmax
+
+    def wide_to(x, *args, **kwargs):
+        narrow = torch.float32 in (*args, kwargs.get("dtype"))
+        return x if x.dtype == torch.float64 and narrow else to(x, *args, **kwargs)
+
+    def wide_softmax(x, dim=None, _stacklevel=3, dtype=None):
+        return softmax(x, dim, _stacklevel, None if x.dtype == torch.float64 else dtype)
+
+    patch = pytest.MonkeyPatch()
+    with patch.context() as changed, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of transformers
+        changed.setattr(torch.Tensor, "to", wide_to)
+        changed.setattr(torch.Tensor, "float", lambda x: wide_to(x, torch.float32))
+        changed.setattr(nn.functional, "softmax", wide_softmax)
+        yield
+
+
+def made(name, dtype=torch.float64):
+    torch.manual_seed(0)
+    model = MODELS[name]().to(dtype)
+    # so that norms, biases and padding matter; T5, whose scores are not scaled, amplifies
+    # rounding: with 0.3, weights that differ by 2e-16 give 4e-9 in gradients of the fifth step
+    spread = 0.1 if name.startswith("T5") else 0.3
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, float(parameter.dim() == 1), spread)
+    return model
+
+
+def batch(name, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCABULARY, (2, 9), generator=generator)
+    if name.startswith("ViT"):
+        pixels = torch.randn(2, 3, 8, 8, generator=generator, dtype=dtype)
+        return {"pixel_values": pixels, "labels": torch.tensor([1, 3])}
+    return {"input_ids": ids, "labels": ids.roll(1, 1)}
+
+
+def trained(rank, name, options):
+    """Losses, gradients, their norm and weights of 5 steps with clipping."""
+    failures, bound = Failures(), {"rtol": 1e-9, "atol": 1e-9}
+    with in_fp64():
+        one = made(name)
+        model = parallelize(copy.deepcopy(one), **options)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (one, model)]
+        for step in range(5):
+            expected, loss = (m(**batch(name)).loss for m in (one, model))
+            for optimizer, total in zip(optimizers, (expected, loss), strict=True):
+                optimizer.zero_grad()
+                total.backward()
+            whole = dict(one.named_parameters())
+            with failures.named(f"loss {step}"):
+                torch.testing.assert_close(loss, expected, **bound)
+            for key, parameter in model.named_parameters():
+                if whole[key].grad is not None:
+                    with failures.named(f"gradient {step} of {key}"):
+                        own = part(parameter, whole[key].grad)
+                        if parameter.grad is None and not own.numel():
+                            continue  # T5's table of biases on a rank without heads
+                        torch.testing.assert_close(parameter.grad, own, **bound)
+            norm = torch.nn.utils.clip_grad_norm_(one.parameters(), 1.0)
+            with failures.named(f"norm {step}"), varcomm.debug():
+                torch.testing.assert_close(clip_grad_norm_(model, 1.0), norm, **bound)
+            for optimizer in optimizers:
+                optimizer.step()
+        for key, parameter in model.named_parameters():
+            with failures.named(f"weight {key}"):
+                own = part(parameter, whole[key].detach())
+                torch.testing.assert_close(parameter.detach(), own, **bound)
+        with failures.named("half of the weights are sharded"):
+            assert 2 * count(p for p in model.parameters() if shard_spec(p)) < count(
+                one.parameters()
+            )
+    return failures
+
+
+def part(parameter, whole):
+    spec = shard_spec(parameter)
+    return whole if spec is None else spec.shard(whole)
+
+
+def count(parameters):
+    return sum(parameter.numel() for parameter in parameters)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_five_steps_are_those_of_one_process(worlds, name):
+    assert_none(worlds.run(3, trained, name, {}, timeout=200))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("name", ["Qwen3, 4 heads, 2 of keys", "GPT-2, 5 heads"])
+def test_five_steps_on_other_numbers_of_ranks(worlds, ranks, name):
+    assert_none(worlds.run(ranks, trained, name, {}, timeout=200))
+
+
+@pytest.mark.parametrize("option", ["replicate_kv", "gather_output"])
+def test_five_steps_with_options(worlds, option):
+    name = "Llama, 4 heads, 2 of keys, tied"
+    assert_none(worlds.run(3, trained, name, {option: False}, timeout=200))
+
+
+def generated(rank, name):
+    """Tokens are those of one process, with and without a cache, by beams, and with padding."""
+    with in_fp64():
+        one = made(name).eval()
+        model = copy.deepcopy(parallelize(copy.deepcopy(one)))
+        ids = batch(name)["input_ids"]
+        mask = torch.ones_like(ids)
+        mask[0, :3] = 0
+        ways = [{}, {"use_cache": False}, {"num_beams": 3}, {"attention_mask": mask}]
+        for way in ways:
+            asked = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0, **way}
+            assert torch.equal(model.generate(ids, **asked), one.generate(ids, **asked)), way
+
+
+@pytest.mark.parametrize(
+    "name", ["Llama, 4 heads, 2 of keys, tied", "GPT-2, 2 heads", "T5, 5 heads", "Qwen2, 7 heads"]
+)
+def test_generate(worlds, name):
+    worlds.run(3, generated, name, timeout=200)
+
+
+def saved(rank, name, folder):
+    """The files of a sharded model are those of the whole one."""
+    import transformers
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        one = made(name, torch.float32)
+        model = parallelize(copy.deepcopy(one))
+        model.save_pretrained(folder)
+        again = getattr(transformers, type(one).__name__).from_pretrained(folder)
+        assert one.state_dict().keys() == again.state_dict().keys()
+        for key, value in one.state_dict().items():
+            torch.testing.assert_close(again.state_dict()[key], value, rtol=0, atol=0)
+        with pytest.raises(ArgumentError, match="Leave out state_dict"):
+            model.save_pretrained(folder, state_dict=model.state_dict())
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Llama, 4 heads, 2 of keys, tied", "GPT-2, 5 heads", "BERT, 5 heads", "Mixtral, 5 heads"],
+)
+def test_save_pretrained_writes_full_tensors(worlds, name, tmp_path):
+    worlds.run(3, saved, name, str(tmp_path), timeout=200)
+
+
+def refused(rank):
+    name = "Qwen3, 4 heads, 2 of keys"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = parallelize(made(name), gather_output=False)
+        for call in (model.generate, model.resize_token_embeddings):
+            with pytest.raises(ArgumentError, match=r"parallelize|gather_output=True"):
+                call(batch(name)["input_ids"])
+        of_heads = {"multiple_of": 8}
+        column = partial(ColumnParallelLinear.from_linear, **of_heads)
+        row = partial(RowParallelLinear.from_linear, **of_heads)
+        plan = {"*.[q]_proj": column, "*.o_proj": row}
+        with pytest.raises(ArgumentError, match=r"q_norm.*'sequence'"):
+            parallelize(made(name), plan)
+        with pytest.raises(ArgumentError, match="cuts through heads of 8"):
+            parallelize(made("Llama, 5 heads"), {"*.q_proj": "column", "*.o_proj": "row"})
+        with pytest.raises(ArgumentError, match=r"shared\.weight and .*embed_tokens\.weight"):
+            parallelize(made("T5, 5 heads"), {"lm_head": "column"})
+        with pytest.raises(ArgumentError, match="has no tp_plan"):
+            parallelize(nn.Linear(2, 2))
+        with pytest.raises(ArgumentError, match="sequence_sizes need a plan"):
+            parallelize(made(name), sequence_sizes=[1, 1, 1])
+
+
+def test_refusals(worlds):
+    worlds.run(3, refused, timeout=200)
