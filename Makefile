@@ -58,8 +58,9 @@ demo-text: $(STAMP)  ## train a GPT on Python's documentation, on 2 ranks, and c
 demo-resume: $(STAMP)  ## kill one of three ranks in training: two go on, and lose nothing
 	@$(BIN)/python examples/resume/kill_and_resume.py
 
-lint: $(STAMP)  ## ruff
+lint: $(STAMP)  ## ruff and codespell
 	@$(BIN)/ruff check .
+	@$(BIN)/codespell
 
 types: $(STAMP)  ## mypy, strict
 	@$(BIN)/mypy
@@ -67,7 +68,7 @@ types: $(STAMP)  ## mypy, strict
 imports: $(STAMP)  ## check the layers: imports only go down
 	@$(BIN)/python -m pytest -q tests/test_architecture.py
 
-check: lint types imports test  ## ruff, mypy, layers and the first tier
+check: lint types imports test  ## lint, mypy, layers and the first tier
 
 clean:  ## remove .venv, caches and builds
 	@rm -rf $(VENV) docs/_build docs/generated build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -10,61 +10,67 @@ from itertools import count, takewhile
 from pathlib import Path
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 from measuring import arguments
 
 import varcomm as vc
+from varcomm import figures
 from varcomm.cli.simulate import METHOD, piece_of, prepare
 
-# Columns of a scaling, their names, and colours for readers who confuse red and green.
+# Columns of a scaling, and their names. Colours are Paul Tol's, for any kind of colour vision.
 LINES = {
-    "step": ("a step", "#222222"),
-    "busy": ("arithmetic and memory", "#0072b2"),
-    "launching": ("launching kernels", "#56b4e9"),
-    "halos": ("halo exchanges", "#e69f00"),
-    "sums": ("sums of gradients and loss", "#d55e00"),
+    "step": ("a step", None),
+    "busy": ("arithmetic and memory", "#4477aa"),
+    "launching": ("kernel launches", "#66ccee"),
+    "halos": ("halo exchanges", "#ccbb44"),
+    "sums": ("sums of gradients and loss", "#ee6677"),
 }
 
 
-def draw(scalings, path, title):
-    """Draw scalings side by side, with their names above."""
-    figure = Figure(figsize=(6.4 * len(scalings), 5.0), layout="constrained")
-    figure.suptitle(title, fontsize=12)
-    panels = figure.subplots(1, len(scalings), squeeze=False)[0]
-    for axes, (name, scaling) in zip(panels, scalings.items(), strict=True):
-        axes.set_title(name, fontsize=10)
-        panel(axes, scaling)
-    # strong scaling comes first, and its legend has all entries
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    figure.savefig(path, dpi=110)
+def draw(scalings, path, title, dark=False):
+    """Draw scalings one below the other, with their names above."""
+    with rc_context(figures.style(dark)):
+        figure = Figure((figures.WIDTH, 4.0 * len(scalings) + 0.9), layout="constrained")
+        figure.suptitle(title, x=0.02, ha="left")
+        panels = figure.subplots(len(scalings), 1, squeeze=False)[:, 0]
+        for axes, (name, scaling) in zip(panels, scalings.items(), strict=True):
+            axes.set_title(name)
+            panel(axes, scaling, dark)
+        # strong scaling comes first, and its legend has all entries
+        handles = panels[0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside lower left", ncols=2)
+        figure.savefig(path)
 
 
-def panel(axes, scaling):
+def panel(axes, scaling, dark):
     columns, ranks = scaling.columns, scaling.columns["ranks"]
     points = list(zip(ranks, columns["step"], columns["efficiency"], strict=True))
+    ink, pale = (figures.ink(colour, dark) for colour in (figures.INK, figures.PALE))
     axes.set(xscale="log", yscale="log", xlabel="ranks")
-    axes.set_ylabel("ms per step on the slowest rank; above it, the efficiency")
+    axes.set_ylabel("time of the slowest rank (ms)")
     for name, (words, colour) in LINES.items():
-        style = {"linewidth": 2.6 if name == "step" else 1.4, "markersize": 3, "label": words}
+        style = {"linewidth": 3 if name == "step" else 1.8, "markersize": 4, "label": words}
         values = [1e3 * seconds or None for seconds in columns[name]]
-        axes.plot(ranks, values, "-o", color=colour, **style)
+        axes.plot(ranks, values, "-o", color=colour or ink, **style)
     ideal = [1e3 * seconds * efficiency for _, seconds, efficiency in points]
-    axes.plot(ranks, ideal, "--", color="#8a8a8a", linewidth=1.2, label="ideal")
+    look = {"color": pale, "linewidth": 1.5, "zorder": 5, "label": "ideal step"}
+    axes.plot(ranks, ideal, ":", **look)
     limit = scaling.machine.memory
     full = [n for n, used in zip(ranks, columns["memory"], strict=True) if used > limit]
     if full:
         words = f"more than the {limit / 1e9:.0f} GB of a rank"
-        axes.axvspan(ranks[0] / 2, full[-1] * 1.4, color="#f3f0e8", zorder=0, label=words)
+        axes.axvspan(ranks[0] / 2, full[-1] * 1.4, color=pale, alpha=0.2, zorder=0, label=words)
     every = slice(None, None, 1 if len(ranks) < 8 else 2)
-    at = {"textcoords": "offset points", "xytext": (0, 9), "ha": "center", "fontsize": 8}
+    at = {"textcoords": "offset points", "xytext": (0, 9), "ha": "center"}
     for number, seconds, efficiency in points[every]:
         axes.annotate(f"{efficiency:.0%}", (number, 1e3 * seconds), **at)
     axes.set_xticks(ranks[every], [f"{number:,}" for number in ranks[every]])
     axes.set_xlim(ranks[0] / 2, ranks[-1] * 2)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.minorticks_off()
-    axes.grid(color="#e6e6e6", linewidth=0.7)
-    axes.margins(y=0.12)
+    axes.grid(color=pale, alpha=0.25, linewidth=0.7)
+    axes.margins(y=0.15)
 
 
 def cut(cells, size):
@@ -112,12 +118,13 @@ def main():
         ),
     }
     model = f"MeshGraphNet of width {given.width} with {given.blocks} blocks"
-    title = f"A training step of {model} on {machine.name}, predicted from peak rates"
+    title = f"A training step of {model}\non {machine.name}, predicted from peak rates"
     for name, scaling in ((title, ""), *scalings.items()):
         print(name, scaling, sep="\n")
     print(f"error of the linear fit: at most {max(sample.fit.error.values()):.1e}")
     if given.plot:
         draw(scalings, given.plot, title)
+        draw(scalings, given.plot.with_stem(f"{given.plot.stem}-dark"), title, dark=True)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ release = version = "0.1"
 
 extensions = [
     "docstrings",
+    "glossary_links",
     "math_as_mathml",
     "myst_parser",
     "pages_from_outside",

@@ -1,39 +1,43 @@
-"""Draw docs/images/library.png: the rooms of the library, and who may import whom.
+"""Draw docs/images/library.png: the modules of the library, and their order of imports.
 
 python docs/draw_library.py
 
-The rooms and their order are those of the import rule in pyproject.toml, which a test holds.
+Modules and their order are those of the import rule in pyproject.toml, which a test checks.
 """
 
+import textwrap
 import tomllib
 from pathlib import Path
 
 from matplotlib import pyplot as plt
 from matplotlib.patches import FancyBboxPatch
 
+from varcomm import figures
+
 ROOT = Path(__file__).parent.parent
 
 ROOMS = {
     "cli": "doctor, bench, partition, inspect, simulate",
-    "simulate": "what thousands of ranks would send, keep and wait for",
-    "ase": "a calculator for ASE on several ranks",
-    "models": "MeshGraphNet, PaiNN, GPT, graph transformer: a file each",
-    "graph": "partitions, halos,\nPyG models as they are",
-    "tensor_parallel": "layers and losses\nthat do not divide",
-    "data_parallel": "gradients, summed\nor sharded",
-    "checkpoint": "saved on P ranks,\nloaded on Q",
+    "simulate": "messages, memory and time of thousands of ranks",
+    "ase": "ASE calculator",
+    "models": "MeshGraphNet, PaiNN, GPT, graph transformer",
+    "graph": "partitions, halos, PyG models",
+    "tensor_parallel": "layers that do not divide",
+    "data_parallel": "gradients, summed or sharded",
+    "checkpoint": "saved on P ranks, loaded on Q",
     "testing": "dot test and gradcheck across ranks",
-    "plan": "ExchangePlan: who sends which rows to whom, checked once",
-    "sharding": "marks of pieces; to and from DTensor",
-    "ops": "one file a primitive, its adjoint beside it: "
-    "all_gather_v and reduce_scatter_v, gather_v and scatter_v, ...",
-    "transport": "the only room that knows collectives of torch.distributed: Gloo, NCCL, MPI",
+    "plan": "ExchangePlan: the rows that go to each rank, checked once",
+    "sharding": "layouts of shards; DTensor",
+    "ops": "one file per collective, with its adjoint",
+    "transport": "the only module that calls torch.distributed: Gloo, NCCL, MPI",
     "sizes": "ShardSizes: rows per rank, arithmetic without communication",
-    "errors": "VarcommError and its few children",
+    "errors": "VarcommError and its subclasses",
 }
-COLOURS = ("#d7e3f4", "#d8ede6", "#fbe7cf")  # for users, of science, of numbers on the wire
-INK, FAINT = "#1c2733", "#5b6875"
-WIDTH, GAP, HEIGHT, TALL = 12.0, 0.14, 0.62, 0.98
+GROUPS = {  # for users, of science, of numbers on the wire; on light and on dark pages
+    False: ("#d7e3f4", "#d8ede6", "#fbe7cf"),
+    True: ("#24364d", "#1f4035", "#4d3a1c"),
+}
+WIDTH, GAP, LINE, SIDE = 7.2, 0.08, 0.2, 0.35  # inches
 
 
 def layers():
@@ -42,73 +46,47 @@ def layers():
     return [[name.strip().removeprefix("varcomm.") for name in row.split("|")] for row in order]
 
 
-def draw(rows):
-    tall = [len(row) > 2 for row in rows]
-    depth = sum(TALL if one else HEIGHT for one in tall) + GAP * len(rows)
-    figure, axes = plt.subplots(figsize=(WIDTH, depth + 0.5), facecolor="white")
-    axes.set(xlim=(0, WIDTH), ylim=(-depth, 0.5))
+def draw(rows, dark):
+    """Draw a row of modules per layer; `rows` are names, the lowest layer last."""
+    lines = [max(len(wrapped(room, len(row))) for room in row) for row in rows]
+    heights = [LINE * (count + 1) + 0.16 for count in lines]
+    depth = sum(heights) + GAP * len(rows)
+    ink, pale = (figures.ink(colour, dark) for colour in (figures.INK, figures.PALE))
+    figure, axes = plt.subplots(figsize=(WIDTH, depth + 0.3))
+    figure.subplots_adjust(0, 0, 1, 1)
+    axes.set(xlim=(0, WIDTH), ylim=(-depth, 0.3))
     axes.axis("off")
+    axes.text(SIDE, 0.14, "A module imports only modules below it.", color=ink, va="center")
     y = 0.0
-    for place, row in enumerate(rows):
-        height = TALL if tall[place] else HEIGHT
+    for place, (row, height) in enumerate(zip(rows, heights, strict=True)):
         y -= height
-        width = (WIDTH - 0.9 - GAP * (len(row) - 1)) / len(row)
-        colour = COLOURS[0 if place < 3 else 1 if place < 5 else 2]
+        width = (WIDTH - SIDE - 0.02 - GAP * (len(row) - 1)) / len(row)
+        colour = GROUPS[dark][0 if place < 3 else 1 if place < 5 else 2]
         for column, room in enumerate(row):
-            x = 0.8 + column * (width + GAP)
-            corner = FancyBboxPatch(
-                (x, y),
-                width,
-                height,
-                boxstyle="round,pad=0,rounding_size=0.08",
-                fc=colour,
-                ec="none",
-            )
-            axes.add_patch(corner)
-            middle, words = x + width / 2, ROOMS[room]
-            up = 0.30 if "\n" in words else 0.13
-            axes.text(
-                middle,
-                y + height / 2 + up,
-                room,
-                ha="center",
-                va="center",
-                color=INK,
-                family="monospace",
-                weight="bold",
-                size=11,
-            )
-            axes.text(
-                middle,
-                y + height / 2 - 0.14,
-                words,
-                ha="center",
-                va="center",
-                color=FAINT,
-                size=8.6,
-            )
+            x = SIDE + column * (width + GAP)
+            shape = {"boxstyle": "round,pad=0,rounding_size=0.06", "fc": colour, "ec": "none"}
+            axes.add_patch(FancyBboxPatch((x, y), width, height, **shape))
+            words = wrapped(room, len(row))
+            middle = {"ha": "center", "va": "center"}
+            top = y + height / 2 + LINE * len(words) / 2
+            name = {"color": ink, "family": "monospace", "weight": "bold"}
+            axes.text(x + width / 2, top, room, **name, **middle)
+            for line, text in enumerate(words, 1):
+                axes.text(x + width / 2, top - LINE * line, text, color=ink, **middle)
         y -= GAP
-    axes.annotate(
-        "",
-        (0.4, -depth + GAP),
-        (0.4, 0),
-        arrowprops={"arrowstyle": "-|>", "color": FAINT, "lw": 1.4},
-    )
-    axes.text(
-        0.22, -depth / 2, "imports", rotation=90, ha="center", va="center", color=FAINT, size=10
-    )
-    axes.text(
-        0.8,
-        0.22,
-        "A room imports only what stands below it; rooms side by side do not know each other.",
-        color=INK,
-        size=10.5,
-        va="center",
-    )
+    arrow = {"arrowstyle": "-|>", "color": pale, "lw": 1.4}
+    axes.annotate("", (0.26, -depth + GAP), (0.26, 0), arrowprops=arrow)
+    axes.text(0.1, -depth / 2, "imports", rotation=90, ha="center", va="center", color=pale)
     return figure
 
 
+def wrapped(room, columns):
+    """Return the words about a module in lines that fit into one of so many columns."""
+    return textwrap.wrap(ROOMS[room], 84 // columns - 2)
+
+
 if __name__ == "__main__":
-    draw(layers()).savefig(
-        ROOT / "docs" / "images" / "library.png", dpi=150, bbox_inches="tight", pad_inches=0.1
-    )
+    for dark in (False, True):
+        plt.rcParams |= figures.style(dark)
+        name = "library-dark.png" if dark else "library.png"
+        draw(layers(), dark).savefig(ROOT / "docs" / "images" / name)

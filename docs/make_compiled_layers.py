@@ -19,19 +19,19 @@ PAGE = Path(__file__).with_name("reference") / "compiled_layers.md"
 # A process that has compiled many graphs keeps much of them.
 AT_ONCE = 12
 
-RANKS_MEET = "ranks meet, or look something up, outside of graphs"
+RANKS_MEET = "ranks communicate outside the graph"
 
 HEAD = """\
 # Layers under torch.compile
 
-The table lists the result of `torch.compile(layer, fullgraph=True)` for a distributed layer. "One
-graph": outputs and gradients equal the uncompiled layer, on two ranks in fp64 to 1e-12. Otherwise
-the graph breaks for the reason given, and without `fullgraph=True` the layer runs in parts.
+The table lists the result of `torch.compile(layer, fullgraph=True)` for a distributed layer, with
+torch {torch} and the backend `aot_eager`. In one graph, outputs and gradients equal those of the
+uncompiled layer, on two ranks in fp64 to 1e-12. Otherwise the graph breaks for the given reason;
+without `fullgraph=True` the layer runs in parts.
 
-`docs/make_compiled_layers.py` writes this page: it compiles each layer with torch {torch} and the
-backend `aot_eager`.
+`docs/make_compiled_layers.py` writes this page.
 
-| layer, as the tests have it | |
+| layer and options of the test | result |
 | --- | --- |
 """
 

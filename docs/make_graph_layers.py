@@ -14,10 +14,10 @@ from varcomm.graph.adapt.checks import EXACT_AGGREGATIONS, REFUSED
 PAGE = Path(__file__).with_name("reference") / "graph_layers.md"
 
 REMARKS = {
-    "FastRGCNConv": "for features; `RGCNConv` takes ids of nodes",
+    "FastRGCNConv": "for features; `RGCNConv` accepts node ids",
     "GPSConv": 'for `attn_type="multihead"`: every rank gets the features of all nodes',
-    "MessagePassing": "own subclasses: values reach edges by `propagate` and `edge_updater`",
-    "RGCNConv": "in place of `x=None`, give `x=graph.owned_ids`",
+    "MessagePassing": "your subclasses, if values reach edges by `propagate` and `edge_updater`",
+    "RGCNConv": "pass `x=graph.owned_ids` instead of `x=None`",
     "SuperGATConv": "its loss of attention, which samples edges, is refused",
 }
 
@@ -25,9 +25,9 @@ IDS = "local ids have no order and no neighbours beyond this rank"
 DENSE = "it pads to sizes of this rank"
 DRAWN = "it draws pairs of nodes or orders of this rank"
 POOLED = "it would pool this rank's nodes only"
-CLUSTERS = "its clusters are numbers of this rank, which no vector shows; use `global_*_pool`"
+CLUSTERS = "its clusters are local ids of this rank; use `global_*_pool`"
 PACKAGE = "it needs a compiled package, and finds this rank's neighbours only"
-DEGREES = "a mean over this rank's edges, which no vector shows; use `graph.edges.mean`"
+DEGREES = "a mean over this rank's edges; use `graph.edges.mean`"
 
 # Functions by their state; `local` ones return this rank's value.
 FUNCTIONS = {
@@ -66,7 +66,7 @@ FUNCTIONS = {
 }
 
 HEAD = """\
-# Layers of PyTorch Geometric on a partitioned graph
+# Exact layers of PyTorch Geometric
 
 `varcomm.graph.distribute(model, graph)` accepts the layers marked exact. Their outputs, gradients
 of inputs and parameters, and second derivatives equal one process, on any number of ranks. Each
@@ -81,24 +81,24 @@ layers, with the reason.
 """
 
 TAIL = """
-Own subclasses of these layers, and of `MessagePassing`, are accepted as well.
+Your subclasses of these layers, and of `MessagePassing`, are accepted as well.
 
 ## Models
 
-PyG's models and your own are accepted by the same rules: `GAE`, `SchNet` with edges of the graph,
-`SignedGCN`, `NeuralFingerprint`, `PMLP`, `LabelPropagation`, `MaskLabel`, `GroupAddRev`, `RECT_L`,
-`MetaLayer` and others are tested and exact. Methods that average over the edges or nodes of this
-rank raise `ArgumentError`, such as `GAE.recon_loss` and `VGAE.kl_loss`: compute the values and use
-`graph.edges.mean` or `graph.mean`. An embedding of all nodes (`LightGCN`, `LINKX`) does not fit
-this rank's rows; look rows up by `graph.owned_ids`. These models are refused:
+The same rules hold for PyG's models and yours. Tested and exact are `GAE`, `SchNet` with edges of
+the graph, `SignedGCN`, `NeuralFingerprint`, `PMLP`, `LabelPropagation`, `MaskLabel`, `GroupAddRev`,
+`RECT_L`, `MetaLayer` and others. Methods that average over the edges or nodes of this rank raise
+`ArgumentError`, such as `GAE.recon_loss` and `VGAE.kl_loss`. Compute the values and use
+`graph.edges.mean` or `graph.mean`. An embedding of all nodes (`LightGCN`, `LINKX`) does not match
+this rank's rows: look rows up by `graph.owned_ids`. These models are refused:
 
 {models}
 
-## Functions of edges and of graphs
+## Functions of edges and graphs
 
-`graph.edge_index` and `graph.batch` know what their numbers stand for, and so does what operations
-of torch make of them: copies, slices, masks, `flip`, added self loops. With halos of one hop, these
-are exact no matter where a call stands, inside a distributed model or outside:
+`graph.edge_index` and `graph.batch` keep the meaning of their ids, and so do their copies, slices,
+masks, `flip`, and edges with added self loops. With halos of one hop, these operations are exact
+inside a distributed model and outside:
 
 | code, with `row, col = graph.edge_index` | on a partitioned graph |
 | --- | --- |
@@ -108,37 +108,37 @@ are exact no matter where a call stands, inside a distributed model or outside:
 | `scatter`, `softmax`, pools by `graph.batch` | over the nodes of all ranks |
 | `values[graph.batch]` | local: every rank has the values of all graphs |
 
-Operations that would use the numbers of one rank raise `ArgumentError`, such as ids computed from
-ids, comparing sources with targets by size, `tolist`, `numpy` and pickles. torch itself drops the
-meaning of a vector in `torch.tensor`, `torch.sparse_coo_tensor` and TorchScript, without a call of
-the vector: these have local ids. `graph.edges.local_ids` is the place to take such ids from.
+Operations without a meaning for the full graph raise `ArgumentError`: ids computed from ids,
+sources compared with targets by size, `tolist`, `numpy` and pickling. `graph.edges.local_ids`
+returns local ids.
 
-Code without such a vector cannot be seen: a mean over dimension 0, `F.batch_norm`, or
-`global_mean_pool(x, None)`, is that of this rank. Give `graph.batch`, which is zeros if the data
-have none, or use `graph.mean`. `zeros_like(graph.batch)` and `edge_index.new_zeros(len(x))` are
-ordinary tensors, and so is a mask: `x[graph.batch == b].mean(0)` is that of this rank. The refusals
-of `DeepGraphInfomax`, and of losses such as `GAE.recon_loss`, are of PyG's classes; copies of these
-in your own file compute means of this rank. `varcomm.testing.same_as_one_process` finds all of it.
+Some code is outside these checks. `varcomm.testing.same_as_one_process` finds it:
 
-A rank may have no edges: a model that returns early if `edge_index.size(1) == 0` skips an
-exchange, for which the other ranks wait until the timeout. A copy of `LabelPropagation` in your own
-file makes as many columns as this rank has classes, and rows of other widths cannot be exchanged:
-pass `one_hot(y, num_classes=...)`. Offsets such as
-`batch.bincount().cumsum(0)` are those of all ranks, and are out of range for `segment` on one; a
-readout of a distributed model refuses them.
+- **No index vector.** A mean over dimension 0, `F.batch_norm` or `global_mean_pool(x, None)` is
+  that of this rank. Use `graph.mean`, or pass `graph.batch`, which is zeros if the data have none.
+- **New tensors.** `zeros_like(graph.batch)`, `edge_index.new_zeros(len(x))` and masks are ordinary
+  tensors: `x[graph.batch == b].mean(0)` is the mean of this rank.
+- **Copies of ids.** `torch.tensor`, `torch.sparse_coo_tensor` and TorchScript copy local ids.
+- **Copied code.** `DeepGraphInfomax` and `GAE.recon_loss` are refused by their class. A copy in
+  your file computes means of this rank. A copy of `LabelPropagation` has one column per class of
+  this rank, and the exchange fails: use `one_hot(y, num_classes=...)`.
+- **No edges.** A model that returns early if `edge_index.size(1) == 0` skips an exchange, and the
+  other ranks wait until the timeout.
+- **Offsets** such as `batch.bincount().cumsum(0)` are those of all ranks, and are out of range for
+  `segment` on one rank. A readout of a distributed model refuses them.
 
 {functions}
-In a distributed model, `BatchNorm` and `DiffGroupNorm` normalise over the nodes of all ranks, over
-edges (inside a layer also with loops added or edges dropped), or plainly over pooled rows, which
-every rank has. The other norms need `graph.batch` outside such a model. A BatchNorm that is
-called outside normalises this rank's rows; one that is put into a model after `distribute` is
-refused. An aggregation that reads out nodes needs `graph.batch`, or it is refused.
-`to_hetero_with_bases` is refused: it adds offsets to local ids.
+In a distributed model, `BatchNorm` and `DiffGroupNorm` normalise over the nodes of all ranks.
+Inside a layer they normalise over edges, with added loops or dropped edges too. After a pool they
+work as in one process. The other norms need `graph.batch` outside such a model. A BatchNorm outside
+a distributed model normalises this rank's rows; if you add one after `distribute`, it is refused.
+An aggregation that reads out nodes needs `graph.batch`. `to_hetero_with_bases` is refused: it adds
+offsets to local ids.
 
 ## Aggregations
 
-These are exact as `aggr=` of a layer and, with `graph.batch`, as readouts, and so are own
-subclasses of `Aggregation`; `Set2Set` is exact as a readout:
+These aggregations and your subclasses of `Aggregation` are exact as `aggr=` of a layer and, with
+`graph.batch`, as readouts. `Set2Set` is exact as a readout.
 
 {aggregations}
 
@@ -170,7 +170,8 @@ def page() -> str:
             text for part in names.values()
             for text in ([part] if isinstance(part, str) else part.values())
         ).split()  # fmt: skip
-        tables += f"| of `{module}` | with a partitioned graph's vectors | |\n| --- | --- | --- |\n"
+        tables += f"| function of `{module}` | with vectors of a partitioned graph | |\n"
+        tables += "| --- | --- | --- |\n"
         tables += "".join(f"| `{n}` | {' | '.join(states[n])} |\n" for n in sorted(listed)) + "\n"
     aggregations = "\n".join(f"- `{name}`" for name in sorted(EXACT_AGGREGATIONS))
     models = "\n".join(f"- `{n}`: {why}" for n, why in REFUSED.items() if n not in conv.__all__)

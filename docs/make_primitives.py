@@ -9,4 +9,4 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 tutorial = runpy.run_path(str(HERE / "tutorials" / "01_uneven_shards.py"), run_name="__main__")
-tutorial["overview"].savefig(HERE / "images" / "primitives.png", dpi=100)
+tutorial["overview"].savefig(HERE / "images" / "primitives.png", dpi=200)

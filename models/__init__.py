@@ -1,6 +1,6 @@
 """Complete models, one readable file each; only their layers use ranks.
 
-A model is imported at its first use, because graph networks need PyTorch Geometric and GPT does
+A model is imported at its first use, because graph networks need PyTorch Geometric and others do
 not. Shared by several models: ``generation`` samples texts, ``sizes`` checks sizes.
 """
 
@@ -18,8 +18,17 @@ if TYPE_CHECKING:
     from .mesh_graph_net import MeshGraphNet
     from .multi_mesh import EncodeProcessDecode
     from .painn import PaiNN
+    from .transolver import PointCrossAttention, Transolver
 
-__all__ = ["GPT", "EncodeProcessDecode", "GraphTransformer", "MeshGraphNet", "PaiNN"]
+__all__ = [
+    "GPT",
+    "EncodeProcessDecode",
+    "GraphTransformer",
+    "MeshGraphNet",
+    "PaiNN",
+    "PointCrossAttention",
+    "Transolver",
+]
 
 _FILES = {
     "EncodeProcessDecode": "multi_mesh",
@@ -27,8 +36,10 @@ _FILES = {
     "GraphTransformer": "graph_transformer",
     "MeshGraphNet": "mesh_graph_net",
     "PaiNN": "painn",
+    "PointCrossAttention": "transolver",
+    "Transolver": "transolver",
 }
-_GRAPH_NETWORKS = frozenset(_FILES) - {"GPT"}
+_GRAPH_NETWORKS = frozenset(_FILES) - {"GPT", "PointCrossAttention", "Transolver"}
 
 
 def __getattr__(name: str) -> type:

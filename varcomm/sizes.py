@@ -161,7 +161,8 @@ def checked_sizes(
     unordered = isinstance(sizes, str | bytes | Set | Mapping)
     if scalar or unordered or not isinstance(sizes, Iterable):
         raise ArgumentError(
-            f"{where}{name} must be a list or tuple of ints, one per rank; got {sizes!r}."
+            f"{where}{name} must be a list or tuple of ints, one per rank; got {sizes!r}. Pass a "
+            "group as group=..."
         )
     given = list(sizes)
     checked = [exact_int(entry) for entry in given]

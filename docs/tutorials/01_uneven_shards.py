@@ -2,7 +2,7 @@
 Uneven shards and the primitives
 ================================
 
-.. index:: ! uneven all_gather, ! all gather different sizes, ! all_gather
+.. index:: ! uneven all_gather, ! all gather different sizes, ! all_gather, ! gather rows
 
 This tutorial shows which rows each collective of varcomm moves between ranks, forward and backward.
 The drawings come from real runs. You need PyTorch and its autograd, and about 15 minutes. You need
@@ -30,20 +30,17 @@ import varcomm as vc
 # sphinx_gallery_start_ignore
 # Drawing, which the page does not show.
 
-COLOURS = [
-    "#56b4e9",
-    "#e69f00",
-    "#cc79a7",
-]  # per rank, safe for colour-blind readers
-INK, PALE = "#22272b", "#6b747b"
+COLOURS = vc.figures.RANKS
+plt.rcParams |= vc.figures.style()
+INK, PALE = vc.figures.INK, vc.figures.PALE
 # of a rank's column, of a row, between columns
 WIDTH, HEIGHT, GAP = 1.35, 0.62, 0.22
 BLOCK = 3 * WIDTH + 2 * GAP
-ARROW = 1.9  # length of an arrow
+ARROW = 2.7  # length of an arrow
 PITCH = 1.08 * HEIGHT
 
 
-def words(ax, x, y, text, size=8, color=INK, **style):
+def words(ax, x, y, text, size=9, color=INK, **style):
     ax.text(x, y, text, ha="center", va="center", size=size, color=color, **style)
 
 
@@ -71,7 +68,7 @@ def draw_entry(ax, x, y, width, marks, counts):
 
 def draw_block(ax, left, top, title, found):
     """Draw the rows of all ranks at one moment, side by side."""
-    words(ax, left + BLOCK / 2, top + 1.0, title, size=9)
+    words(ax, left + BLOCK / 2, top + 1.0, title, size=10)
     for rank, (entries, counts) in enumerate(found):
         x = left + rank * (WIDTH + GAP)
         words(ax, x + WIDTH / 2, top + 0.35, f"rank {rank}", color=PALE)
@@ -80,8 +77,8 @@ def draw_block(ax, left, top, title, found):
                 ax,
                 x + WIDTH / 2,
                 top - HEIGHT / 2,
-                "no rows",
-                7,
+                "none",
+                9,
                 PALE,
                 style="italic",
             )
@@ -139,10 +136,9 @@ def draw(panels, columns=2):
     figure, axes = plt.subplots(
         len(lines),
         columns,
-        figsize=(4.5 * columns, 0.385 * sum(heights)),
+        figsize=(3.6 * columns, 0.308 * sum(heights)),
         height_ratios=heights,
         squeeze=False,
-        facecolor="white",
         layout="constrained",
     )
     for ax in axes.flat:
@@ -425,7 +421,7 @@ ranks.close()
 # All collectives in one figure
 # -----------------------------
 
-overview = draw(drawn, columns=3)
+overview = draw(drawn, columns=2)
 explain(overview)
 plt.show()
 

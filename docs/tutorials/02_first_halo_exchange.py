@@ -62,13 +62,10 @@ print("\n".join(ranks.run(describe)))
 # the colour of their owner.
 
 # sphinx_gallery_start_ignore
-COLOURS = [
-    "#56b4e9",
-    "#e69f00",
-    "#cc79a7",
-]  # per rank, safe for colour-blind readers
+COLOURS = vc.figures.RANKS
+plt.rcParams |= vc.figures.style()
 
-figure, ax = plt.subplots(figsize=(9, 2.2), facecolor="white", layout="constrained")
+figure, ax = plt.subplots(figsize=(7.2, 2.2), layout="constrained")
 for rank in range(len(SIZES)):
     for point in SIZES.range(rank):
         ax.add_patch(
@@ -176,31 +173,38 @@ print(f"temperatures differ by up to {(alone_end - whole_end).abs().max():.2f}")
 
 # sphinx_gallery_start_ignore
 figure, axes = plt.subplots(
-    2, 1, figsize=(9, 6), sharex=True, facecolor="white", layout="constrained"
+    2, 1, figsize=(7.2, 5.4), sharex=True, layout="constrained"
 )
 panels = [
-    ("Final temperature", whole_end.detach(), end, alone_end),
+    (
+        "Final temperature",
+        "temperature (scaled)",
+        whole_end.detach(),
+        end,
+        alone_end,
+    ),
     (
         f"Gradient of the final temperature at point {POINT}",
+        "gradient (per unit)",
         whole_start.grad,
         gradient,
         alone_gradient,
     ),
 ]
-for ax, (title, of_one, of_ranks, without) in zip(axes, panels, strict=True):
+for ax, (title, unit, of_one, of_ranks, without) in zip(axes, panels, strict=True):
     for rank in range(len(SIZES)):
         own = SIZES.range(rank)
         ax.axvspan(
-            own.start - 0.5, own.stop - 0.5, color=COLOURS[rank], alpha=0.15, lw=0
+            own.start - 0.5, own.stop - 0.5, color=COLOURS[rank], alpha=0.3, lw=0
         )
     ax.plot(
         without,
-        color="#6b747b",
+        color=vc.figures.PALE,
         ls=":",
         lw=2,
         label="three ranks without exchange",
     )
-    ax.plot(of_one, color="#22272b", lw=1.5, label="one process")
+    ax.plot(of_one, color=vc.figures.INK, lw=1.5, label="one process")
     for rank in range(len(SIZES)):
         own = SIZES.range(rank)
         ax.plot(
@@ -209,12 +213,14 @@ for ax, (title, of_one, of_ranks, without) in zip(axes, panels, strict=True):
             "o",
             ms=5,
             color=COLOURS[rank],
+            mec=vc.figures.INK,
+            mew=0.4,
             label=f"rank {rank}",
         )
-    ax.set_title(title, loc="left")
-    ax.spines[["top", "right"]].set_visible(False)
+    ax.set_title(title)
+    ax.set_ylabel(unit)
 figure.legend(
-    *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5
+    *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3
 )
 axes[1].set_xlabel("point of the rod")
 axes[1].set_xlim(-0.5, SIZES.total - 0.5)

@@ -24,6 +24,7 @@ import meshio
 import numpy as np
 import torch
 from matplotlib.collections import LineCollection
+from matplotlib.colors import ListedColormap
 from scipy.spatial import Delaunay
 
 import varcomm as vc
@@ -131,12 +132,9 @@ for method in METHODS:
 # in halos. ``graph.plot("parts.png")`` draws a similar picture.
 
 # sphinx_gallery_start_ignore
-COLOURS = [
-    "#56b4e9",
-    "#e69f00",
-    "#cc79a7",
-    "#009e73",
-]  # safe for colour-blind readers
+COLOURS = vc.figures.RANKS[:4]
+plt.rcParams |= vc.figures.style()
+PALE = vc.figures.PALE
 
 
 def owners(method):
@@ -151,23 +149,19 @@ def draw_parts(ax, method):
     owner = owners(method)
     corners = owner[triangles]
     inside = (corners == corners[:, :1]).all(axis=1)
-    for rank, colour in enumerate(COLOURS):
-        own = triangles[inside & (corners[:, 0] == rank)]
-        ax.triplot(*points.T, own, color=colour, lw=0.5)
-        ax.plot(*points[owner == rank].T, ".", ms=2, color=colour)
+    faces = np.where(inside, corners[:, 0], len(COLOURS))
+    look = {"cmap": ListedColormap([*COLOURS, "white"]), "vmin": 0, "vmax": 4}
+    ax.tripcolor(*points.T, triangles, faces, edgecolors=PALE, lw=0.15, **look)
     ax.set_aspect("equal")
     ax.axis("off")
 
 
-figure, axes = plt.subplots(
-    2, 2, figsize=(11, 5.6), facecolor="white", layout="constrained"
-)
+figure, axes = plt.subplots(2, 2, figsize=(7.2, 4.2), layout="constrained")
 for ax, method in zip(axes.flat, METHODS, strict=True):
     draw_parts(ax, method)
     report = parts[0][method][2]
     ax.set_title(
-        f"{method}: {100 * report.edge_cut:.1f} % of edges between ranks",
-        loc="left",
+        f"{method}: {100 * report.edge_cut:.1f} % of edges cut",
     )
 # sphinx_gallery_end_ignore
 plt.show()
@@ -190,26 +184,23 @@ edges = np.concatenate(
 )
 edges = edges[known[edges].all(axis=1) & (owner[edges] == RANK).any(axis=1)]
 
-figure, ax = plt.subplots(
-    figsize=(11, 5.2), facecolor="white", layout="constrained"
-)
+figure, ax = plt.subplots(figsize=(7.2, 3.8), layout="constrained")
 ax.triplot(*points.T, triangles, color="#e3e6e8", lw=0.4, zorder=0)
 ax.add_collection(
-    LineCollection(points[edges], colors="#6b747b", linewidths=0.5, zorder=1)
+    LineCollection(points[edges], colors=PALE, linewidths=0.5, zorder=1)
 )
 ax.plot(
-    *points[own].T, "o", ms=3, color=COLOURS[RANK], label=f"owned by rank {RANK}"
+    *points[own].T, "o", ms=2.5, color=COLOURS[RANK], label=f"owned by rank {RANK}"
 )
 for rank in sorted(set(owner[halo])):
     there = points[halo][owner[halo] == rank]
     style = {"mfc": "white", "mec": COLOURS[rank], "mew": 1.6}
-    ax.plot(*there.T, "s", ms=5, **style, label=f"halo, owned by rank {rank}")
-ax.set_title(f"Owned nodes, edges and halo of rank {RANK}", loc="left")
+    ax.plot(*there.T, "s", ms=4, **style, label=f"halo, owned by rank {rank}")
+ax.set_title(f"Owned nodes, edges and halo of rank {RANK}")
 ax.legend(
     loc="upper center",
     bbox_to_anchor=(0.5, 0),
-    ncols=4,
-    frameon=False,
+    ncols=2,
     markerscale=1.5,
 )
 ax.set_aspect("equal")

@@ -161,15 +161,10 @@ print(
 # --------
 
 # sphinx_gallery_start_ignore
-COLOURS = [
-    "#56b4e9",
-    "#e69f00",
-    "#cc79a7",
-]  # per rank, safe for colour-blind readers
-figure, axes = plt.subplots(
-    1, 4, figsize=(14, 3.6), facecolor="white", layout="constrained"
-)
-parts, measured, predicted, curve = axes
+COLOURS = vc.figures.RANKS[:3]
+plt.rcParams |= vc.figures.style()
+figure, axes = plt.subplots(2, 2, figsize=(7.2, 6), layout="constrained")
+parts, measured, curve, predicted = axes.flat
 for rank, (result, colour) in enumerate(zip(results, COLOURS, strict=True)):
     own = data.pos[result["owned"]]
     parts.scatter(*own.T, s=5, color=colour, label=f"rank {rank}")
@@ -178,7 +173,6 @@ below = {
     "loc": "upper center",
     "bbox_to_anchor": (0.5, 0),
     "ncols": 3,
-    "frameon": False,
 }
 parts.legend(**below, markerscale=3, columnspacing=1)
 maps = {
@@ -188,19 +182,21 @@ maps = {
 for ax, (values, title) in maps.items():
     shown = ax.scatter(*data.pos.T, c=values, s=5, vmin=-1, vmax=1, cmap="viridis")
     ax.set_title(title)
-figure.colorbar(shown, ax=predicted, shrink=0.7, extend="both", label="temperature")
+figure.colorbar(
+    shown, ax=predicted, shrink=0.7, extend="both", label="temperature (scaled)"
+)
 for ax in (parts, measured, predicted):
     ax.set_aspect("equal")
     ax.set_axis_off()
-curve.plot(losses, color="#22272b", lw=1.5, label="one process")
+curve.plot(losses, color=vc.figures.INK, lw=1.5, label="one process")
 curve.plot(
-    found["losses"], "o", ms=5, mfc="none", color="#0072b2", label="three ranks"
+    found["losses"], "o", ms=5, mfc="none", color="#4477aa", label="three ranks"
 )
-curve.set_title("Training loss")
+curve.set_title("Training loss: both coincide")
+curve.set_ylabel("mean squared error")
 curve.set_xlabel("step")
 curve.set_yscale("log")
-curve.legend(frameon=False)
-curve.spines[["top", "right"]].set_visible(False)
+curve.legend()
 plt.show()
 # sphinx_gallery_end_ignore
 

@@ -231,22 +231,22 @@ print(f"sum of all forces: {forces.sum(0).abs().max():.1e} eV/Å")
 # Pictures
 # --------
 #
-# Left: one layer of the second crystal, with true forces in grey and learned forces in black.
-# Middle: all components of the forces. Right: the loss.
+# Above: one layer of the second crystal, with true forces in grey and learned forces in black.
+# Below: all components of the forces, and the loss.
 
 # sphinx_gallery_start_ignore
-COLOURS = ["#56b4e9", "#e69f00"]  # per rank, safe for colour-blind readers
-INK, PALE = "#22272b", "#8a9299"
+COLOURS = vc.figures.RANKS[:2]
+INK, PALE = vc.figures.INK, vc.figures.PALE
+plt.rcParams |= vc.figures.style()
 owner = torch.empty(test_data.num_nodes, dtype=torch.long)
 for rank, result in enumerate(results):
     owner[result[3]] = rank
 pos, truth = test_data.pos, test_data.forces
 layer = (pos[:, 2] - pos[:, 2].median()).abs() < 1.5
 
-figure, axes = plt.subplots(
-    1, 3, figsize=(13, 4.4), facecolor="white", layout="constrained"
-)
-layer_of_atoms, parity, curve = axes
+figure = plt.figure(figsize=(7.2, 8), layout="constrained")
+axes = figure.subplot_mosaic([["a", "a"], ["b", "c"]], height_ratios=[1.25, 1])
+layer_of_atoms, parity, curve = axes.values()
 for rank, colour in enumerate(COLOURS):
     here = layer & (owner == rank)
     layer_of_atoms.scatter(
@@ -282,7 +282,6 @@ below = {
     "loc": "upper center",
     "bbox_to_anchor": (0.5, 0),
     "ncols": 4,
-    "frameon": False,
 }
 layer_of_atoms.legend(**below, markerscale=0.6, handlelength=1, columnspacing=1)
 
@@ -300,16 +299,16 @@ parity.set_title("Forces on a crystal not seen", loc="left")
 parity.set_xlabel("true, eV/Å")
 parity.set_ylabel("learned, eV/Å")
 parity.set_aspect("equal", adjustable="datalim")
-parity.legend(frameon=False, markerscale=2)
+parity.locator_params(nbins=4)
+parity.legend(markerscale=2)
 
 curve.plot(alone_losses, color=INK, lw=1.5, label="one process")
-curve.plot(losses, "o", ms=5, mfc="none", color="#0072b2", label="two ranks")
+curve.plot(losses, "o", ms=5, mfc="none", color="#4477aa", label="two ranks")
 curve.set_title("Loss, mostly of forces", loc="left")
 curve.set_xlabel("step")
 curve.set_yscale("log")
-curve.legend(frameon=False)
-for ax in (parity, curve):
-    ax.spines[["top", "right"]].set_visible(False)
+curve.set_ylabel("loss")
+curve.legend()
 plt.show()
 # sphinx_gallery_end_ignore
 

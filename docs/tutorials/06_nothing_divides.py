@@ -37,26 +37,13 @@ for name, n in WHOLE.items():
 # Each bar is the share of one rank. The hatched area is the padding that other libraries would add:
 
 # sphinx_gallery_start_ignore
-COLOURS = [
-    "#56b4e9",
-    "#e69f00",
-    "#cc79a7",
-]  # per rank, safe for colour-blind readers
-INK, PALE = "#22272b", "#8a9299"
-plt.rcParams |= {
-    "font.size": 11,
-    "axes.edgecolor": PALE,
-    "figure.facecolor": "white",
-}
-plt.rcParams |= {
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "text.color": INK,
-}
+COLOURS = vc.figures.RANKS
+INK, PALE = vc.figures.INK, vc.figures.PALE
+plt.rcParams |= vc.figures.style()
 
 
 def draw_sizes(sizes):
-    _, axes = plt.subplots(1, len(sizes), figsize=(9, 2.6), layout="constrained")
+    _, axes = plt.subplots(1, len(sizes), figsize=(7.2, 2.4), layout="constrained")
     for ax, (name, counts) in zip(axes, sizes.items(), strict=True):
         widest = max(counts)
         for rank, count in enumerate(counts):
@@ -73,9 +60,7 @@ def draw_sizes(sizes):
         ax.set_yticks(range(P), [f"rank {rank}" for rank in range(P)])
         ax.set(xticks=[], ylim=(P - 0.4, -0.6))
         ax.spines["bottom"].set_visible(False)
-        ax.set_title(
-            f"{counts.total} {name}", loc="left", weight="bold", fontsize=12
-        )
+        ax.set_title(f"{counts.total} {name}", weight="bold")
 
 
 # sphinx_gallery_end_ignore
@@ -237,7 +222,7 @@ for name, found in {"heads 2 + 2 + 1": even, "heads 3 + 2 + 0": uneven}.items():
 # parameters add up to slightly more than the total.
 
 # sphinx_gallery_start_ignore
-figure, ax = plt.subplots(figsize=(8, 4), layout="constrained")
+figure, ax = plt.subplots(figsize=(7.2, 3.6), layout="constrained")
 steps = range(1, STEPS + 1)
 ax.plot(steps, alone, color=INK, linewidth=1.5, label="one process")
 styles = {"heads 2 + 2 + 1": (even, "o", 0), "heads 3 + 2 + 0": (uneven, "s", 1)}
@@ -248,6 +233,8 @@ for name, (
 ) in styles.items():  # markers at alternate steps, so that both are visible
     look = {
         "color": COLOURS[first],
+        "mec": INK,
+        "mew": 0.4,
         "markersize": 7,
         "label": f"three ranks, {name}",
     }
@@ -258,7 +245,7 @@ ax.set(
     ylim=(0, None),
     xlim=(0, STEPS + 1),
 )
-ax.set_title("The same loss at every step", loc="left", weight="bold", fontsize=12)
+ax.set_title("The same loss at every step", weight="bold")
 ax.legend(frameon=False)
 # sphinx_gallery_end_ignore
 plt.show()

@@ -181,25 +181,21 @@ for name, found in differences.items():
     print(f"{name:21} {steps}: losses within {max(found.values()):.0e}")
 
 # sphinx_gallery_start_ignore
-INK, PALE = "#22272b", "#8a9299"
+INK, PALE = vc.figures.INK, vc.figures.PALE
 LOOKS = {
-    "three ranks": ("#56b4e9", "o", 0),
-    "two ranks, resumed": ("#e69f00", "s", 1),
+    "three ranks": (vc.figures.RANKS[0], "o", 0),
+    "two ranks, resumed": (vc.figures.RANKS[1], "s", 1),
 }
-LOOKS["one process, resumed"] = ("#cc79a7", "^", 3)
-plt.rcParams |= {
-    "font.size": 11,
-    "axes.edgecolor": PALE,
-    "figure.facecolor": "white",
-}
-plt.rcParams |= {
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "text.color": INK,
-}
+LOOKS["one process, resumed"] = (vc.figures.RANKS[3], "^", 3)
+plt.rcParams |= vc.figures.style()
 
 figure, (above, below) = plt.subplots(
-    2, 1, sharex=True, figsize=(8, 6), height_ratios=[2, 1], layout="constrained"
+    2,
+    1,
+    sharex=True,
+    figsize=(7.2, 5.6),
+    height_ratios=[2, 1],
+    layout="constrained",
 )
 above.semilogy(
     list(alone),
@@ -225,10 +221,8 @@ above.text(
     va="bottom",
 )
 above.legend(frameon=False, loc="upper right")
-above.set(ylabel="loss of the batch")
-above.set_title(
-    "Loss on three ranks, two and one", loc="left", weight="bold", fontsize=12
-)
+above.set(ylabel="loss of the batch (log scale)")
+above.set_title("Loss on three ranks, two and one", weight="bold")
 below.set(
     ylabel="relative\ndifference",
     xlabel="step",
@@ -236,9 +230,7 @@ below.set(
     ylim=(4e-18, 1e-10),
 )
 below.set_yticks([1e-16, 1e-14, 1e-12, 1e-10])
-below.set_title(
-    "Difference from one process (zeros at the bottom)", loc="left", fontsize=11
-)
+below.set_title("Difference from one process (zeros at the bottom)")
 # sphinx_gallery_end_ignore
 plt.show()
 

@@ -148,25 +148,16 @@ for name, found in versions.items():
 # In the picture each rank has two lanes: its program and its engine.
 
 # sphinx_gallery_start_ignore
-INK, PALE = "#22272b", "#8a9299"
+INK, PALE = vc.figures.INK, vc.figures.PALE
 LOOKS = {
     "reading": ("reading", "#c9ced3"),
-    "own rows": ("own rows", "#56b4e9"),
-    "all rows": ("all rows", "#009e73"),
-    "backward": ("backward", "#b7dcf3"),
-    "_Wait": ("waiting", "#d55e00"),
+    "own rows": ("own rows", vc.figures.RANKS[0]),
+    "all rows": ("all rows", vc.figures.RANKS[3]),
+    "backward": ("backward", vc.figures.RANKS[6]),
+    "_Wait": ("waiting", vc.figures.RANKS[1]),
 }
-ENGINE = "#cc79a7"
-plt.rcParams |= {
-    "font.size": 11,
-    "axes.edgecolor": PALE,
-    "figure.facecolor": "white",
-}
-plt.rcParams |= {
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "text.color": INK,
-}
+ENGINE = vc.figures.RANKS[2]
+plt.rcParams |= vc.figures.style()
 
 
 def draw(ax, found):
@@ -195,18 +186,16 @@ def draw(ax, found):
 
 
 figure, axes = plt.subplots(
-    2, 1, sharex=True, figsize=(9, 5.6), layout="constrained"
+    2, 1, sharex=True, figsize=(7.2, 5.4), layout="constrained"
 )
 for ax, (name, found) in zip(axes, versions.items(), strict=True):
     draw(ax, found)
-    ax.set_title(name, loc="left", weight="bold", fontsize=12)
-axes[1].set_xlabel("milliseconds since the step began")
+    ax.set_title(name, weight="bold")
+axes[1].set_xlabel("time since the step began (ms)")
 axes[1].set_xlim(0, None)
 patches = [Patch(color=colour, label=label) for label, colour in LOOKS.values()]
 patches.append(Patch(color=ENGINE, label="in flight"))
-figure.legend(
-    handles=patches, loc="outside lower center", ncols=6, frameon=False, fontsize=10
-)
+figure.legend(handles=patches, loc="outside lower center", ncols=3)
 # sphinx_gallery_end_ignore
 plt.show()
 

@@ -29,6 +29,8 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from matplotlib.patches import FancyBboxPatch
 
+from varcomm import figures
+
 SCRIPT = """
 import sys
 import torch, varcomm as vc
@@ -105,10 +107,10 @@ found = lines(*hosts)
 print("\n".join(found))
 
 # sphinx_gallery_start_ignore
-COLOURS = ["#a9d8f4", "#f2cf80"]  # per host
-INK, PALE = "#22272b", "#8a9299"
-plt.rcParams |= {"font.size": 11, "figure.facecolor": "white", "text.color": INK}
-figure, ax = plt.subplots(figsize=(9, 2.5), layout="constrained")
+COLOURS = figures.RANKS  # per host
+INK, PALE = figures.INK, figures.PALE
+plt.rcParams |= figures.style()
+figure, ax = plt.subplots(figsize=(7.2, 2.4), layout="constrained")
 pattern = r"rank (\d+) of (\d+), local rank (\d+), on \w+: rows (\d+) to (\d+)"
 for rank, size, local, first, last in (
     re.match(pattern, line).groups() for line in found
@@ -136,7 +138,7 @@ for rank, size, local, first, last in (
         weight="bold",
     )
     ax.text(x + 0.46, 0.46, f"local rank {local}", ha="center", va="center")
-    ax.text(x + 0.46, 0.2, f"rows {first} to {last}", ha="center", va="center")
+    ax.text(x + 0.46, 0.2, f"rows {first}-{last}", ha="center", va="center")
 ax.set(xlim=(-0.15, 4.4), ylim=(-0.15, 1.45))
 ax.axis("off")
 # sphinx_gallery_end_ignore

@@ -124,12 +124,12 @@ show(an_exception[0][1])
 
 # sphinx_gallery_start_ignore
 COLOURS = {
-    "all_gather_v": "#a9d8f4",
-    "all_reduce": "#f2cf80",
-    "reduce_scatter_v": "#a6dccb",
+    "all_gather_v": vc.figures.RANKS[0],
+    "all_reduce": vc.figures.RANKS[2],
+    "reduce_scatter_v": vc.figures.RANKS[3],
 }
-INK, PALE, ODD = "#22272b", "#8a9299", "#d55e00"
-plt.rcParams |= {"font.size": 11, "figure.facecolor": "white", "text.color": INK}
+ODD = vc.figures.WRONG
+plt.rcParams |= vc.figures.style()
 
 
 def draw(ax, title, logs):
@@ -143,13 +143,13 @@ def draw(ax, title, logs):
             if call != usual:
                 box.set(edgecolor=ODD, lw=2.5)
             ax.add_patch(box)
-            text = call.replace(" ", "\n", 1)
-            ax.text(place + 0.46, rank, text, ha="center", va="center", size=9)
+            text = call
+            ax.text(place + 0.46, rank, text, ha="center", va="center", size=11)
     ax.set(xlim=(-0.05, 2), ylim=(2.5, -0.5), xticks=[])
     ax.set_yticks(range(3), [f"rank {rank}" for rank in range(3)])
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
-    ax.set_title(title, loc="left", weight="bold", fontsize=12)
+    ax.set_title(title, weight="bold")
 
 
 runs = {
@@ -157,9 +157,7 @@ runs = {
     "a skipped call": skipped,
     "an exception": an_exception,
 }
-figure, axes = plt.subplots(
-    1, len(runs), figsize=(11, 2.7), sharey=True, layout="constrained"
-)
+figure, axes = plt.subplots(len(runs), 1, figsize=(7.2, 6.6), layout="constrained")
 for ax, (title, found) in zip(axes, runs.items(), strict=True):
     draw(ax, title, [log for log, _ in found])
 # sphinx_gallery_end_ignore

@@ -6,39 +6,45 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-INK = "#22272b"
-PALETTE = ["#3f6fa3", "#e3a446", "#5f9e76", "#b9586c", "#7f70b3", "#4fa9b8", "#a27a55", "#93a04a"]
+from varcomm import figures
 
 
 def draw(
     path: Path, cells: np.ndarray, rank: np.ndarray, u: np.ndarray, history: list[dict[str, float]]
 ) -> None:
     """Save a picture of cells (N, 3), their ranks and u (N,), in the format of the suffix."""
-    with rc_context({"font.size": 12, "text.color": INK, "axes.labelcolor": INK}):
-        figure = Figure(figsize=(13, 4.4), dpi=100, facecolor="white", layout="constrained")
-        grid = figure.add_gridspec(2, 3)
-        squares(figure.add_subplot(grid[:, 0]), cells, np.array(PALETTE)[rank % len(PALETTE)])
-        figure.axes[0].set_title("cells by their rank", loc="left")
-        front = figure.add_subplot(grid[:, 1])
+    with rc_context(figures.style()):
+        figure = Figure((figures.WIDTH, 7.4), layout="constrained")
+        grid = figure.add_gridspec(2, 2, height_ratios=(1.15, 1))
+        ranks = int(rank.max()) + 1
+        colours = np.array(figures.rank_colours(ranks))
+        parts = figure.add_subplot(grid[0, 0])
+        squares(parts, cells, colours[rank])
+        parts.set_title("Cells by rank")
+        marks = [Patch(color=colour, label=str(each)) for each, colour in enumerate(colours)]
+        below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "columnspacing": 1}
+        parts.legend(handles=marks, title="rank", ncols=ranks, handlelength=1, **below)
+        front = figure.add_subplot(grid[0, 1])
         faces = squares(front, cells, None)
         faces.set(array=u, cmap="viridis", clim=(0, 1))
-        front.set_title("u", loc="left")
-        figure.colorbar(faces, ax=front, shrink=0.5)
+        front.set_title("Front")
+        figure.colorbar(faces, ax=front, shrink=0.6, location="bottom", label="u")
         numbers = np.arange(len(history))
         column = {name: np.array([row[name] for row in history]) for name in history[0]}
-        panel = figure.add_subplot(grid[0, 2])
-        panel.plot(numbers, column["before"], color=PALETTE[3], label="before rebalance")
-        panel.plot(numbers, column["after"], color=PALETTE[0], label="after")
-        panel.set_ylabel("largest part / mean")
-        panel.legend(frameon=False, fontsize=11)
-        share = figure.add_subplot(grid[1, 2], sharex=panel)
-        share.bar(numbers, 100 * column["moved"] / column["cells"], color=PALETTE[1])
-        share.set(xlabel="adaptation", ylabel="moved cells, %")
-        share.xaxis.set_major_locator(MaxNLocator(integer=True))
+        panel = figure.add_subplot(grid[1, 0])
+        panel.plot(numbers, column["before"], color="#aa3377", label="before rebalance")
+        panel.plot(numbers, column["after"], color="#4477aa", label="after")
+        panel.set(xlabel="adaptation", ylabel="largest part / mean part")
+        panel.margins(y=0.2)
+        panel.legend(loc="upper left")
+        share = figure.add_subplot(grid[1, 1])
+        share.bar(numbers, 100 * column["moved"] / column["cells"], color=figures.RANKS[0])
+        share.set(xlabel="adaptation", ylabel="moved cells (%)")
         for each in (panel, share):
-            each.spines[["top", "right"]].set_visible(False)
+            each.xaxis.set_major_locator(MaxNLocator(integer=True))
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
 

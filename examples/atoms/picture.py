@@ -10,8 +10,10 @@ from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.figure import Figure
 from torch import Tensor
 
-INK = "#22272b"
-PALETTE = ["#3f6fa3", "#e3a446", "#5f9e76", "#b9586c", "#7f70b3", "#4fa9b8", "#a27a55", "#93a04a"]
+from varcomm import figures
+
+INK = figures.INK
+PALETTE = figures.RANKS
 
 
 def draw(

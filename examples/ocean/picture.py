@@ -9,8 +9,10 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import BoundaryNorm, Colormap, ListedColormap, Normalize
 from matplotlib.figure import Figure
 
-LAND, SHALLOW, INK = "#d5d1ca", "#f0f4f6", "#22272b"
-PALETTE = ["#3f6fa3", "#e3a446", "#5f9e76", "#b9586c", "#7f70b3", "#4fa9b8", "#a27a55", "#93a04a"]
+from varcomm import figures
+
+LAND, SHALLOW, INK = "#d5d1ca", "#f0f4f6", figures.INK
+PALETTE = figures.RANKS
 WEST = 20  # the maps begin at this meridian, in Africa, which leaves each ocean in one piece
 
 

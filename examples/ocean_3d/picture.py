@@ -10,8 +10,10 @@ from matplotlib.colors import BoundaryNorm, Colormap, ListedColormap, Normalize
 from matplotlib.figure import Figure
 from ocean import Ocean
 
-LAND, INK = "#d5d1ca", "#22272b"
-PALETTE = ["#3f6fa3", "#e3a446", "#5f9e76", "#b9586c", "#7f70b3", "#4fa9b8", "#a27a55", "#93a04a"]
+from varcomm import figures
+
+LAND, INK = "#d5d1ca", figures.INK
+PALETTE = figures.RANKS
 WEST = 20  # the map begins at this meridian, in Africa, which leaves each ocean in one piece
 ATLANTIC = 330  # degrees east: the section, which crosses three test tiles
 

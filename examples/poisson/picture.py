@@ -5,12 +5,13 @@ from pathlib import Path
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.tri import Triangulation
 from mesh import triangles
 
-INK = "#22272b"
-PALETTE = ["#3f6fa3", "#e3a446", "#5f9e76", "#b9586c", "#7f70b3", "#4fa9b8", "#a27a55", "#93a04a"]
+from varcomm import figures
 
 
 def draw(
@@ -32,25 +33,20 @@ def draw(
     low, high = min(true.min(), found.min()), max(true.max(), found.max())
     of_f, of_error = np.abs(f).max(), np.abs(error).max()
     share = 100 * np.sqrt(np.sum(error**2) / np.sum(true**2))
-    with rc_context({"font.size": 11, "text.color": INK, "axes.labelcolor": INK}):
-        figure = Figure(figsize=(14, 8.4), dpi=90, facecolor="white", layout="constrained")
-        panels = figure.subplots(2, 3).flat
+    with rc_context(figures.style()):
+        figure = Figure((figures.WIDTH, 9.6), layout="constrained")
+        panels = figure.subplots(3, 2).flat
         partition(next(panels), mesh, rank)
         for heading, values, limits, colours, label in (
-            ("A right-hand side, held out", f, (-of_f, of_f), "PuOr_r", "f"),
+            ("Right-hand side, held out", f, (-of_f, of_f), "PuOr_r", "f"),
             ("Finite elements", true, (low, high), "viridis", "u"),
-            ("The network", found, (low, high), "viridis", "u"),
-            (
-                f"Its error, {share:.1f} %",
-                error,
-                (-of_error, of_error),
-                "RdBu_r",
-                "difference in u",
-            ),
+            ("Network", found, (low, high), "viridis", "u"),
+            (f"Error: {share:.1f} %", error, (-of_error, of_error), "RdBu_r", "difference in u"),
         ):
             panel = next(panels)
             image = panel.tricontourf(mesh, values, np.linspace(*limits, 21), cmap=colours)
-            ticks = np.linspace(*limits, 5)
+            middle = sum(limits) / 2
+            ticks = [limits[0], 0.0 if abs(middle) < 1e-12 else middle, limits[1]]
             figure.colorbar(image, ax=panel, label=label, shrink=0.8, ticks=ticks, format="%.2g")
             frame(panel, heading)
         compare(next(panels), solutions, predictions)
@@ -58,29 +54,31 @@ def draw(
 
 
 def partition(panel: Axes, mesh: Triangulation, rank: np.ndarray) -> None:
-    """The nodes in the colour of their rank, and the mesh."""
+    """Cells in the colour of their corners' rank; cells between ranks are white."""
     ranks = int(rank.max()) + 1
-    panel.triplot(mesh, color="#b9c0c6", linewidth=0.4, zorder=0)
-    for owner in range(ranks):
-        own = rank == owner
-        colour = PALETTE[owner % len(PALETTE)]
-        panel.scatter(mesh.x[own], mesh.y[own], s=7, color=colour, label=f"rank {owner}")
-    panel.legend(loc="upper right", frameon=False, markerscale=2.5)
-    frame(panel, f"The mesh, {len(rank):,} nodes")
+    corners = rank[mesh.triangles]
+    owner = np.where((corners == corners[:, :1]).all(axis=1), corners[:, 0], ranks)
+    colours = ListedColormap([*figures.rank_colours(ranks), (1.0, 1.0, 1.0)])
+    look = {"edgecolors": figures.PALE, "linewidth": 0.15, "vmin": 0, "vmax": ranks}
+    panel.tripcolor(mesh, facecolors=owner, cmap=colours, **look)
+    marks = [Patch(color=figures.RANKS[owner % 8], label=f"rank {owner}") for owner in range(ranks)]
+    panel.legend(handles=marks, loc="upper right", borderaxespad=0, handlelength=1)
+    frame(panel, f"Mesh of {len(rank):,} nodes")
 
 
 def frame(panel: Axes, heading: str) -> None:
     panel.set(aspect="equal", xlabel="x", ylabel="y", xticks=[0, 0.5, 1], yticks=[0, 0.5, 1])
-    panel.set_title(heading, loc="left", fontsize=13)
+    panel.set_title(heading)
     panel.spines[:].set_visible(False)
 
 
 def compare(panel: Axes, solutions: np.ndarray, predictions: np.ndarray) -> None:
-    """All held-out solutions at all nodes."""
-    ends = solutions.min(), solutions.max()
-    panel.plot(ends, ends, color=INK, linewidth=0.8, label="equal")
-    panel.plot(solutions.ravel(), predictions.ravel(), ",", color=PALETTE[0], alpha=0.3)
-    panel.set(xlabel="u of finite elements", ylabel="u of the network")
-    panel.set_title(f"{solutions.shape[1]} held-out solutions, all nodes", loc="left", fontsize=13)
-    panel.legend(loc="upper left", frameon=False)
-    panel.spines[["top", "right"]].set_visible(False)
+    """The error of each held-out solution, and of all."""
+    square = ((predictions - solutions) ** 2).sum(axis=0)
+    errors = 100 * np.sqrt(square / (solutions**2).sum(axis=0))
+    panel.bar(np.arange(1, len(errors) + 1), np.sort(errors), color=figures.RANKS[0])
+    everything = 100 * np.sqrt(square.sum() / (solutions**2).sum())
+    panel.axhline(everything, color=figures.INK, linewidth=1, linestyle="--")
+    panel.text(0.6, everything, f"all: {everything:.1f} %", va="bottom")
+    panel.set(xlabel="held-out solution, sorted", ylabel="relative error (%)")
+    panel.set_title(f"Errors of {len(errors)} solutions")

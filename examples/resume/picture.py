@@ -8,14 +8,16 @@ from history import Run
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-INK, ALONE = "#22272b", "#d5d1ca"
-PALETTE = ["#3f6fa3", "#e3a446", "#5f9e76", "#b9586c"]
+from varcomm import figures
+
+INK, ALONE = figures.INK, "#d5d1ca"
+PALETTE = ("#4477aa", "#aa3377", "#228833")  # of runs
 
 
 def draw(path: Path, alone: Run, runs: Sequence[Run]) -> None:
     """Save the losses of each run, and how far they are from those of one process."""
-    with rc_context({"font.size": 12, "text.color": INK, "axes.labelcolor": INK}):
-        figure = Figure(figsize=(10, 6), dpi=80, facecolor="white", layout="constrained")
+    with rc_context(figures.style()):
+        figure = Figure((figures.WIDTH, 5.4), layout="constrained")
         losses, apart = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
         losses.plot([*alone.losses], [*alone.losses.values()], color=ALONE, linewidth=8)
         losses.plot([], [], color=ALONE, linewidth=8, label="one process")
@@ -37,9 +39,7 @@ def draw(path: Path, alone: Run, runs: Sequence[Run]) -> None:
                 ha="right",
             )
         losses.set(ylabel="loss", yscale="log")
-        losses.set_title(
-            "Three ranks, then two: the losses of one process", loc="left", fontsize=14
-        )
-        losses.legend(frameon=False, loc="center right")
+        losses.set_title("Three ranks, then two: the losses of one process")
+        losses.legend(loc="center right")
         apart.set(xlabel="step", ylabel="relative difference\nfrom one process")
         figure.savefig(path)

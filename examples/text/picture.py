@@ -7,7 +7,9 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-INK, PALE, BLUE, ORANGE = "#22272b", "#9db7d3", "#2b5f94", "#d98a1f"
+from varcomm import figures
+
+INK, PALE, BLUE, RED = figures.INK, "#a9c3dd", "#4477aa", "#c0392b"
 WINDOW = 20  # steps
 
 
@@ -19,20 +21,19 @@ def draw(
 ) -> None:
     """Save the picture, in the format that the suffix of `path` says.
 
-    All in nats a token: `losses` of each step, those on `held_out` text by the number of steps, and
-    what `guesses` would lose on it.
+    All in nats per token: `losses` of each step, losses on `held_out` text by the number of steps,
+    and losses of simple `guesses` on it.
     """
-    style = {"font.size": 13, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK}
-    with rc_context(style):
-        figure = Figure(figsize=(10, 5.5), dpi=100, facecolor="white", layout="constrained")
+    with rc_context(figures.style()):
+        figure = Figure((figures.WIDTH, 4.2), layout="constrained")
         ax = figure.subplots()
         steps = np.arange(1, len(losses) + 1)
         ax.plot(steps, losses, color=PALE, linewidth=0.8, label="each step")
         if len(losses) > WINDOW:
             means = np.convolve(losses, np.full(WINDOW, 1 / WINDOW), "valid")
-            label = f"the mean of {WINDOW} steps"
+            label = f"mean of {WINDOW} steps"
             ax.plot(steps[WINDOW - 1 :], means, color=BLUE, linewidth=2, label=label)
-        ax.plot(list(held_out), list(held_out.values()), "o-", color=ORANGE, label="text held out")
+        ax.plot(list(held_out), list(held_out.values()), "o-", color=RED, label="held-out text")
         for name, loss in guesses.items():
             ax.axhline(loss, color=INK, linewidth=0.8, linestyle="--")
             ax.text(steps[-1], loss + 0.03, f"{name}: {loss:.2f}", ha="right", va="bottom")
@@ -40,9 +41,7 @@ def draw(
         ax.annotate(
             f"{last:.2f}", (max(held_out), last), (0, 9), textcoords="offset points", ha="right"
         )
-        ax.set(xlabel="step", ylabel="loss, nats a token", xlim=(0, len(losses) * 1.01))
-        ax.set_title("A GPT learns to write docstrings", loc="left", weight="bold")
-        ax.legend(frameon=False, loc="lower left")
-        for side in ("top", "right"):
-            ax.spines[side].set_visible(False)
+        ax.set(xlabel="step", ylabel="loss (nats per token)", xlim=(0, len(losses) * 1.01))
+        ax.set_title("A GPT learns to write docstrings", weight="bold")
+        ax.legend(loc="lower left")
         figure.savefig(path)

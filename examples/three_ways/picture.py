@@ -10,8 +10,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-INK, GREY = "#22272b", "#dedbd5"
-PALETTE = ["#3f6fa3", "#e3a446", "#5f9e76", "#b9586c", "#7f70b3", "#4fa9b8", "#a27a55", "#93a04a"]
+from varcomm import figures
+
+INK, GREY = figures.INK, "#dedbd5"
+PALETTE = figures.RANKS
+CURVES = ["#4477aa", "#aa3377", "#228833"]
 LINES = ["--", ":", "-."]  # of meshes, each over the ones before
 
 
@@ -47,30 +50,28 @@ def draw(
     ``pos`` (N, 2) is of all nodes; `meshes` are the ranks of each, of which `curves` are the losses
     by name, in the same order; `alone` are those of one process; `baselines` are errors as well.
     """
-    style = {"font.size": 12, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK}
-    with rc_context(style):
-        figure = Figure(figsize=(13, 9), dpi=100, facecolor="white", layout="constrained")
-        above, below = figure.subfigures(2, 1, height_ratios=[1.15, 1])
-        places = above.subfigures(1, len(meshes), wspace=0.04, squeeze=False)
-        for place, ranks, name in zip(places.flat, meshes, curves, strict=True):
-            place.suptitle(f"{name} ranks (data x graph x tensor)", weight="bold", fontsize=12)
-            sizes = [max(part.at[dim] for part in ranks) + 1 for dim in range(3)]
-            columns = next((size for size in reversed(sizes) if size > 1), 1)
-            boxes = place.subplots(len(ranks) // columns, columns, squeeze=False)
-            for rank, (box, part) in enumerate(zip(boxes.flat, ranks, strict=True)):
-                box.set_title(f"rank {rank}", loc="left", fontsize=11, pad=3)
-                holding(box, pos, part, ranks)
-        left, right = below.subplots(1, 2)
+    with rc_context(figures.style()):
+        ranks = max(map(len, meshes))
+        figure = Figure((figures.WIDTH, 2.6 * len(meshes) + 4.6), layout="constrained")
+        above, below = figure.subfigures(2, 1, height_ratios=[2.6 * len(meshes), 4.6])
+        rows = above.subfigures(len(meshes), 1, squeeze=False)
+        for place, parts, name in zip(rows.flat, meshes, curves, strict=True):
+            place.suptitle(f"{name} ranks (data x graph x tensor)", weight="bold", fontsize=11)
+            boxes = place.subplots(1, ranks, squeeze=False)
+            for rank, (box, part) in enumerate(zip(boxes.flat, parts, strict=True)):
+                box.set_title(f"rank {rank}")
+                holding(box, pos, part, parts)
+        left, right = below.subplots(2, 1, sharex=True)
         compare_losses(left, alone, curves, baselines)
         compare_digits(right, alone, curves)
         figure.savefig(path)
 
 
 def holding(ax: Axes, pos: np.ndarray, part: Part, ranks: Sequence[Part]) -> None:
-    """Draw what a rank has, in colour, of what there is: nodes, samples, heads, wide features."""
-    colour = PALETTE[part.at[1] % len(PALETTE)]
-    nodes = ax.inset_axes((0, 0, 0.46, 1))
-    nodes.scatter(*pos.T, s=3, color=GREY, linewidths=0)
+    """Draw the share of a rank in colour: its nodes, samples, heads and wide features."""
+    colour = PALETTE[ranks.index(part) % len(PALETTE)]
+    nodes = ax.inset_axes((0, 0.5, 1, 0.5))
+    nodes.scatter(*pos.T, s=2, color=GREY, linewidths=0)
     nodes.scatter(*pos[part.nodes].T, s=4, color=colour, linewidths=0)
     nodes.set_aspect("equal", anchor="W")
     nodes.set_axis_off()
@@ -78,14 +79,14 @@ def holding(ax: Axes, pos: np.ndarray, part: Part, ranks: Sequence[Part]) -> Non
     for line, (name, what) in enumerate(held):
         mine: range = getattr(part, name)
         total = max(getattr(other, name).stop for other in ranks)
-        y = 0.78 - 0.32 * line
-        ax.text(0.5, y + 0.13, f"{len(mine)}/{total} {what}", fontsize=8, va="center")
-        ax.add_patch(Rectangle((0.5, y - 0.07), 0.5, 0.12, color=GREY, linewidth=0))
-        left, width = 0.5 + 0.5 * mine.start / total, 0.5 * len(mine) / total
-        ax.add_patch(Rectangle((left, y - 0.07), width, 0.12, color=colour, linewidth=0))
+        y = 0.3 - 0.17 * line
+        ax.text(0, y + 0.06, f"{len(mine)}/{total} {what}", va="center")
+        ax.add_patch(Rectangle((0, y - 0.05), 1, 0.045, color=GREY, linewidth=0))
+        left, width = mine.start / total, len(mine) / total
+        ax.add_patch(Rectangle((left, y - 0.05), width, 0.045, color=colour, linewidth=0))
         for cut in range(1, total) if total < 20 else ():
-            ax.plot([0.5 + 0.5 * cut / total] * 2, [y - 0.07, y + 0.05], color="white", linewidth=1)
-    ax.set(xlim=(0, 1), ylim=(0, 1))
+            ax.plot([cut / total] * 2, [y - 0.05, y - 0.005], color="white", linewidth=1)
+    ax.set(xlim=(0, 1), ylim=(-0.1, 1))
     ax.set_axis_off()
 
 
@@ -94,7 +95,7 @@ def styled(
 ) -> Iterator[tuple[str, Sequence[float], dict[str, str]]]:
     """Curves, their names, and how to draw them."""
     for number, (name, losses) in enumerate(curves.items()):
-        style = {"linestyle": LINES[number % 3], "color": PALETTE[(number + 3) % len(PALETTE)]}
+        style = {"linestyle": LINES[number % 3], "color": CURVES[number % 3]}
         yield name, losses, style
 
 
@@ -114,11 +115,11 @@ def compare_losses(
         ax.axhline(error, color=INK, linewidth=0.7)
         # that of the least below its line, which is near another
         place, side = (0.96, "top") if error == least else (1.04, "bottom")
-        ax.text(steps[-1], error * place, name, ha="right", va=side, fontsize=9)
-    ax.set(xlabel="step", ylabel="mean squared error", xlim=(1, len(alone)))
-    ax.set_title("Losses lie on each other", loc="left", weight="bold")
+        ax.text(steps[-1], error * place, name, ha="right", va=side)
+    ax.set(ylabel="mean squared error", xlim=(1, len(alone)))
+    ax.set_title("The losses of all meshes coincide", weight="bold")
     ax.set_ylim(top=4 * max(alone))  # above the curves there is room
-    ax.legend(frameon=False, loc="upper right", ncols=2)
+    ax.legend(loc="upper right", ncols=2)
 
 
 def compare_digits(ax: Axes, alone: Sequence[float], curves: Mapping[str, Sequence[float]]) -> None:
@@ -127,7 +128,7 @@ def compare_digits(ax: Axes, alone: Sequence[float], curves: Mapping[str, Sequen
     for name, losses, style in styled(curves):
         apart = np.abs(np.array(losses) - wanted) / wanted
         ax.semilogy(steps, np.maximum(apart, 1e-8), label=f"{name} ranks", **style)
-    ax.set(xlabel="step", ylabel="relative difference of losses", xlim=(1, len(alone)))
+    ax.set(xlabel="step", ylabel="relative difference", xlim=(1, len(alone)))
     ax.set_ylim(1e-8, 1)
-    ax.set_title("How far from one process, in single precision", loc="left", weight="bold")
-    ax.legend(frameon=False, loc="upper left")
+    ax.set_title("Difference from one process, in single precision", weight="bold")
+    ax.legend(loc="upper left", ncols=2)

@@ -4,7 +4,7 @@ The grid has the cells of the sea, 2 degrees wide. The task is how the temperatu
 changes from a month to the next.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +19,15 @@ from mesh import (
     seen_from_target,
     within_reach,
 )
+from scipy.io import netcdf_file
 from torch_geometric.data import HeteroData
 
-FILE = Path(__file__).parent / "data" / "coads_2deg.npz"
+import varcomm as vc
+from varcomm.graph import PartitionedGraph
+
+FILE = Path(__file__).parent / "data" / "coads_2deg.nc"
 FIELDS = ("sst", "airt", "speh", "wspd", "uwnd", "vwnd", "slp")
+CHANNELS = len(FIELDS) + 5  # of a cell: fields, insolation twice, position
 MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"]
 HELD_OUT = (1, 5, 9)  # February, June and October: no training looks at them, nor predicts them
 SEEN = [month for month in range(12) if month not in HELD_OUT]
@@ -31,11 +36,12 @@ TEST = [(month - 1) % 12 for month in HELD_OUT]
 TRAIN = [month for month in SEEN if (month + 1) % 12 in SEEN]
 
 
-def read() -> dict[str, np.ndarray]:
-    """The fields (12, G), in their units, and latitude and longitude (G,) of the cells."""
-    with np.load(FILE) as file:
-        fields = {name: file[name].astype(np.float64) / 100 for name in FIELDS}
-        return fields | {name: file[name].astype(np.float64) for name in ("lat", "lon")}
+def read(names: Iterable[str] = (*FIELDS, "lat", "lon")) -> dict[str, np.ndarray]:
+    """The whole fields (12, G), in their units; latitude and longitude (G,) of the cells."""
+    with netcdf_file(FILE, mmap=False) as file:
+        return {
+            name: file.variables[name].data / (100.0 if name in FIELDS else 1.0) for name in names
+        }
 
 
 def insolation(lat: np.ndarray) -> np.ndarray:
@@ -54,19 +60,17 @@ def standardise(values: np.ndarray) -> np.ndarray:
 
 
 def load(level: int) -> HeteroData:
-    """Grid and mesh as one graph, in float32; of the months, the first is January.
+    """Grid and mesh as one graph, in float32, without the fields.
 
     Of the grid's G cells, from south to north and then eastwards:
 
-    - ``x`` (G, 12, 12): what a forecast knows that starts at each month: 7 fields, the insolation
-      then and a month later, all standardised, and the position.
-    - ``y`` (G, 12): how much warmer the surface is a month later, in units of ``y_std`` deg C.
+    - ``sun`` (G, 12): the standardised insolation of each month; the first is January.
     - ``area`` (G, 1): of the cell, 1 on average.
 
     Of the mesh's nodes ``x`` (M, 3): the position. Of all edges ``edge_attr`` (E, 4): where the
     source lies as seen from the target. All nodes have ``pos``, on the unit sphere.
     """
-    file = read()
+    file = read(["lat", "lon"])
     grid = on_sphere(file["lat"], file["lon"])
     mesh, levels = icosphere(level)
     finest = edges_of(levels[-1])
@@ -76,18 +80,10 @@ def load(level: int) -> HeteroData:
         ("mesh", "to", "grid"): around(mesh, levels[-1], grid),
     }
 
-    sun = insolation(file["lat"])
-    known = [standardise(values) for values in (*(file[name] for name in FIELDS), sun)]
-    known.append(np.roll(known[-1], -1, axis=0))
-    place = np.broadcast_to(grid, (12, *grid.shape))
-    change = np.roll(file["sst"], -1, axis=0) - file["sst"]
     area = np.cos(np.deg2rad(file["lat"]))
 
     data = HeteroData()
-    data.y_std = float(change[TRAIN].std())
-    x = np.concatenate([np.stack(known, axis=-1), place], axis=-1)
-    data["grid"].x = torch.from_numpy(x.swapaxes(0, 1)).float()
-    data["grid"].y = torch.from_numpy(change.T / data.y_std).float()
+    data["grid"].sun = torch.from_numpy(standardise(insolation(file["lat"])).T).float()
     data["grid"].area = torch.from_numpy(area / area.mean()).float()[:, None]
     data["mesh"].x = torch.from_numpy(mesh).float()
     pos = {"grid": grid, "mesh": mesh}
@@ -100,6 +96,41 @@ def load(level: int) -> HeteroData:
     return data
 
 
+class Months:
+    """The fields month by month, of which each rank reads those of its own cells; collective.
+
+    ``y_std`` is the deviation, in deg C, of the changes that training sees.
+    """
+
+    def __init__(self, graph: PartitionedGraph) -> None:
+        self.grid = graph["grid"]
+        self.rows = vc.graph.Rows(FILE, graph, variable=FIELDS, node_type="grid")
+        fields = torch.stack([*self.rows.samples()]).double()
+        self.mean, self.std = self._moments(fields[SEEN])
+        warmer = fields[..., :1].roll(-1, 0) - fields[..., :1]
+        self.y_std = self._moments(warmer[TRAIN])[1].item()
+
+    def _moments(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and deviation over months and the cells of all ranks."""
+        count = len(values) * self.grid.num_nodes
+        mean = vc.all_reduce(values.sum((0, 1))) / count
+        return mean, (vc.all_reduce((values - mean).square().sum((0, 1))) / count).sqrt()
+
+    def samples(self, starts: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Of each month of `starts`, what a forecast knows (n, 12), and the truth (n, 1).
+
+        It knows 7 fields, the insolation then and a month later, all standardised, and the
+        position. The truth is how much warmer the surface is a month later, in units of ``y_std``.
+        """
+        rows = self.rows.samples([(start + i) % 12 for start in starts for i in (0, 1)])
+        for start in starts:
+            now, later = next(rows).double(), next(rows).double()
+            fields = ((now - self.mean) / self.std).float()
+            sun = self.grid.sun[:, [start, (start + 1) % 12]]
+            x = torch.cat([fields, sun, self.grid.pos.float()], dim=1)
+            yield x, ((later - now)[:, :1] / self.y_std).float()
+
+
 def rmse(change: np.ndarray, starts: Sequence[int]) -> np.ndarray:
     """Errors, in deg C, of changes (12, G) that are predicted from each of some months."""
     file = read()
@@ -108,13 +139,24 @@ def rmse(change: np.ndarray, starts: Sequence[int]) -> np.ndarray:
     return np.sqrt(np.average((change - truth)[starts] ** 2, axis=1, weights=area))
 
 
-def linear(data: HeteroData) -> np.ndarray:
+def known() -> tuple[np.ndarray, np.ndarray]:
+    """What forecasts know (12, G, 12), and the changes (12, G) in deg C; in one process."""
+    file = read()
+    known = [standardise(file[name]) for name in FIELDS]
+    known.append(standardise(insolation(file["lat"])))
+    known.append(np.roll(known[-1], -1, axis=0))
+    place = on_sphere(file["lat"], file["lon"])
+    place = np.broadcast_to(place, (12, *place.shape))
+    change = np.roll(file["sst"], -1, axis=0) - file["sst"]
+    return np.concatenate([np.stack(known, axis=-1), place], axis=-1), change
+
+
+def linear() -> np.ndarray:
     """Changes (12, G), in deg C, by the linear fit to what a cell knows of itself."""
-    known = torch.nn.functional.pad(data["grid"].x, (0, 1), value=1.0).double()
-    weights = torch.linalg.lstsq(
-        known[:, TRAIN].flatten(0, 1), data["grid"].y[:, TRAIN].double().view(-1, 1)
-    ).solution
-    return (known @ weights)[..., 0].T.numpy() * data.y_std
+    x, change = known()
+    x = np.pad(x, [(0, 0), (0, 0), (0, 1)], constant_values=1.0)
+    weights = np.linalg.lstsq(x[TRAIN].reshape(-1, x.shape[-1]), change[TRAIN].ravel())[0]
+    return x @ weights
 
 
 def baselines() -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Derive ``data/coads_2deg.npz`` from NOAA's Ferret data sets.
+"""Derive ``data/coads_2deg.nc`` from NOAA's Ferret data sets.
 
     python examples/weather/make_data.py FILE
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from scipy.io import netcdf_file
 
-OUTPUT = Path(__file__).parent / "data" / "coads_2deg.npz"
+OUTPUT = Path(__file__).parent / "data" / "coads_2deg.nc"
 # From what each variable is counted; all are then written in hundredths of their unit, as int16.
 ZERO = {"SST": 0, "AIRT": 0, "SPEH": 0, "WSPD": 0, "UWND": 0, "VWND": 0, "SLP": 1000}
 
@@ -40,12 +40,15 @@ def main() -> None:
     }
     if max(np.abs(counts).max() for counts in counted.values()) >= 2**15:
         raise SystemExit("hundredths do not fit into int16")
-    np.savez_compressed(
-        OUTPUT,
-        lat=lat[row],
-        lon=lon[column],
-        **{name.lower(): counts.astype(np.int16) for name, counts in counted.items()},
-    )
+    with netcdf_file(OUTPUT, "w") as file:
+        file.createDimension("month", 12)
+        file.createDimension("cell", len(row))
+        for name, values in {"lat": lat[row], "lon": lon[column]}.items():
+            file.createVariable(name, "f4", ("cell",))[:] = values
+        for name, counts in counted.items():
+            entry = file.createVariable(name.lower(), "i2", ("month", "cell"))
+            entry[:] = counts
+            entry.scale_factor = 0.01
     print(f"{len(row):,} cells with all of {', '.join(ZERO)} in all months")
     print(f"{OUTPUT}: {OUTPUT.stat().st_size:,} bytes")
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import numpy as np
-from climate import MONTHS
+from climate import MONTHS, read
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
@@ -16,14 +16,17 @@ from mesh import on_sphere
 from split import Owner
 from torch_geometric.data import HeteroData
 
-LAND, INK = "#d5d1ca", "#22272b"
-PALETTE = ["#3f6fa3", "#e3a446", "#5f9e76", "#b9586c", "#7f70b3", "#4fa9b8", "#a27a55", "#93a04a"]
+from varcomm import figures
+
+LAND, INK = "#d5d1ca", figures.INK
+PALETTE = figures.RANKS
 WEST, STEP = 20, 2  # where the grid begins, in Africa, and its spacing, in degrees
 
 
 def draw(path: Path, data: HeteroData, owner: Owner, change: np.ndarray, start: int) -> None:
     """Save a globe and three maps of the forecast that starts at a month, of `change` (12, G)."""
-    truth = data["grid"].y[:, start].numpy() * data.y_std
+    sst = read(["sst"])["sst"]
+    truth = sst[(start + 1) % 12] - sst[start]
     error = change[start] - truth
     rmse = np.sqrt(np.average(error**2, weights=data["grid"].area[:, 0]))
     lat, lon = places(data)

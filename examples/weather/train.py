@@ -26,40 +26,38 @@ from varcomm.graph import PartitionedGraph
 from varcomm.models import EncodeProcessDecode
 
 
-def new_model(data: HeteroData, hidden: int, blocks: int, seed: int) -> EncodeProcessDecode:
+def new_model(hidden: int, blocks: int, seed: int) -> EncodeProcessDecode:
     """The same on every rank, since all draw from the same seed."""
     torch.manual_seed(seed)
-    grid, mesh = data["grid"].x.shape[-1], data["mesh"].x.shape[-1]
-    return EncodeProcessDecode(grid, mesh, 4, 1, hidden_channels=hidden, num_blocks=blocks)
+    return EncodeProcessDecode(climate.CHANNELS, 3, 4, 1, hidden_channels=hidden, num_blocks=blocks)
 
 
 def forecast(
-    model: torch.nn.Module, part: HeteroData | PartitionedGraph, month: int
+    model: torch.nn.Module, part: HeteroData | PartitionedGraph, x: torch.Tensor
 ) -> torch.Tensor:
-    """How much warmer each cell will be a month after `month`, (n, 1), in units of ``y_std``."""
-    x = {"grid": part["grid"].x[:, month], "mesh": part["mesh"].x}
-    return model(x, part.edge_index_dict, part.edge_attr_dict)
+    """How much warmer each cell will be in a month, (n, 1), in units of ``y_std``."""
+    return model({"grid": x, "mesh": part["mesh"].x}, part.edge_index_dict, part.edge_attr_dict)
 
 
-def squared_error(
-    model: torch.nn.Module, part: HeteroData | PartitionedGraph, month: int
-) -> torch.Tensor:
-    """Of each cell, by its area."""
-    error = forecast(model, part, month) - part["grid"].y[:, month, None]
-    return part["grid"].area * error.square()
+def drawn(steps: int, seed: int) -> list[int]:
+    """The month of each step: all of training, in a random order, again and again."""
+    draws, months = torch.Generator().manual_seed(seed), list[int]()
+    while len(months) < steps:
+        order = torch.randperm(len(climate.TRAIN), generator=draws).flip(0)
+        months += [climate.TRAIN[i] for i in order]
+    return months[:steps]
 
 
-def fit(model: torch.nn.Module, graph: PartitionedGraph, steps: int, seed: int) -> Iterator[float]:
+def fit(
+    model: torch.nn.Module, graph: PartitionedGraph, months: climate.Months, steps: int, seed: int
+) -> Iterator[float]:
     """Train on one month a step; yields the loss of each."""
-    draws = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=1e-2)
     schedule = one_cycle(optimizer, 5e-3, steps, rise=0.2)
-    months: list[int] = []
-    for _ in range(steps):
-        if not months:
-            months = [climate.TRAIN[i] for i in torch.randperm(len(climate.TRAIN), generator=draws)]
+    for x, y in months.samples(drawn(steps, seed)):  # read while the step before computes
         optimizer.zero_grad()
-        loss = graph["grid"].mean(squared_error(model, graph, months.pop()))
+        error = forecast(model, graph, x) - y
+        loss = graph["grid"].mean(graph["grid"].area * error.square())
         loss.backward()
         vc.data_parallel.sum_gradients(model)
         optimizer.step()
@@ -101,20 +99,22 @@ def main(arguments: list[str] | None = None) -> None:
         f"{split.table(data, owner, world.size, options.blocks, options.hidden)}\n"
     )
 
-    model = new_model(data, options.hidden, options.blocks, options.seed)
+    months = climate.Months(graph)
+    model = new_model(options.hidden, options.blocks, options.seed)
     vc.graph.distribute(model, graph)
     cost = Cost()
-    losses = [*training(fit(model, graph, options.steps, options.seed), options.steps, cost)]
+    steps = fit(model, graph, months, options.steps, options.seed)
+    losses = [*training(steps, options.steps, cost)]
 
     with torch.no_grad():
-        parts = [forecast(model, graph, month) for month in range(12)]
-    change = graph["grid"].gather(torch.cat(parts, dim=1), dst=0) * data.y_std
+        parts = [forecast(model, graph, x) for x, _ in months.samples(range(12))]
+    change = graph["grid"].gather(torch.cat(parts, dim=1), dst=0) * months.y_std
     say(
         f"\nloss {losses[0]:.3f} in the first step, {losses[-1]:.3f} in the last\n{cost.report()}\n"
     )
     if is_first():
         found = change.T.double().numpy()
-        linear = climate.linear(data)
+        linear = climate.linear()
         print(errors({"network": found, "linear": linear, **climate.baselines()}))
         draw(options.picture, data, owner, found, climate.TEST[1])
         print(f"picture: {options.picture}")

@@ -84,16 +84,12 @@ def test_debug_compares(worlds):
 
 @on(2)
 def test_wrong_steps(rank, ranks):
-    """Refusals of the inner optimizer's step, of GradScaler, of wrong norms, and of pickles."""
+    """Refusals of the inner optimizer's step, of wrong norms, and of pickles."""
     model = nn.Linear(2, 2)
     own = ShardedGradients(model, lambda groups: torch.optim.Adam(groups, lr=0.1))
     model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(ArgumentError, match=r"^ShardedGradients: the inner optimizer updates piec"):
         own.optimizer.step()
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    with pytest.raises(ArgumentError, match=r"^ShardedGradients: a GradScaler"):
-        scaler.step(own)
     for arguments, wrong in (
         ((-1.0,), "max_norm"),
         (("1",), "not supported"),

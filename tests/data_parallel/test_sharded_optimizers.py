@@ -116,11 +116,12 @@ def test_muon_on_whole_parameters_beside_adamw_on_pieces(worlds, ranks):
 
 @on(2)
 def test_schedulers_and_closures(rank, ranks):
-    """A scheduler takes the inner optimizer; a closure computes the loss."""
+    """Schedulers accept both optimizers; a closure computes the loss."""
     model, twin = twins(layers)
     own, one = ShardedGradients(model, adamw, reduce="sum"), adamw(twin.parameters())
-    assert own.param_groups is own.optimizer.param_groups
-    schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (own.optimizer, one)]
+    step_lr, lambda_lr = torch.optim.lr_scheduler.StepLR, torch.optim.lr_scheduler.LambdaLR
+    schedulers = [step_lr(o, 1, 0.5) for o in (own.optimizer, one)]
+    schedulers += [lambda_lr(o, lambda step: 0.5**step) for o in (own, one)]
 
     def closure(optimizer, module, parts, step):
         optimizer.zero_grad()
@@ -135,7 +136,7 @@ def test_schedulers_and_closures(rank, ranks):
         for scheduler in schedulers:
             scheduler.step()
     assert_equal(model, twin, 1e-10)
-    assert own.param_groups[0]["lr"] == 0.01 / 16
+    assert own.param_groups[0]["lr"] == own.optimizer.param_groups[0]["lr"] == 0.01 / 16
 
 
 @on(3)

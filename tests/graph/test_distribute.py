@@ -223,6 +223,33 @@ class EarlyReturn(MessagePassing):
         return inputs if isinstance(x, tuple) else inputs + x
 
 
+class IgnoresValues(MessagePassing):
+    """Its message names tensors of two dtypes at the sources, and uses the values of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x, edge_index, weight):
+        rows = self.lin(x)
+        out = self.propagate(edge_index, x=rows, w=rows.to(torch.complex128), weight=weight)
+        out += 1  # in place, as layers add their bias
+        return out
+
+    def message(self, x_j, w_j, weight):
+        return x_j * weight.view(-1, 1)
+
+
+class IgnoresTheFirst(IgnoresValues):
+    def message(self, x_j, w_j, weight):
+        return w_j.real * weight.view(-1, 1)
+
+
+class IgnoresAll(IgnoresValues):
+    def message(self, x_j, weight):
+        return torch.ones_like(x_j) * weight.view(-1, 1)
+
+
 class PairInUpdate(MessagePassing):
     def forward(self, x, edge_index, weight):
         return self.propagate(edge_index, x=(x.sin(), x), weight=weight)
@@ -335,6 +362,9 @@ OWN_CODE = {
     "checkpointed": lambda: Checkpointed(reentrant=False),
     "checkpointed, reentrant": lambda: Checkpointed(reentrant=True),
     "PyG's checkpointing": Deep,
+    "ignores values": IgnoresValues,
+    "ignores values of the first": IgnoresTheFirst,
+    "ignores all values": IgnoresAll,
 }
 for normalization, loops in product((None, "sym", "rw"), (True, False)):
     if loops or normalization != "rw":  # which needs num_nodes

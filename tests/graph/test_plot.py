@@ -11,12 +11,13 @@ from torch_geometric.data import Data, HeteroData
 import varcomm
 from tests.graph.graphs import WORLDS, grid, split_by
 from tests.graph.parts import Refused, assert_told
+from tests.graph.test_mesh import box, saved
 from varcomm.graph import assign, partition
 
 COLOURS = ["#77aadd", "#ee8866", "#eedd88", "#44bb99", "#ffaabb", "#bbcc33", "#99ddff", "#aaaa00"]
 RGB = np.array([[int(c[i : i + 2], 16) / 255 for i in (1, 3, 5)] for c in COLOURS])
 DARKER = 0.5
-KEY = np.s_[:-110]  # the picture without the key
+KEY = np.s_[:-130]  # the picture without the key
 
 
 def drawn(rank, path, data, method):
@@ -46,7 +47,7 @@ def test_each_rank_has_its_colour_and_copies_are_darker(worlds, tmp_path, ranks)
         copied = torch.zeros(data.num_nodes, dtype=torch.bool)
         copied[source[owner[source] != owner[target]]] = True
         picture = imread(path)
-        assert picture.shape[1:] == (1200, 4)
+        assert picture.shape[1:] == (1440, 4)
         for rank in range(ranks):
             for light, chosen in ((1, ~copied), (DARKER, copied)):
                 nodes = int((chosen & (owner == rank)).sum())
@@ -151,3 +152,29 @@ def test_more_ranks_than_colours(tmp_path):
     colours = (imread(tmp_path / "parts.png")[KEY][..., :3] * 255).round().astype(int)
     _, counts = np.unique(colours.reshape(-1, 3), axis=0, return_counts=True)
     assert (counts > 10_000).sum() >= 16 + 2  # and the two of the ground
+
+
+def drawn_cells(rank, folder, file):
+    for nodes in ("cells", "points"):
+        mesh = varcomm.graph.read_mesh(file, nodes)
+        graph = partition(mesh.data, method="block")
+        graph.plot(f"{folder}/{nodes}.png", mesh=mesh if rank == 0 else None)
+    with pytest.raises(varcomm.ArgumentError, match="mesh of the graph"):
+        graph.plot(f"{folder}/none.png", mesh=varcomm.graph.read_mesh(file, "cells"))
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (3, 3, 3)])
+def test_a_mesh_is_drawn_as_cells(worlds, tmp_path, shape):
+    """No ground is seen between them: in the plane they fill their box."""
+    file = saved(tmp_path, *box(shape, ["quad" if len(shape) == 2 else "hexahedron"]))
+    worlds.run(3, drawn_cells, str(tmp_path), str(file))
+    assert not (tmp_path / "none.png").exists()
+    for nodes in ("cells", "points"):
+        picture = imread(tmp_path / f"{nodes}.png")[KEY]
+        seen = [matches(picture, colour * level) for colour in RGB[:3] for level in (1, DARKER)]
+        assert all(seen[k].any() or seen[k + 1].any() for k in (0, 2, 4))
+        if len(shape) == 2:
+            inside = np.any(seen, axis=0)
+            rows, columns = (np.flatnonzero(inside.any(axis=k)) for k in (1, 0))
+            area = np.s_[rows[0] : rows[-1], columns[0] : columns[-1]]
+            assert inside[area].mean() > 0.9

@@ -76,7 +76,8 @@ def mistakes(name):
     if name in ("all_gather_v", "gather_v", "reduce_scatter_v", "shard_v", "scatter_v"):
         whole = name not in ("all_gather_v", "gather_v")
         x = F(3 if whole else 2, 2)
-        for sizes in ([2], ShardSizes([2, 1, 0]), [4, -1], [2, 1.0], [2, True], {2, 1}, None):
+        unasked = [None] if whole else []  # without sizes a gather asks the ranks
+        for sizes in ([2], ShardSizes([2, 1, 0]), [4, -1], [2, 1.0], [2, True], {2, 1}, *unasked):
             yield lambda sizes=sizes: op(x, sizes), "sizes must"
         if name == "scatter_v":
             return

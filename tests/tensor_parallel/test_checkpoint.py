@@ -14,7 +14,7 @@ from varcomm.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_split_1d_tensor,
     reduce_from_tensor_model_parallel_region,
-    split_tensor_into_1d_chunks,
+    split_tensor_into_1d_equal_chunks,
 )
 from varcomm.tensor_parallel.checkpoint import checkpoint
 from varcomm.tensor_parallel.random import RandomStreams
@@ -59,7 +59,7 @@ def distributed(function, x):
         return function(gather_split_1d_tensor(piece, numel).view(shape))
 
     shape, numel = x.shape, x.numel()
-    return checkpoint(from_piece, split_tensor_into_1d_chunks(x))
+    return checkpoint(from_piece, split_tensor_into_1d_equal_chunks(x))
 
 
 def derivatives(layer, forward, *more):

@@ -101,6 +101,31 @@ def test_within_a_checkpoint(worlds):
     assert worlds.run(2, compared, (3, 4), True) == [(True, 7)] * 2
 
 
+class AsMegatron(Before):
+    """Without a block: between two calls."""
+
+    def freed(self, x):
+        keep = CheckpointWithoutOutput()
+        result = self.used(x, keep.checkpoint(self, x))
+        keep.discard_output_and_register_recompute(result)
+        return result
+
+
+def as_megatron(rank, sizes):
+    layer, twin = AsMegatron(sizes), Before(sizes)
+    expected = derivatives(twin, twin.kept, twin.last)
+    found = derivatives(layer, layer.freed, layer.last)
+    with torch.no_grad():
+        layer.freed(drawn(4, 3, 3))
+    with CheckpointWithoutOutput() as keep, pytest.raises(ArgumentError, match="leave this call"):
+        keep.discard_output_and_register_recompute(keep.checkpoint(torch.exp, expected[0]))
+    return all(map(torch.equal, found, expected)), layer.runs
+
+
+def test_without_a_block(worlds):
+    assert worlds.run(2, as_megatron, (3, 4)) == [(True, 5)] * 2
+
+
 def memory(rank):
     """Where an output is after the forward, and how often it is computed for which gradients."""
     weight, x, runs, gone, counts = leaf(3, 5, 5), leaf(6, 4, 5), [], [], []

@@ -67,6 +67,16 @@ def test_results_are_tensors_of_their_own(worlds):
     assert worlds.run(3, apart) == [(False, [1.0] * 2, [1.0] * 2, [1.0] * 2)] * 3
 
 
+def of_any_keys(rank):
+    data = {("a", 1): torch.ones(2), 3: torch.zeros(1), torch.int8: torch.full((1,), 5.0)}
+    got = broadcast_data(list(data), data if rank == 0 else None, torch.float32)
+    return list(got) == list(data) and all(torch.equal(got[key], data[key]) for key in data)
+
+
+def test_keys_of_any_kind(worlds):
+    assert worlds.run(2, of_any_keys) == [True] * 2
+
+
 def traffic(rank):
     own = {"a": torch.zeros(5, 3), "b": torch.zeros(())} if rank == 0 else None
     with varcomm.trace() as calls:

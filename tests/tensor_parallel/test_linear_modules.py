@@ -3,6 +3,7 @@
 import copy
 import pickle
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,12 @@ from tests.ops.comparing import Failures, assert_none
 from tests.tensor_parallel.twins import REPLICATED, SPLITS, Sharded, compare_all, drawn, split
 from tests.worlds import WORLDS
 from varcomm import GroupError
-from varcomm.tensor_parallel import ColumnParallelLinear, RowParallelLinear, shard_spec
+from varcomm.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    shard_spec,
+)
 from varcomm.transport.group import resolve
 
 IN, OUT = 4, 5
@@ -150,6 +156,44 @@ def whole_of(rank, kind, same_seed):
     first = kind(300, 70, init=lambda t, g: t.normal_(generator=g))
     second = kind(70, 300, dtype=torch.bfloat16)
     return [p.detach() for layer in (first, second) for p in layer.to_linear().parameters()]
+
+
+def of_default(x):
+    return torch.nn.init.normal_(x, std=2.0)
+
+
+def of_keyword(x, *, scale=2.0, generator):
+    return x.normal_(0, scale, generator=generator)
+
+
+INITS = {
+    "of torch": torch.nn.init.normal_,
+    "with options": partial(torch.nn.init.trunc_normal_, std=0.5),
+    "of Megatron": of_default,
+    "by keyword": of_keyword,
+    "in second place": lambda t, g: t.uniform_(1, 2, generator=g),
+    "in C": torch.Tensor.zero_,
+}
+
+
+def with_each_init(rank):
+    """The whole weights of layers, and whether torch's generator is as it was."""
+    found = []
+    for init in INITS.values():
+        torch.manual_seed(7)
+        layers = [kind(30, 70, init=init) for kind in KINDS]
+        table = VocabParallelEmbedding(50, 3, init=init)
+        found += [layer.to_linear().weight.detach() for layer in layers]
+        found += [table.to_embedding().weight.detach(), torch.rand(1)]
+    return found
+
+
+def test_init_functions_of_torch_and_megatron(worlds):
+    expected = worlds.run(1, with_each_init)[0]
+    for found in worlds.run(3, with_each_init):
+        assert all(map(torch.equal, found, expected))
+    deviations = [expected[4 * place].std().item() for place in range(len(INITS))]
+    assert deviations == pytest.approx([1, 0.5, 2, 2, 12**-0.5, 0], rel=0.05)
 
 
 @pytest.mark.parametrize("kind", KINDS)

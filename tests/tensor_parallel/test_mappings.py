@@ -49,7 +49,7 @@ def cases(ranks, pattern):
         "gather last": used(use, last, others),
         "reduce-scatter last": summed(to_columns, last, others),
         "sequence to hidden": plain(tp.all_to_all_sp2hp, first, last, *parts),
-        "chunks": plain(tp.split_tensor_into_1d_chunks, same, chunks),
+        "chunks": plain(tp.split_tensor_into_1d_equal_chunks, same, chunks),
         "hidden to sequence": plain(tp.all_to_all_hp2sp, last, first, *parts),
     }
 
@@ -59,7 +59,7 @@ def run(rank, pattern):
     asked = tp.gather_from_tensor_model_parallel_region(torch.ones(rank + 1))
     assert len(asked) == ranks * (ranks + 1) // 2
     for x in (torch.tensor(3.0), torch.ones(0), drawn(2, 7, 1, 2)):
-        piece = tp.split_tensor_into_1d_chunks(x)
+        piece = tp.split_tensor_into_1d_equal_chunks(x)
         assert piece.untyped_storage().nbytes() <= 8 * max(len(piece), 1)
         assert torch.equal(tp.gather_split_1d_tensor(piece, x.numel()).view(x.shape), x)
         assert torch.equal(tp.gather_split_1d_tensor(piece).view(x.shape), x)

@@ -79,6 +79,20 @@ LOCAL = [
     (lambda r: tp.gather_from_sequence_parallel_region(X, [2]), "tensor_parallel_output_grad"),
     (lambda r: tp.scatter_to_tensor_model_parallel_region(X, dim=2), "dim=2"),
     (lambda r: tp.gather_split_1d_tensor([1.0]), "piece"),
+    # mappings that are primitives say which one was called
+    *(
+        (lambda r, f=f: getattr(tp, f)(X, sizes=[3, 3, 3]), f"{f} on")
+        for f in (
+            "gather_from_sequence_parallel_region",
+            "reduce_scatter_to_sequence_parallel_region",
+            "all_gather_last_dim_from_tensor_parallel_region",
+            "reduce_scatter_last_dim_to_tensor_parallel_region",
+        )
+    ),
+    (lambda r: tp.all_to_all(X, [1, 1, 1], [1, 1, 1]), "all_to_all on"),
+    (lambda r: tp.all_to_all_sp2hp(X, [2, 2, 2], [1, 1, 1]), "all_to_all_sp2hp on"),
+    (lambda r: tp.all_to_all_hp2sp(X[0], [1, 1, 2], [4, 4, 4]), "all_to_all_hp2sp on"),
+    (lambda r: tp.gather_from_sequence_parallel_region(X, sizes=tp), "group=..."),
     # linear functions
     (lambda r: tp.column_parallel_linear(X, W.T), "weight"),
     (lambda r: tp.column_parallel_linear(torch.tensor(1.0), W), "x must be"),
@@ -145,7 +159,11 @@ LOCAL = [
     (forked(lambda s: s.add(3)), "name"),
     (forked(lambda s: s.add("sharded")), "sharded"),
     (forked(lambda s: s.add("expert", expert=0.5)), "expert"),
-    (lambda r: tp.CheckpointWithoutOutput().checkpoint(torch.exp, X), "block"),
+    (
+        lambda r: tp.CheckpointWithoutOutput().discard_output_and_register_recompute(X),
+        "checkpoint() begins",
+    ),
+    (lambda r: tp.checkpoint(torch.exp, False, X), "distribute_saved_activations"),
 ]
 
 
@@ -227,6 +245,8 @@ SHARED = {
         (layer_of(COLUMN, 6, 7, sizes=BLOCKS), "sizes"),
         (layer_of(COLUMN, 6, 7, sizes=[3, 4]), "sizes"),
         (layer_of(COLUMN, 6, 7, init=3), "init"),
+        (layer_of(COLUMN, 6, 7, init=nn.init.xavier_normal_), "xavier_normal_ needs the shape"),
+        (layer_of(VOCAB, 5, 2, init=partial(nn.init.orthogonal_, gain=2)), "orthogonal_ needs"),
         (layer_of(COLUMN, 6, 7, dtype=torch.int64), "dtype"),
         (layer_of(COLUMN, 6, 7, device="gpu"), "gpu"),
         (layer_of(COLUMN, 6, 7, save="all"), "save"),

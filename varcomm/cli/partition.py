@@ -17,7 +17,7 @@ a folder. varcomm.graph.PartitionedGraph.load reads it on any number of ranks.
 
 FILE is one of
   a mesh          any format that meshio reads: .vtu, .msh, .stl, ...; its
-                  points are the nodes
+                  points are the nodes; or the folder of an OpenFOAM case
   .pt, .pth       a dict of tensors: edge_index (2, E), and others such as x or
                   pos; torch.save(data.to_dict(), path) writes one from a Data;
                   nothing else is unpickled
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Check the targets, cut, write and report."""
     from varcomm import simulate
-    from varcomm.graph.files.graph_file import read_graph
+    from varcomm.graph.files.graph_file import read_graph_and_mesh
     from varcomm.graph.files.plot import check_target
     from varcomm.graph.files.saved import check_place
 
@@ -71,13 +71,13 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         check_target(options.plot)
     if options.out is not None:
         check_place(options.out)
-    data = read_graph(options.file)
+    data, mesh = read_graph_and_mesh(options.file)
     try:
         parts = simulate.partition(data, options.parts, options.method)
     except ArgumentError as error:
         raise ArgumentError(f"{options.file}: {error}") from error
     if options.plot is not None:  # first: it refuses nodes without positions
-        parts.plot(options.plot)
+        parts.plot(options.plot, mesh)
     if options.out is not None:
         total = options.parts
         parts.save(options.out, lambda rank: progress(f"writing parts: {rank + 1} of {total}"))

@@ -36,7 +36,7 @@ The last line is the verdict: the largest number of ranks whose efficiency is
 at least 0.8, and the part of the step that dominates on more ranks.
 
 example:
-  %(prog)s --grid 720x1440 --ranks 4,16,64
+  %(prog)s --grid 360x720 --ranks 1,4,16
 """
 
 METHOD = "hilbert"

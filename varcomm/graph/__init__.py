@@ -16,6 +16,7 @@ from varcomm.graph.building.from_edges import from_edges
 from varcomm.graph.building.partition import partition
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.files.mesh import Mesh, read_mesh
+from varcomm.graph.files.mesh_writer import MeshWriter
 from varcomm.graph.moving.rebalance import rebalance
 from varcomm.graph.moving.transfer import Transfer, remap, transfer
 from varcomm.graph.neighbours.knn import knn
@@ -25,14 +26,19 @@ from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.partitioners.assign import assign, assign_sharded
 from varcomm.graph.reductions import replicated
 from varcomm.graph.report import Report
+from varcomm.graph.rows.reading import Rows
+from varcomm.graph.rows.writing import RowWriter
 from varcomm.graph.shard import NodeShard
 
 __all__ = [
     "EdgeShard",
     "Mesh",
+    "MeshWriter",
     "NodeShard",
     "PartitionedGraph",
     "Report",
+    "RowWriter",
+    "Rows",
     "Transfer",
     "assign",
     "assign_sharded",

@@ -112,8 +112,8 @@ class EdgeShard(Numbering, Shard):
     # whether edge_index is an ordinary tensor; set by varcomm.testing
     is_plain: bool = field(init=False, repr=False, default=False)
 
-    # see exchanges_for_no_edges; None outside propagate, and in compiled code
-    _unused: list[torch.Tensor] | None = field(init=False, repr=False, default=None)
+    # see exchanges; None outside propagate, and in compiled code
+    _exchanged: list[torch.Tensor] | None = field(init=False, repr=False, default=None)
     # owned nodes up to the last one that has an edge, once asked for
     _last: list[int] = field(init=False, repr=False)
 
@@ -241,8 +241,8 @@ class EdgeShard(Numbering, Shard):
         if has_halo:
             return ordinary(x, _WithHalo)  # type: ignore[no-any-return]
         x = self.rows_and_halo(x, dim)
-        if empty and self._unused is not None and x.requires_grad:
-            self._unused.append(x.narrow(dim, 0, 0).sum())
+        if self._exchanged is not None and x.requires_grad:
+            self._exchanged.append(x)
         return x
 
     def fetched(
@@ -265,8 +265,8 @@ class EdgeShard(Numbering, Shard):
         if reads < 2:
             return edge_index
         rows = self.rows_and_halos(distinct, dim)
-        if self._unused is not None and edge_index.plain.shape[1] == 0:
-            self._unused.extend(x.narrow(dim, 0, 0).sum() for x in rows if x.requires_grad)
+        if self._exchanged is not None:
+            self._exchanged.extend(x for x in rows if x.requires_grad)
         return edge_index.knowing(zip(distinct, rows, strict=True))
 
     def _has_halo(self, kind: Kind, x: torch.Tensor, given: int, where: str) -> bool:
@@ -307,7 +307,7 @@ class EdgeShard(Numbering, Shard):
 
     def at_targets(self, out: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
         """Return the result of a local reduction at targets."""
-        if self.hops == 1 or self._unused is not None:
+        if self.hops == 1 or self._exchanged is not None:
             return out
         if src.dim() == 1:
             # Outside of a propagate, degrees are counted: nodes of the halo lack edges here, and
@@ -321,18 +321,14 @@ class EdgeShard(Numbering, Shard):
         )
 
     @contextmanager
-    def exchanges_for_no_edges(self) -> Iterator[list[torch.Tensor]]:
-        """Collect what depends on each exchange of rows that no edge on this rank reads.
-
-        Backward is collective: the exchange must be in it, even if a layer without edges ignores
-        the halo.
-        """
-        before, collected = self._unused, list[torch.Tensor]()
-        vars(self)["_unused"] = collected
+    def exchanges(self) -> Iterator[list[torch.Tensor]]:
+        """Collect the rows of each differentiable exchange inside the block."""
+        before, collected = self._exchanged, list[torch.Tensor]()
+        vars(self)["_exchanged"] = collected
         try:
             yield collected
         finally:
-            vars(self)["_unused"] = before
+            vars(self)["_exchanged"] = before
 
     def reduced(
         self, index: PartitionedIndex, how: How, src: torch.Tensor, size: int

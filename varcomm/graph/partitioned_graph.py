@@ -21,6 +21,7 @@ from varcomm.sizes import ShardSizes
 from varcomm.transport.group import Group, GroupLike
 
 if TYPE_CHECKING:
+    from varcomm.graph.files.mesh import Mesh
     from varcomm.graph.report import Report
 
 __all__ = ["EdgeType", "NodeType", "PartitionedGraph"]
@@ -286,12 +287,19 @@ class PartitionedGraph:
             attributes=moved(self.attributes, device),
         )
 
-    def plot(self, path: str | os.PathLike[str], node_type: NodeType = None) -> None:
+    def plot(
+        self,
+        path: str | os.PathLike[str],
+        node_type: NodeType = None,
+        mesh: Mesh | None = None,
+    ) -> None:
         """Draw each node in the colour of its owner, darker if another rank has a copy.
 
-        Collective: rank 0 draws the attribute ``pos``, (n, 2) or (n, 3), with matplotlib. Of more
-        than 200,000 nodes, each rank draws the same share, at random. Communication: at most 32
-        bytes per drawn node.
+        Collective: rank 0 draws with matplotlib. With `mesh`, it draws cells: cells that are nodes,
+        or the share of each cell that is nearest to each of its points. Of volumes it draws the
+        outer faces, and beside them the cells between ranks. Without `mesh`, it draws the attribute
+        ``pos``, (n, 2) or (n, 3), as dots; of more than 200,000 nodes, each rank draws the same
+        share, at random. Communication: at most 32 bytes per drawn node.
 
         Parameters
         ----------
@@ -299,19 +307,22 @@ class PartitionedGraph:
             File that rank 0 writes or replaces, in the format of its suffix: .png, .pdf, .svg, ...
         node_type : str, optional
             The type of nodes to draw, in a graph with several types.
+        mesh : Mesh, optional
+            The mesh of the graph; only that of rank 0 is read.
 
         Raises
         ------
         ArgumentError
-            On every rank, if positions are missing or invalid, or rank 0 cannot write the file.
+            On every rank, if positions are missing or invalid, `mesh` has another number of nodes,
+            or rank 0 cannot write the file.
         DisagreementError
-            On every rank, if arguments differ across ranks; the `path` of rank 0 counts.
+            On every rank, if `node_type` differs across ranks; the `path` of rank 0 counts.
         MissingPackageError
             On every rank, if matplotlib is not installed on rank 0.
         """
         from varcomm.graph.files.plot import plot
 
-        plot(self, path, node_type)
+        plot(self, path, node_type, mesh)
 
     def migrate(
         self,

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, overload
 
 import torch
 
 from varcomm.ops import levels, packing
 from varcomm.ops.checks import checked_shard
+from varcomm.ops.gather_nested import gather_without_sizes
 from varcomm.ops.operator import Operator, TensorOrHandle, call, checking, torch_operator
 from varcomm.ops.reduction import sum_in_rank_order
 from varcomm.transport.engine import Pending
@@ -126,23 +127,47 @@ class ReduceScatterV(_Sharded):
         return AllGatherV(self.group, self.sizes, self.dim, self.use_fp32)
 
 
+@overload
 def all_gather_v(
     tensor: torch.Tensor,
-    sizes: Sequence[int],
+    sizes: Sequence[int] | None = None,
     dim: int = 0,
     use_fp32: bool = True,
     group: GroupLike = None,
     *,
     async_op: bool = False,
-) -> TensorOrHandle:
+) -> TensorOrHandle: ...
+
+
+@overload
+def all_gather_v(
+    tensor: Mapping[Any, Any] | Sequence[Any],
+    sizes: None = None,
+    dim: int = 0,
+    use_fp32: bool = True,
+    group: GroupLike = None,
+) -> Any: ...
+
+
+def all_gather_v(
+    tensor: Any,
+    sizes: Sequence[int] | None = None,
+    dim: int = 0,
+    use_fp32: bool = True,
+    group: GroupLike = None,
+    *,
+    async_op: bool = False,
+) -> Any:
     """Concatenate the uneven shards of all ranks, on every rank.
 
     Parameters
     ----------
     tensor : torch.Tensor
-        This rank's shard, with ``sizes[rank]`` rows along `dim`; any dtype.
-    sizes : sequence of int
-        Rows per rank along `dim`; zeros allowed, identical on all ranks.
+        This rank's shard, with ``sizes[rank]`` rows along `dim`; any dtype. Without `sizes` also
+        tensors of several dtypes and None in tuples, lists and dictionaries, of one structure on
+        all ranks, and a scalar, which is one row.
+    sizes : sequence of int, optional
+        Rows per rank along `dim`; zeros allowed, identical on all ranks. None asks the ranks.
     dim : int
         Sharded dimension.
     use_fp32 : bool
@@ -155,7 +180,14 @@ def all_gather_v(
     Returns
     -------
     torch.Tensor or Handle
-        ``sum(sizes)`` rows along `dim`, shard after shard in rank order; dtype of `tensor`.
+        ``sum(sizes)`` rows along `dim`, shard after shard in rank order; dtype of `tensor`. Of
+        nested tensors, the same structure.
+
+    Raises
+    ------
+    DisagreementError
+        Without `sizes`, on every rank, if ranks differ in structure, dtypes, ``requires_grad``,
+        `dim`, or other dimensions.
 
     Notes
     -----
@@ -163,6 +195,12 @@ def all_gather_v(
     Communication: each rank sends its shard to every other rank. For ``dim=0`` nothing is copied,
     for others once on arrival. From 16 ranks on, shards of up to 4 KiB (mean) travel by levels, as
     in :func:`reduce_scatter_v`: the same bytes in ``k P^(1/k)`` messages per rank.
+
+    Without `sizes`, ranks first share 1 KiB each in one more round, in backward nothing; large
+    structures need a second message. Nested tensors travel in one exchange and are copied on both
+    sides; backward sends the gradients of those that require one. Inside ``torch.func`` and in
+    forward mode each tensor travels alone. `async_op` needs one tensor.
+
     In one process: ``torch.cat(shards, dim)``.
 
     Examples
@@ -176,7 +214,15 @@ def all_gather_v(
     >>> varcomm.launch(fn, 2)
     [([0.0, 1.0, 1.0], [2.0]), ([0.0, 1.0, 1.0], [2.0, 2.0])]
     """
-    return call(_operator, resolve(group), tensor, sizes, (dim, use_fp32), async_op)
+    ranks = resolve(group)
+    if sizes is None:
+
+        def one(x: torch.Tensor, rows: Sequence[int], at: int) -> TensorOrHandle:
+            return call(_operator, ranks, x, rows, (at, use_fp32), async_op)
+
+        how = dim, None, use_fp32, async_op
+        return gather_without_sizes("all_gather_v", ranks, tensor, *how, one)
+    return call(_operator, ranks, tensor, sizes, (dim, use_fp32), async_op)
 
 
 def _operator(

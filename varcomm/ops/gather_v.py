@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any, overload
 
 import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.ops import packing
 from varcomm.ops.checks import checked_shard, checked_tensor, checked_whole
+from varcomm.ops.gather_nested import gather_without_sizes
 from varcomm.ops.operator import Operator, TensorOrHandle, call, checking, run, torch_operator
 from varcomm.ops.root_input import compare_like, known_input, root_input
 from varcomm.sizes import checked_dim, checked_rank, checked_sizes
@@ -99,24 +101,46 @@ class ScatterV(_Rooted):
         return GatherV(self.group, self.sizes, self.dim, self.root, self.shape, self.elsewhere)
 
 
+@overload
 def gather_v(
     tensor: torch.Tensor,
-    sizes: Sequence[int],
+    sizes: Sequence[int] | None = None,
     dim: int = 0,
     dst: int = 0,
     group: GroupLike = None,
     *,
     async_op: bool = False,
-) -> TensorOrHandle:
+) -> TensorOrHandle: ...
+
+
+@overload
+def gather_v(
+    tensor: Mapping[Any, Any] | Sequence[Any],
+    sizes: None = None,
+    dim: int = 0,
+    dst: int = 0,
+    group: GroupLike = None,
+) -> Any: ...
+
+
+def gather_v(
+    tensor: Any,
+    sizes: Sequence[int] | None = None,
+    dim: int = 0,
+    dst: int = 0,
+    group: GroupLike = None,
+    *,
+    async_op: bool = False,
+) -> Any:
     """Concatenate the uneven shards of all ranks on one of them.
 
     Parameters
     ----------
-    tensor : torch.Tensor
-        This rank's shard, with ``sizes[rank]`` rows along `dim`; any dtype.
+    tensor, sizes
+        As in :func:`all_gather_v`, which also describes calls without `sizes`.
     dst : int
         The rank, within `group`, of the result.
-    sizes, dim, group, async_op
+    dim, group, async_op
         As in :func:`all_gather_v`.
 
     Returns
@@ -129,7 +153,7 @@ def gather_v(
     -----
     Adjoint: :func:`scatter_v` from `dst`.
     Communication: each rank but `dst` sends its shard. For ``dim=0`` nothing is copied, for others
-    once on arrival.
+    once on arrival. Without `sizes`, ranks first share 1 KiB each.
     In one process: ``torch.cat(shards, dim)``.
 
     Examples
@@ -140,7 +164,14 @@ def gather_v(
     >>> varcomm.launch(fn, 2)
     [tensor([0, 1, 1]), tensor([], dtype=torch.int64)]
     """
-    return call(_gather, resolve(group), tensor, sizes, (dim, dst), async_op)
+    ranks = resolve(group)
+    if sizes is None:
+
+        def one(x: torch.Tensor, rows: Sequence[int], at: int) -> TensorOrHandle:
+            return call(_gather, ranks, x, rows, (at, dst), async_op)
+
+        return gather_without_sizes("gather_v", ranks, tensor, dim, dst, True, async_op, one)
+    return call(_gather, ranks, tensor, sizes, (dim, dst), async_op)
 
 
 def _gather(

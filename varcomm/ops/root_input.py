@@ -52,7 +52,7 @@ def root_input(
     digest, transforms = zlib.crc32(repr(list(sizes)).encode()), _transforms_of(tensor)
     if debugging():
         call = {"operation": name, "root": src, "sizes": list(sizes), "like": "not given"}
-        _outside_transforms(lambda: compare(group, call))
+        outside_transforms(lambda: compare(group, call))
 
     def describe() -> dict[str, Any]:
         x = checked()
@@ -132,7 +132,7 @@ def compare_like(name: str, x: torch.Tensor, src: int, group: Group, sizes: Sequ
     """Compare, inside debug(), whether ranks have `like`; their calls compare the rest."""
     call = {"operation": name, "root": src, "sizes": list(sizes), "like": "given"}
     call["transforms"] = _transforms_of(x)
-    _outside_transforms(lambda: compare(group, call))
+    outside_transforms(lambda: compare(group, call))
 
 
 def _facts(x: torch.Tensor) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def _nothing_of(tensor: torch.Tensor) -> torch.Tensor:
     return rows.narrow(0, 0, 0).reshape(-1)
 
 
-def _outside_transforms(job: Callable[[], object]) -> None:
+def outside_transforms(job: Callable[[], object]) -> None:
     """Run a job on plain tensors: transforms of ``torch.func`` belong to a thread."""
     if not torch._C._are_functorch_transforms_active():
         job()

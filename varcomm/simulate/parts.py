@@ -20,6 +20,7 @@ from varcomm.transport.group import GroupLike, resolve
 if TYPE_CHECKING:  # which needs PyTorch Geometric
     from varcomm.graph.building.assemble import Numbering
     from varcomm.graph.building.partition import Method
+    from varcomm.graph.files.mesh import Mesh
     from varcomm.graph.partitioned_graph import PartitionedGraph
     from varcomm.graph.report import Report
 
@@ -226,23 +227,30 @@ class Parts(Counts):
             staging.discard()
             raise
 
-    def plot(self, path: str | os.PathLike[str]) -> None:
+    def plot(self, path: str | os.PathLike[str], mesh: Mesh | None = None) -> None:
         """Draw :meth:`varcomm.graph.PartitionedGraph.plot`, for a graph with one type of nodes."""
         from varcomm.graph.building.tables import rows_at
-        from varcomm.graph.files.plot import check_target, draw, places
+        from varcomm.graph.files.plot import check_target, draw, draw_cells, lists_to_draw, places
 
         check_target(path)
         (numbered,), (table,) = self._numbered.values(), self._tables.nodes.values()
-        pos = table.attributes.get("pos")
-        rows = places(None if pos is None else rows_at(pos, numbered.order))
-        copied = torch.zeros(len(rows), 1, dtype=torch.float64)
+        copied = torch.zeros(len(numbered.owner), 1, dtype=torch.float64)
         for needs in self._needs.values():
             copied[needs.row] = 1
+        lists = lists_to_draw(mesh, len(copied))
+        if mesh is not None and lists is not None:
+            by_id, owner = copied[numbered.number.cpu()][:, 0] > 0, numbered.owner.cpu()
+            of_cells = mesh.nodes == "cells"
+            report = self.report()
+            draw_cells(Path(path), lists, of_cells, by_id.numpy(), owner.numpy(), report)
+            return
+        pos = table.attributes.get("pos")
+        rows = places(None if pos is None else rows_at(pos, numbered.order))
         chance = torch.Generator().manual_seed(0)
         drawn = torch.randperm(len(rows), generator=chance)[:_DRAWN].sort().values
         shown = torch.cat([rows, copied], dim=1)[drawn].numpy()
-        owner = numbered.owner[numbered.order].cpu()[drawn].numpy()
-        draw(Path(path), shown, owner, len(rows), self.report())
+        ranks = numbered.owner[numbered.order].cpu()[drawn].numpy()
+        draw(Path(path), shown, ranks, len(rows), self.report())
 
 
 def partition(data: Any, size: int, method: Method = None) -> Parts:

@@ -35,12 +35,18 @@ def checkpoint(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         Does the same each time it is called, collectives included: on every rank it runs to its
         end in backward.
     *args, **kwargs
-        Arguments of `function`.
+        Arguments of `function`. The first is no bool, which Megatron-Core has in its place for
+        ``distribute_saved_activations``; pass a flag by keyword.
 
     Returns
     -------
     object
         The result of `function`.
+
+    Raises
+    ------
+    ArgumentError
+        If the first of `args` is a bool.
 
     Notes
     -----
@@ -48,7 +54,7 @@ def checkpoint(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
     To keep ``1 / P`` of a replicated argument `x` per rank, checkpoint ``lambda piece:
     function(gather_split_1d_tensor(piece, x.numel()).view(x.shape))`` with
-    ``split_tensor_into_1d_chunks(x)``.
+    ``split_tensor_into_1d_equal_chunks(x)``.
 
     Examples
     --------
@@ -66,6 +72,16 @@ def checkpoint(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     >>> varcomm.launch(fn, 2)
     [True, True]
     """
+    if args and isinstance(args[0], bool):
+        raise ArgumentError(
+            f"checkpoint: the first argument of function is {args[0]}, as Megatron-Core passes "
+            "distribute_saved_activations. Leave it out: checkpoint(function, *args). Pass a flag "
+            "of your function by keyword."
+        )
+    return _checkpointed(function, *args, **kwargs)
+
+
+def _checkpointed(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     run = Replay().around(lambda *own: function(*own, **kwargs))
     # torch would stop at the last tensor that is needed, maybe before a collective
     return torch_checkpoint(run, *args, use_reentrant=False, early_stop=False)  # type: ignore[no-any-return]
@@ -78,6 +94,10 @@ class CheckpointWithoutOutput:
     inside the block keep a note in place of the output or a view of it, and the first gradient that
     needs it runs the function again. A use outside the block keeps the output. Streams, collectives
     and derivatives work as in :func:`checkpoint`.
+
+    Without a block, as in Megatron-Core, :meth:`checkpoint` begins it and
+    :meth:`discard_output_and_register_recompute` ends it. If the code between them raises, nothing
+    ends it: prefer the block.
 
     Examples
     --------
@@ -93,33 +113,45 @@ class CheckpointWithoutOutput:
 
     def __init__(self) -> None:
         self._runs: list[_Run] | None = None
+        self._in_block = False
         self._hooks = _hooks_of_notes(self._pack)
 
     def __enter__(self) -> Self:
         if self._runs is not None:
             raise ArgumentError("CheckpointWithoutOutput: the block is open. Make another object.")
+        self._begin()
+        self._in_block = True
+        return self
+
+    def _begin(self) -> None:
         self._runs = []
         self._hooks.__enter__()
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._hooks.__exit__(*error)
-        self._runs = None
+        self._runs, self._in_block = None, False
 
     @uncompiled(_CALLS)
     def checkpoint(self, function: Callable[..., Outputs], *args: Any, **kwargs: Any) -> Outputs:
         """Call a function whose output is not kept by other operations in this block.
 
         `function` returns a tensor or a tuple of tensors and does the same each time; its arguments
-        are kept. Raises ArgumentError outside the block.
+        are kept. Outside a block, the operations up to
+        :meth:`discard_output_and_register_recompute` are the block.
         """
-        if self._runs is None:
-            raise ArgumentError(
-                "CheckpointWithoutOutput.checkpoint: called outside of its block, where users of "
-                "the output would keep it. Call the function and its users inside."
-            )
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
+        began = self._runs is None
+        if began:
+            self._begin()
+        try:
+            return self._recorded(function, *args, **kwargs)
+        except BaseException:
+            if began:
+                self.__exit__(None, None, None)
+            raise
+
+    def _recorded(self, function: Callable[..., Outputs], *args: Any, **kwargs: Any) -> Outputs:
         run = _Run()
         known = weakref.ref(run)  # the run owns the graph, which owns the function below
 
@@ -129,16 +161,34 @@ class CheckpointWithoutOutput:
                 own.computed(_listed(result))
             return result, _kept(torch.empty(0, device="cpu"))
 
-        result, run.anchor = checkpoint(recorded, *args)
+        result, run.anchor = _checkpointed(recorded, *args)
         run.outputs = [(weakref.ref(x), x._version) for x in _listed(result)]
-        self._runs.append(run)
+        if self._runs is not None:
+            self._runs.append(run)
         return result
+
+    def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
+        """End the block that :meth:`checkpoint` began; call it after the users of the output.
+
+        `hook_tensor` is the last of their results, as in Megatron-Core; here any gradient that
+        needs the output runs the function again. ArgumentError inside a ``with`` block, and if
+        :meth:`checkpoint` was not called before.
+        """
+        if not torch.is_grad_enabled() and self._runs is None:
+            return
+        if self._in_block or self._runs is None or not isinstance(hook_tensor, Tensor):
+            raise ArgumentError(
+                "CheckpointWithoutOutput.discard_output_and_register_recompute ends the block that "
+                "checkpoint() begins without a with statement, and gets a tensor. Call checkpoint "
+                "before; inside a with block, leave this call out."
+            )
+        self.__exit__(None, None, None)
 
     def _pack(self, x: Tensor) -> Callable[[], Tensor]:
         for run in self._runs or ():
             if note := run.note(x):
                 return note
-        # kept as outside of this block: by the hooks around it, with torch's own checks
+        # kept as without this block: by the hooks around it, with torch's own checks
         self._hooks.__exit__()
         try:
             kept = _kept(x.detach())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,20 +19,23 @@ from varcomm.transport.group import GroupLike, resolve
 
 __all__ = ["broadcast_data"]
 
+K = TypeVar("K", bound=Hashable)
+
 
 def broadcast_data(
-    keys: Sequence[str],
-    data: Mapping[str, Tensor] | None,
+    keys: Sequence[K],
+    data: Mapping[K, Tensor] | None,
     dtype: torch.dtype,
     group: GroupLike = None,
-) -> dict[str, Tensor]:
+) -> dict[K, Tensor]:
     """Return the tensors of the group's first rank on all ranks; not differentiable.
 
     Parameters
     ----------
-    keys : sequence of str
-        Entries of `data` to send; identical on all ranks, in the same order.
-    data : mapping of str to torch.Tensor, or None
+    keys : sequence of hashable
+        Entries of `data` to send; identical on all ranks, in the same order. Ranks compare their
+        ``repr``.
+    data : mapping of keys to torch.Tensor, or None
         On the first rank, tensors of any shapes, on one device. Other ranks may pass None.
     dtype : torch.dtype
         Of all tensors; identical on all ranks.
@@ -41,7 +44,7 @@ def broadcast_data(
 
     Returns
     -------
-    dict of str to torch.Tensor
+    dict of keys to torch.Tensor
         Copies of the entries, in one allocation, on the device of the first rank's tensors, or on
         the group's device if the group does not communicate there.
 
@@ -72,9 +75,9 @@ def broadcast_data(
     own: list[Tensor] = []
 
     def check() -> dict[str, Any]:
-        strings = isinstance(keys, Sequence) and all(isinstance(key, str) for key in keys)
-        if isinstance(keys, str) or not strings or len(set(keys)) < len(keys):
-            raise ArgumentError(f"keys must be a list of different strings; got {keys!r}.")
+        fits = isinstance(keys, Sequence) and all(isinstance(key, Hashable) for key in keys)
+        if isinstance(keys, str | bytes) or not fits or len(set(keys)) < len(keys):
+            raise ArgumentError(f"keys must be a list of different hashable keys; got {keys!r}.")
         if not isinstance(dtype, torch.dtype):
             raise ArgumentError(f"dtype must be a torch.dtype; got {dtype!r}.")
         try:
@@ -103,7 +106,7 @@ def broadcast_data(
     return dict(zip(keys, got, strict=True))
 
 
-def _checked_data(keys: Sequence[str], data: Any, dtype: torch.dtype) -> list[Tensor]:
+def _checked_data(keys: Sequence[Hashable], data: Any, dtype: torch.dtype) -> list[Tensor]:
     if not isinstance(data, Mapping) or any(key not in data for key in keys):
         got = list(data) if isinstance(data, Mapping) else type(data).__name__
         raise ArgumentError(f"data must be a mapping with the keys {list(keys)}; got {got}.")

@@ -203,6 +203,11 @@ def _is_sharded(index: int, parameter: Tensor, group: Group, where: str) -> bool
     checked_tensor(parameter, where, f"parameter {index}")
     gradient = _gradient(parameter)
     if gradient is not None:
+        if type(gradient) not in (Tensor, torch.nn.Parameter):
+            raise ArgumentError(
+                f"{where}the gradient of parameter {index} is a {type(gradient).__name__}, which "
+                "ranks have in pieces. Call clip_grad_norm_ of its ShardedGradients, or to_local()."
+            )
         checked_tensor(gradient, where, f"the gradient of parameter {index}")
     spec = shard_spec(parameter)
     if spec is not None and spec.group != group:

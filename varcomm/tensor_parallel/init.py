@@ -3,19 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from hashlib import blake2b
+from inspect import Parameter, signature
 from itertools import product
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from varcomm.errors import ArgumentError
 from varcomm.ops.reduction import accumulation_dtype
 from varcomm.sharding import ShardSpec
 
 Fill: TypeAlias = Callable[[Tensor, torch.Generator], object]
 
 _TILE = 64, 256
+
+# Their values depend on the shape of the full weight, and a tile is smaller.
+_OF_FULL_SHAPE = {
+    *("dirac_", "eye_", "kaiming_normal_", "kaiming_uniform_", "orthogonal_", "sparse_"),
+    *("xavier_normal_", "xavier_uniform_"),
+}
+
+
+def drawing(init: Any) -> Fill:
+    """Return `init` as ``fill(tensor, generator)``; ArgumentError if it cannot draw tiles.
+
+    `init` gets the generator by keyword if it has a parameter of this name, and otherwise in second
+    place if it needs two arguments. Other functions draw from torch's default generator, which has
+    the state of the generator during the call.
+    """
+    if not callable(init):
+        raise ArgumentError(f"init must be init(tensor, generator) or init(tensor); got {init!r}.")
+    inner = init.func if isinstance(init, partial) else init
+    name = getattr(inner, "__name__", "")
+    if name in _OF_FULL_SHAPE and inner is getattr(torch.nn.init, name):
+        raise ArgumentError(
+            f"init draws each element by itself, and torch.nn.init.{name} needs the shape of the "
+            "full weight. Pass for example lambda x, generator: x.normal_(0, std, "
+            "generator=generator), with std of the full shape."
+        )
+    try:
+        parameters = signature(init).parameters
+    except (TypeError, ValueError):  # of a function in C, as torch.Tensor.zero_
+        return partial(_from_default, init)
+    if "generator" in parameters:
+        return lambda tensor, generator: init(tensor, generator=generator)
+    places = Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD
+    needed = [p for p in parameters.values() if p.kind in places and p.default is p.empty]
+    several = any(p.kind is Parameter.VAR_POSITIONAL for p in parameters.values())
+    return init if len(needed) > 1 or several else partial(_from_default, init)
+
+
+def _from_default(init: Callable[[Tensor], object], tensor: Tensor, generator: Any) -> None:
+    before = torch.get_rng_state()
+    torch.set_rng_state(generator.get_state())
+    try:
+        init(tensor)
+    finally:
+        torch.set_rng_state(before)
 
 
 def initialised(

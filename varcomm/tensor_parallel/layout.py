@@ -14,7 +14,7 @@ from varcomm.errors import ArgumentError
 from varcomm.ops.digest import digest, require_equal
 from varcomm.sharding import ShardSpec, mark, shard_spec
 from varcomm.sizes import ShardSizes, at_least, checked_sizes
-from varcomm.tensor_parallel.init import Fill, initialised
+from varcomm.tensor_parallel.init import Fill, drawing, initialised
 from varcomm.transport.agreement import agree_and_share
 from varcomm.transport.group import Group, GroupLike, resolve
 
@@ -161,9 +161,7 @@ class ShardedModule(MarkedModule):
                 parts = checked_sizes(given["sequence_sizes"], "sequence_sizes", ranks.size)
                 given["sequence_sizes"] = ShardSizes(parts)
             init, device, dtype = (given.pop(name) for name in _HOW_DRAWN)
-            self._how_drawn = init, device, dtype
-            if not (init is None or callable(init)):
-                raise ArgumentError(f"init must be init(tensor, generator); got {init!r}.")
+            self._how_drawn = None if init is None else drawing(init), device, dtype
             like = torch.empty(0, dtype=dtype, device=device)
             if not (like.is_floating_point() or like.is_complex()):
                 raise ArgumentError(f"dtype must be floating point or complex; got {dtype}.")

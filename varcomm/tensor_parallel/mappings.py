@@ -15,12 +15,12 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from varcomm.ops.all_gather_v import all_gather_v
-from varcomm.ops.all_to_all_v import all_to_all_v, transpose_v
+from varcomm.errors import ArgumentError
+from varcomm.ops.all_gather_v import AllGatherV, ReduceScatterV
+from varcomm.ops.all_to_all_v import AllToAllV, TransposeV
 from varcomm.ops.checks import checked_shard, checked_tensor, checked_whole
 from varcomm.ops.compilation import uncompiled
 from varcomm.ops.operator import Operator, apply, checking
-from varcomm.ops.reduce_scatter_v import reduce_scatter_v
 from varcomm.ops.reduction import checked_summable
 from varcomm.ops.replicated import ReplicatedGather, ReplicatedShard, ReplicatedSum, ReplicatedUse
 from varcomm.sizes import ShardSizes, checked_dim, checked_sizes
@@ -41,7 +41,7 @@ __all__ = [
     "reduce_scatter_to_sequence_parallel_region",
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
-    "split_tensor_into_1d_chunks",
+    "split_tensor_into_1d_equal_chunks",
 ]
 
 
@@ -198,8 +198,8 @@ def all_gather_last_dim_from_tensor_parallel_region(
     >>> varcomm.launch(fn, 2)
     [tensor([[0, 1, 1]]), tensor([[0, 1, 1]])]
     """
-    name, ranks = "all_gather_last_dim_from_tensor_parallel_region", resolve(group)
-    return all_gather_v(tensor, shard_sizes(name, tensor, sizes, -1, ranks), -1, use_fp32, group)
+    name = "all_gather_last_dim_from_tensor_parallel_region"
+    return _all_gathered(name, tensor, sizes, -1, use_fp32, group)
 
 
 @_documented
@@ -221,10 +221,8 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(
     >>> varcomm.launch(fn, 2)
     [tensor([[2., 2.]]), tensor([[2.]])]
     """
-    name, ranks = "reduce_scatter_last_dim_to_tensor_parallel_region", resolve(group)
-    return reduce_scatter_v(
-        tensor, _whole_sizes(name, tensor, sizes, -1, ranks), -1, use_fp32, group
-    )
+    name = "reduce_scatter_last_dim_to_tensor_parallel_region"
+    return _reduce_scattered(name, tensor, sizes, -1, use_fp32, group)
 
 
 @_documented
@@ -279,7 +277,7 @@ def gather_from_sequence_parallel_region(
         pass  # only the flags, whose positions Megatron gives to other arguments
     if not tensor_parallel_output_grad:
         return _gathered(name, tensor, sizes, dim, group)
-    return all_gather_v(tensor, shard_sizes(name, tensor, sizes, dim, ranks), dim, use_fp32, group)
+    return _all_gathered(name, tensor, sizes, dim, use_fp32, group)
 
 
 @_documented
@@ -301,10 +299,8 @@ def reduce_scatter_to_sequence_parallel_region(
     >>> varcomm.launch(lambda rank: reduce_scatter_to_sequence_parallel_region(torch.arange(3)), 2)
     [tensor([0, 2]), tensor([4])]
     """
-    name, ranks = "reduce_scatter_to_sequence_parallel_region", resolve(group)
-    return reduce_scatter_v(
-        tensor, _whole_sizes(name, tensor, sizes, dim, ranks), dim, use_fp32, group
-    )
+    name = "reduce_scatter_to_sequence_parallel_region"
+    return _reduce_scattered(name, tensor, sizes, dim, use_fp32, group)
 
 
 @_documented
@@ -332,7 +328,15 @@ def all_to_all(
     sends = _whole_sizes(name, tensor, input_split_sizes, dim, ranks)
     if output_split_sizes is None:
         output_split_sizes = _asked_counts(name, sends, ranks)
-    return all_to_all_v(tensor, sends, output_split_sizes, dim, group)
+    with checking(name, ranks) as where:
+        sends, dim = checked_whole(tensor, sends, dim, ranks, where, "input_split_sizes")
+        receives = checked_sizes(output_split_sizes, "output_split_sizes", ranks.size, where)
+        if sends[ranks.rank] != receives[ranks.rank]:
+            raise ArgumentError(
+                f"{where}this rank sends {sends[ranks.rank]} rows to itself (input_split_sizes), "
+                f"but expects {receives[ranks.rank]} from itself (output_split_sizes)."
+            )
+    return apply(AllToAllV(ranks, dim, sends, dim, receives), tensor)
 
 
 @_documented
@@ -358,7 +362,9 @@ def all_to_all_sp2hp(
     name, ranks = "all_to_all_sp2hp", resolve(group)
     rows = shard_sizes(name, tensor, sequence_sizes, 0, ranks, "sequence_sizes")
     columns = _whole_sizes(name, tensor, hidden_sizes, -1, ranks)
-    return transpose_v(tensor, -1, columns, 0, rows, group)
+    return _transposed(
+        name, tensor, (-1, columns, "hidden_sizes"), (0, rows, "sequence_sizes"), ranks
+    )
 
 
 @_documented
@@ -384,11 +390,13 @@ def all_to_all_hp2sp(
     name, ranks = "all_to_all_hp2sp", resolve(group)
     columns = shard_sizes(name, tensor, hidden_sizes, -1, ranks, "hidden_sizes")
     rows = _whole_sizes(name, tensor, sequence_sizes, 0, ranks)
-    return transpose_v(tensor, 0, rows, -1, columns, group)
+    return _transposed(
+        name, tensor, (0, rows, "sequence_sizes"), (-1, columns, "hidden_sizes"), ranks
+    )
 
 
 @_documented
-def split_tensor_into_1d_chunks(tensor: Tensor, group: GroupLike = None) -> Tensor:
+def split_tensor_into_1d_equal_chunks(tensor: Tensor, group: GroupLike = None) -> Tensor:
     """Assume that `tensor` is replicated, and keep this rank's balanced share of its elements.
 
     tensor: Any shape, identical on all ranks.
@@ -397,10 +405,11 @@ def split_tensor_into_1d_chunks(tensor: Tensor, group: GroupLike = None) -> Tens
     Communication: none; in backward every rank sends its gradient to every other rank.
     In one process: part ``rank`` of ``tensor.reshape(-1).split(sizes)``.
 
-    >>> varcomm.launch(lambda rank: split_tensor_into_1d_chunks(torch.arange(3).view(3, 1)), 2)
+    >>> fn = lambda rank: split_tensor_into_1d_equal_chunks(torch.arange(3).view(3, 1))
+    >>> varcomm.launch(fn, 2)
     [tensor([0, 1]), tensor([2])]
     """
-    name, ranks = "split_tensor_into_1d_chunks", resolve(group)
+    name, ranks = "split_tensor_into_1d_equal_chunks", resolve(group)
     with checking(name, ranks) as where:
         checked_tensor(tensor, where)
     return _scattered(name, tensor.reshape(-1), None, 0, group)
@@ -413,10 +422,10 @@ def gather_split_1d_tensor(
     """Assume that all ranks use the gathered pieces identically.
 
     piece: This rank's piece, of any shape.
-    numel: Elements of the whole, for pieces of :func:`split_tensor_into_1d_chunks`; None asks all
-        ranks for the sizes of their pieces.
+    numel: Elements of the whole, for pieces of :func:`split_tensor_into_1d_equal_chunks`; None asks
+        all ranks for the sizes of their pieces.
     Returns: The pieces of all ranks, of one dimension.
-    Adjoint: :func:`split_tensor_into_1d_chunks`.
+    Adjoint: :func:`split_tensor_into_1d_equal_chunks`.
     Communication: every rank sends its piece to every other rank; none in backward.
     In one process: ``torch.cat(pieces)``.
 
@@ -531,6 +540,54 @@ def _applied(
     with checking(name, ranks, use_fp32=use_fp32) as where:
         checked_summable(tensor, where, use_fp32)
     return apply(kind(ranks, use_fp32), tensor)
+
+
+def _all_gathered(
+    name: str,
+    tensor: Tensor,
+    sizes: Sequence[int] | None,
+    dim: int,
+    use_fp32: bool,
+    group: GroupLike,
+) -> Tensor:
+    ranks = resolve(group)
+    sizes = shard_sizes(name, tensor, sizes, dim, ranks)
+    with checking(name, ranks, use_fp32=use_fp32) as where:
+        plain = checked_shard(tensor, sizes, dim, ranks, where)
+    return apply(AllGatherV(ranks, *plain, use_fp32), tensor)
+
+
+def _reduce_scattered(
+    name: str,
+    tensor: Tensor,
+    sizes: Sequence[int] | None,
+    dim: int,
+    use_fp32: bool,
+    group: GroupLike,
+) -> Tensor:
+    ranks = resolve(group)
+    sizes = _whole_sizes(name, tensor, sizes, dim, ranks)
+    with checking(name, ranks, use_fp32=use_fp32) as where:
+        checked_summable(tensor, where, use_fp32)
+        plain = checked_whole(tensor, sizes, dim, ranks, where)
+    return apply(ReduceScatterV(ranks, *plain, use_fp32), tensor)
+
+
+def _transposed(
+    name: str,
+    tensor: Tensor,
+    split: tuple[int, Sequence[int], str],
+    concat: tuple[int, Sequence[int], str],
+    ranks: Group,
+) -> Tensor:
+    """Split one of the first and the last dimension over ranks, and gather the other."""
+    (dim, sizes, what), (other, others, of_other) = split, concat
+    with checking(name, ranks) as where:
+        splits = checked_whole(tensor, sizes, dim, ranks, where, what)
+        concats = checked_shard(tensor, others, other, ranks, where, of_other)
+        if tensor.dim() < 2:
+            raise ArgumentError(f"{where}the tensor must have at least two dimensions; it has one.")
+    return apply(TransposeV(ranks, splits[1], splits[0], concats[1], concats[0]), tensor)
 
 
 def _scattered(

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
 import varcomm
+from varcomm.data_parallel.buckets import is_owned
 from varcomm.errors import ArgumentError
 from varcomm.transport.agreement import share
 from varcomm.transport.group import resolve
@@ -104,7 +105,11 @@ def run(rank: int, task: Task) -> Run:
         "outputs": {str(place): leaf for place, leaf in enumerate(outputs)},
         "loss": {"loss": value} if isinstance(value, torch.Tensor) else {},
         "gradients of inputs": {name: leaf.grad for name, leaf in inputs.items()},
-        "gradients of parameters": {name: each.grad for name, each in named.items()},
+        "gradients of parameters": {
+            # a ShardedGradients has pieces of those that it owns
+            name: None if is_owned(each) else each.grad
+            for name, each in named.items()
+        },
         "parameters": named,
         "buffers": dict(model.named_buffers()),
     }

@@ -16,9 +16,10 @@ from varcomm.sharding.sharded import refuse_unwritable
 from varcomm.transport.engine import engine_for
 from varcomm.transport.group import Group
 
-__all__ = ["NAME", "Given"]
+__all__ = ["ANOTHER", "NAME", "Given"]
 
 NAME = "ShardedGradients"
+ANOTHER = "Call close() and make another, on all ranks."
 
 
 class _Groups(torch.optim.Optimizer):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
-from varcomm.data_parallel.sharded.arguments import Given
+from varcomm.data_parallel.sharded.arguments import ANOTHER, NAME, Given
 from varcomm.data_parallel.sharded.shard import Piece, Shard
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import all_gather_v
@@ -16,14 +16,18 @@ from varcomm.sharding import Box, Sharded, ShardSpec, shard_spec
 from varcomm.sharding.optimizer_state import OptimizerStates, Part
 from varcomm.transport.group import Group
 
-__all__ = ["Factory", "clip_", "held", "made", "options", "states_of"]
+__all__ = ["Factory", "Options", "held", "made", "norms", "options", "states_of"]
+
+K = TypeVar("K", bound=Hashable)
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+_WHOLE = 'Pass sizes="whole-parameters", which gives each parameter one owner'
 
 # Optimizers that cannot update pieces as one process would, and do not check for it, as Muon does.
 _NOT_OF_PIECES = {
     "LBFGS": "needs products of full gradients, and a rank has pieces",
-    "Adafactor": 'needs full matrices. Pass sizes="whole-parameters"',
+    "Adafactor": f"needs full matrices. {_WHOLE}",
 }
 
 
@@ -39,7 +43,15 @@ def made(
         for names, kept in given.groups
     ]
     wanted = [[id(value) for value in group["params"]] for group in groups]
-    optimizer = factory(groups)
+    try:
+        optimizer = factory(groups)
+    except ValueError as error:
+        if whole or "2D" not in str(error):  # as Muon has it
+            raise
+        raise ArgumentError(
+            f"optimizer_factory: {error}. It got pieces of one dimension. {_WHOLE}, and the "
+            f"parameters that are no matrices to another {NAME}."
+        ) from error
     kind = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer) or held(optimizer) != wanted:
         raise ArgumentError(
@@ -50,6 +62,44 @@ def made(
     if kind in _NOT_OF_PIECES and not (whole and kind == "Adafactor"):
         raise ArgumentError(f"{kind} {_NOT_OF_PIECES[kind]}.")
     return optimizer
+
+
+class Options(MutableMapping[str, Any]):
+    """A group of an optimizer of pieces, with the parameters in place of their pieces."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, number: int, params: list[torch.nn.Parameter]
+    ) -> None:
+        self._optimizer, self._number, self._params = optimizer, number, params
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return self._optimizer.param_groups[self._number]
+
+    def __getitem__(self, key: str) -> Any:
+        return self._params if key == "params" else self._options[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        _refuse_params(key)
+        self._options[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        _refuse_params(key)
+        del self._options[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._options)
+
+    def __len__(self) -> int:
+        return len(self._options)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+def _refuse_params(key: str) -> None:
+    if key == "params":
+        raise ArgumentError(f"{NAME}: a group keeps its parameters. {ANOTHER}")
 
 
 def held(optimizer: torch.optim.Optimizer) -> list[list[int]]:
@@ -70,43 +120,39 @@ def options(optimizer: torch.optim.Optimizer) -> dict[str, object]:
 
 
 @torch.no_grad()
-def clip_(
+def norms(
     pieces: Sequence[Piece],
-    specs: Mapping[str, ShardSpec | None],
-    max_norm: float,
+    key: Callable[[str], K],
+    over: Mapping[K, Group | None],
     order: float,
     group: Group,
-    error_if_nonfinite: bool,
-) -> torch.Tensor:
-    """Scale gradients so that the norm of those of all ranks is at most `max_norm`; return it.
+) -> dict[K, torch.Tensor]:
+    """Return norms of gradients over all ranks, in float64; collective.
 
-    `pieces` are those of this rank; `specs` say how each parameter of any rank is sharded besides.
+    ``key(name)`` is the part of the model with which a parameter counts, and `over` the group over
+    which the parameters of a part are sharded besides. `pieces` are those of this rank.
     """
-    # one norm for each way in which parameters are sharded besides
-    over = {name: None if spec is None else spec.group for name, spec in specs.items()}
     zero = torch.zeros((), dtype=torch.float64, device=group.device())
-    norms = {kind: [zero] for kind in (None, *over.values())}
+    found = {part: [zero] for part in over}
     for piece in pieces:
         if piece.value.grad is not None and piece.value.grad.numel():
             norm = torch.linalg.vector_norm(piece.value.grad, order)
-            norms[over[piece.name]].append(norm)
-    own = [
-        torch.nn.utils.get_total_norm([n.double() for n in some], order) for some in norms.values()
-    ]
-    totals = list(_norms(torch.stack(own), order, group))
-    for place, kind in enumerate(norms):
-        if kind is not None:  # each of its ranks has other rows of these
-            totals[place] = _norms(totals[place].view(1), order, kind)[0]
-    total: torch.Tensor = torch.nn.utils.get_total_norm(totals, order, error_if_nonfinite)
-    torch.nn.utils.clip_grads_with_norm_([piece.value for piece in pieces], max_norm, total)
-    return total
+            found[key(piece.name)].append(norm.to(zero))
+    own = [torch.nn.utils.get_total_norm(some, order) for some in found.values()]
+    totals = dict(zip(over, _over_ranks(torch.stack(own), order, group), strict=True))
+    for other in dict.fromkeys(over.values()):
+        if other is not None:  # each of its ranks has other rows of these
+            parts = [part for part in over if over[part] == other]
+            own = [totals[part] for part in parts]
+            totals |= zip(parts, _over_ranks(torch.stack(own), order, other), strict=True)
+    return totals
 
 
-def _norms(own: torch.Tensor, order: float, group: Group) -> torch.Tensor:
+def _over_ranks(own: torch.Tensor, order: float, group: Group) -> torch.Tensor:
     """Return the norms over ranks of several numbers; collective."""
     parts = all_gather_v(own, [len(own)] * group.size, group=group.process_group)
-    norms: torch.Tensor = torch.linalg.vector_norm(parts.view(group.size, -1), order, dim=0)
-    return norms
+    total: torch.Tensor = torch.linalg.vector_norm(parts.view(group.size, -1), order, dim=0)
+    return total
 
 
 def states_of(

@@ -10,6 +10,7 @@ import torch
 
 from varcomm.data_parallel.buckets import Owner, gradient_dtype, started
 from varcomm.data_parallel.sharded.arguments import NAME
+from varcomm.data_parallel.sharded.gradient import SummedGradient, Sums
 from varcomm.data_parallel.sharded.shard import Shard
 from varcomm.errors import ArgumentError
 from varcomm.ops import levels, packing
@@ -32,10 +33,17 @@ class Reducer:
     depends on the end of backward.
 
     `shards` are in the order of backward. Without a lane, on which calls have the same order on all
-    ranks beside the exchanges of the model, nothing starts during backward.
+    ranks beside the exchanges of the model, nothing starts during backward. Except in backward, the
+    ``grad`` of each parameter is a :class:`SummedGradient`.
     """
 
-    def __init__(self, shards: Sequence[Shard], group: Group, lane: Lane | None) -> None:
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        group: Group,
+        lane: Lane | None,
+        find_sums: Callable[[], Sums | None],
+    ) -> None:
         self._shards, self._group, self._lane = shards, weakly(group), lane
         self.syncing, self.stepping = True, False
         self._bucket_of = {name: n for n, shard in enumerate(shards) for name in shard.parameters}
@@ -43,11 +51,25 @@ class Reducer:
         self._held: dict[str, torch.Tensor] = {}  # gradients whose sums have not started
         self._in_flight: deque[tuple[Shard, list[bool], Pending]] = deque()
         self._started, self._arrived = 0, set[str]()  # buckets in all rounds; gradients in one
+        self.added = set[str]()  # gradients of this rank since the last zero_grad
+        self._replaced = set[str]()  # of these, those that have been set to None
+        self.arrivals = 0
+        self._nodes: list[torch.autograd.graph.Node] = []  # which parameters do not keep
         owner = Owner(self._parameters.values())
         self._removals: list[Callable[[], None]] = [owner.close]
+        self._summed = {
+            name: SummedGradient.of(name, p, find_sums, gradient_dtype(p))
+            for name, p in self._parameters.items()
+        }
         for name, parameter in self._parameters.items():
-            hook = parameter.register_post_accumulate_grad_hook(partial(self._arrive, name))
-            self._removals.append(hook.remove)
+            after = parameter.register_post_accumulate_grad_hook(partial(self._arrive, name))
+            # only before backward adds to grad, while torch.autograd.grad leaves it alone
+            node = torch.autograd.graph.get_gradient_edge(parameter).node
+            before = node.register_prehook(partial(self._make_way, name))
+            self._removals += [after.remove, before.remove, partial(self._take_away, name)]
+            self._nodes.append(node)
+            if parameter.grad is None:
+                parameter.grad = self._summed[name]
 
     def close(self) -> None:
         """Leave the parameters alone, and the lane to others; not one with calls in flight."""
@@ -69,9 +91,38 @@ class Reducer:
         """Return the group on which messages travel."""
         return self._group() if self._lane is None else self._lane.group()
 
+    def refuse_set_to_none(self) -> None:
+        """Raise if the ``grad`` of a parameter was set to None, and its gradient not dropped."""
+        now = (name for name in sorted(self.added) if self._parameters[name].grad is None)
+        for name in (*sorted(self._replaced), *now):
+            raise ArgumentError(
+                f"the grad of parameter {name!r} was set to None, as by model.zero_grad(), which "
+                f"leaves its sums over ranks. Call zero_grad() of the {NAME}."
+            )
+
+    def refuse_absent(self) -> None:
+        """Raise unless each parameter has the ``grad`` that stands for its sum."""
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not self._summed[name]:
+                raise ArgumentError(
+                    f"the grad of parameter {name!r} was replaced, as by model.zero_grad(). Call "
+                    f"zero_grad() of the {NAME} before backward."
+                )
+
+    def _make_way(self, name: str, _: object) -> None:
+        """Let backward set ``grad``."""
+        if name in self.added and self._parameters[name].grad is None:
+            self._replaced.add(name)
+        self._take_away(name)
+
+    def _take_away(self, name: str) -> None:
+        if self._parameters[name].grad is self._summed[name]:
+            self._parameters[name].grad = None
+
     def _arrive(self, name: str, parameter: torch.Tensor) -> None:
         """Start the buckets that are complete with the gradient of a parameter."""
         if parameter.grad is None:
+            parameter.grad = self._summed[name]
             return  # another hook has taken it
         dtype, wrong = gradient_dtype(parameter), ""
         if torch.is_grad_enabled():
@@ -104,19 +155,21 @@ class Reducer:
         return self._shards[self._started % len(self._shards)]
 
     def _hold(self, name: str) -> None:
-        """Take a gradient, so that no other hook of the parameter sums it as well."""
-        parameter = self._parameters[name]
-        if parameter.grad is not None:
+        """Keep a gradient here, so that no other hook of the parameter sums it as well."""
+        parameter, summed = self._parameters[name], self._summed[name]
+        if parameter.grad is not None and parameter.grad is not summed:
             gradient, before = parameter.grad.to_dense(), self._held.get(name)
             self._held[name] = gradient if before is None else before + gradient
-            parameter.grad = None
+            self.added.add(name)
+            self.arrivals += 1
+        parameter.grad = summed
 
     def _start(self) -> None:
         """Begin the sum of the next bucket, and add those that have arrived."""
         shard, held, group = self._next, self._held, self.traffic()
         gradients = {name: held.pop(name) for name in shard.parameters if name in held}
         here = [name in gradients for name, _ in shard.segments]
-        flat, rows = _packed(shard, gradients)
+        flat, rows = _packed(shard, gradients, _order(group))
         message = started("reduce_scatter_v", group, _begun, flat, rows)
         self._in_flight.append((shard, here, message))
         self._started += 1
@@ -139,8 +192,10 @@ class Reducer:
     def drop_unstarted(self) -> None:
         """Forget the gradients whose sums have not started."""
         self._held.clear()
-        for parameter in self._parameters.values():
-            parameter.grad = None
+        self.added.clear()
+        self._replaced.clear()
+        for name, parameter in self._parameters.items():
+            parameter.grad = self._summed[name]
 
     def needed_rounds(self) -> int:
         """Return the rounds that bring all gradients of this rank to the shards."""
@@ -165,22 +220,41 @@ def _begun(name: str, group: Group, flat: torch.Tensor, rows: Sequence[int]) -> 
     if group.size >= MANY:
         rounds = levels.reduce_scatter(name, group, flat, rows, range(group.size), use_fp32=True)
         return levels.InRounds(rounds, (-1,), accumulation_dtype(flat.dtype, use_fp32=True))
-    own = [rows[group.rank]] * group.size
-    works, values = packing.exchange(name, group, flat, rows, own)
-    return Pending(works, lambda: accumulated(values.view(group.size, -1).unbind(), use_fp32=True))
+    rank, mine = group.rank, rows[group.rank]
+    others, own = flat.split([len(flat) - mine, mine])  # this rank's own part is the last
+    send = [0 if r == rank else n for r, n in enumerate(rows)]
+    recv = [0 if r == rank else mine for r in range(group.size)]
+    works, values = packing.exchange(name, group, others, send, recv)
+
+    def total() -> torch.Tensor:
+        parts = list(values.view(group.size - 1, mine))
+        parts.insert(rank, own)
+        return accumulated(parts, use_fp32=True)
+
+    return Pending(works, total)
 
 
-def _packed(shard: Shard, gradients: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
-    """Return what each rank gets, in a row, and how much: its piece, and a flag per parameter.
+def _order(group: Group) -> list[int]:
+    """Return the ranks in the order of their parts; on few ranks, this rank's part is not sent."""
+    ranks = list(range(group.size))
+    if group.size < MANY:
+        ranks.append(ranks.pop(group.rank))
+    return ranks
+
+
+def _packed(
+    shard: Shard, gradients: Mapping[str, torch.Tensor], order: Sequence[int]
+) -> tuple[torch.Tensor, list[int]]:
+    """Return the part of each rank, in `order`, and its length: a piece, and flags of parameters.
 
     The flags are 1 for parameters in the piece that this rank has used, else 0. `gradients` are
-    dense, by name; absent ones count as zeros.
+    dense, by name; absent ones count as zeros. The lengths are by rank.
     """
     split = shard.split
     dtype = gradient_dtype(next(iter(shard.parameters.values())))
     flat = {name: gradient.reshape(-1) for name, gradient in gradients.items()}
     parts = [shard.row.new_empty(0, dtype=dtype)]
-    for segments in split.segments:
+    for segments in (split.segments[rank] for rank in order):
         used = parts[0].new_ones(len(segments))
         for place, (name, part) in enumerate(segments):
             if name in flat:

@@ -11,12 +11,13 @@ import torch
 
 from varcomm.data_parallel.buckets import BUCKET_BYTES
 from varcomm.data_parallel.global_count import GlobalCount, Reduce, described, total_rows
-from varcomm.data_parallel.sharded.arguments import NAME, Given
+from varcomm.data_parallel.sharded.arguments import ANOTHER, NAME, Given
 from varcomm.data_parallel.sharded.optimizer import (
     Factory,
-    clip_,
+    Options,
     held,
     made,
+    norms,
     options,
     states_of,
 )
@@ -29,12 +30,12 @@ from varcomm.sharding import shard_spec
 from varcomm.sizes import at_least, checked_sizes
 from varcomm.transport.agreement import agree, agree_and_share, debugging, share
 from varcomm.transport.auxiliary_group import free_lanes, take_lane, weakly
-from varcomm.transport.group import GroupLike, resolve
+from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["ShardedGradients"]
 
 
-class ShardedGradients:
+class ShardedGradients(torch.optim.Optimizer):
     """Optimizer of which each rank runs a part: its pieces of the parameters, and their states.
 
     Gradients are summed over ranks onto the ranks that own their pieces; :meth:`step` updates the
@@ -69,7 +70,8 @@ class ShardedGradients:
     Attributes
     ----------
     optimizer : torch.optim.Optimizer
-        The result of the factory, for learning rate schedulers and hooks; its ``step`` raises.
+        The result of the factory, which updates pieces; its ``step`` raises. Options and states are
+        those of the ShardedGradients, which schedulers and trainers accept.
 
     Raises
     ------
@@ -86,6 +88,11 @@ class ShardedGradients:
     parameters. A bucket is sent during backward, as soon as its gradients and all buckets before it
     are complete; the first collective method sums the rest. The optimizer updates fp32 masters of
     parameters narrower than 4 bytes. Values written into parameters between steps reach them.
+
+    ``grad`` of a parameter stands for the sum over ranks, and has no memory. Its norm, and scaling
+    and clamping in place, are collective and those of the gradient of all ranks: so are
+    ``torch.nn.utils.clip_grad_norm_``, ``clip_grad_value_`` and a ``GradScaler``. Other operations
+    on it raise ArgumentError.
 
     Communication: of ``N`` elements this rank owns ``n``. A sum sends ``N - n`` elements of the
     gradients' dtype and receives ``(P - 1) n``, and one value per peer for each parameter in a
@@ -152,10 +159,21 @@ class ShardedGradients:
             ranks,
         )
         require_equal(what, same)
-        self._held, self._closed, self._reduce_by = held(self.optimizer), False, reduce
+        params = [[given.trained[name] for name in names] for names, _ in given.groups]
+        super().__init__([{"params": own} for own in params], {})
+        # options and states are those of the inner optimizer, whichever of the two changes them
+        self.defaults, self.state = self.optimizer.defaults, self.optimizer.state
+        groups: list[Any] = [Options(self.optimizer, *each) for each in enumerate(params)]
+        self.param_groups = groups
+        self._held, self._closed, self._reduce_by = self._now_held(), False, reduce
         self._group = weakly(ranks)
         self._states = states_of(self.optimizer, given, shards, whole)
-        self._reducer = Reducer(shards, ranks, take_lane(ranks, [rank["lanes"] for rank in told]))
+        lane = take_lane(ranks, [rank["lanes"] for rank in told])
+        self._reducer = Reducer(shards, ranks, lane, weakref.ref(self))
+        # norms and unchanged gradients of the last sum, each for one use: so ranks that make the
+        # same calls communicate in the same ones, whichever of them ran another backward
+        self._norms, self._unchanged = dict[float, dict[str, torch.Tensor]](), set[str]()
+        self._arrivals = 0
         # parameters and the optimizer have hooks, which must not keep this
         self.optimizer.register_step_pre_hook(self._reducer.refuse_alone)
         self._end = weakref.finalize(self, self._reducer.close)
@@ -169,11 +187,6 @@ class ShardedGradients:
         this rank owns no element is absent; each parameter without elements is on one rank.
         """
         return dict(self._pieces)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of :attr:`optimizer`; change their options identically on all ranks."""
-        return self.optimizer.param_groups
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -192,8 +205,8 @@ class ShardedGradients:
 
         :meth:`step` and :meth:`clip_grad_norm_` do this first. ArgumentError on every rank, if on
         one of them this was closed, parameters have been moved, converted or unfrozen, or the
-        optimizer has other groups; with a GlobalCount, if a rank has counted nothing, or all have
-        counted 0: then the gradients are dropped.
+        optimizer has other groups. With a GlobalCount also if a rank has counted nothing, or all
+        have counted 0; then the gradients are dropped.
         """
         self._reduce("reduce")
 
@@ -207,6 +220,8 @@ class ShardedGradients:
 
         def ready() -> dict[str, Any]:
             self._check()
+            if not drop:
+                reducer.refuse_set_to_none()
             same = compared()
             if debugging():
                 frozen = [n for n, p in self._given.trained.items() if not p.requires_grad]
@@ -234,6 +249,9 @@ class ShardedGradients:
             reducer.finish(max(words["rounds"] for words in told))
             for shard in self._shards:
                 shard.settle(divisor)
+            self._arrivals = reducer.arrivals
+            self._norms.clear()
+            self._unchanged.clear()
 
     def _check(self) -> None:
         if self._closed:
@@ -254,12 +272,15 @@ class ShardedGradients:
                 "made. Move and convert the model before, or call close() and make another, on all "
                 "ranks."
             )
-        if held(self.optimizer) != self._held:
+        if self._now_held() != self._held:
             raise ArgumentError(
                 "the optimizer has other groups or tensors than it was made with, as by "
                 "add_param_group(), and their gradients would not be summed. Make another, on all "
                 "ranks, of all parameters."
             )
+
+    def _now_held(self) -> list[list[int]]:
+        return held(self.optimizer) + held(self)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -288,8 +309,8 @@ class ShardedGradients:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the pieces, and all that have not been summed; collective.
 
-        The optimizer's own ``zero_grad`` drops only the former, and ``model.zero_grad()`` drops
-        nothing: parameters have no ``grad`` after backward.
+        The optimizer's own ``zero_grad`` drops only the former. ``model.zero_grad()`` drops
+        nothing, and the next step raises ArgumentError.
         """
         self._reduce("zero_grad", drop=True)
         self.optimizer.zero_grad(set_to_none)
@@ -299,10 +320,10 @@ class ShardedGradients:
     ) -> torch.Tensor:
         """Scale the gradients so that the norm of all of them is at most `max_norm`; collective.
 
-        Arguments are as of :func:`torch.nn.utils.clip_grad_norm_`, which would find no gradients in
-        the parameters. Parameters that are sharded over the other axis of a mesh count with all
-        their shards; then all ranks of the mesh make this call. Returns the norm before, a float64
-        scalar that is the same on all ranks.
+        Arguments are as of :func:`torch.nn.utils.clip_grad_norm_`, which does the same for the
+        parameters, with a norm in their dtype and a longer message. Parameters that are sharded
+        over the other axis of a mesh count with all their shards; then all ranks of the mesh make
+        this call. Returns the norm before, a float64 scalar that is the same on all ranks.
         """
 
         def compared() -> dict[str, object]:
@@ -314,9 +335,67 @@ class ShardedGradients:
             return {"max_norm": float(max_norm), "norm_type": float(norm_type)}
 
         self._reduce("clip_grad_norm_", compared=compared)
-        pieces, given = list(self._pieces.values()), self._given.trained.items()
-        specs = {name: shard_spec(parameter) for name, parameter in given}
-        return clip_(pieces, specs, max_norm, norm_type, self._group(), error_if_nonfinite)
+        over, pieces = self._over(), list(self._pieces.values())
+        kinds = {kind: kind for kind in (None, *over.values())}
+        found = norms(pieces, over.__getitem__, kinds, norm_type, self._group())
+        totals = list(found.values())
+        total: torch.Tensor = torch.nn.utils.get_total_norm(totals, norm_type, error_if_nonfinite)
+        torch.nn.utils.clip_grads_with_norm_([piece.value for piece in pieces], max_norm, total)
+        return total
+
+    def _over(self) -> dict[str, Group | None]:
+        """Return the group over which each parameter is sharded besides, if any."""
+        specs = {name: shard_spec(parameter) for name, parameter in self._given.trained.items()}
+        return {name: None if spec is None else spec.group for name, spec in specs.items()}
+
+    def _gradient_norm(
+        self, name: str, order: float, compared: Mapping[str, object] | None = None
+    ) -> torch.Tensor:
+        """Return the norm of a gradient over all ranks, in float64; collective.
+
+        ``grad`` of a parameter calls this. The first call computes the norms of all gradients.
+        """
+
+        def same() -> dict[str, object]:
+            if not order > 0:
+                raise ArgumentError(f"the order of a norm must be positive; got {order!r}.")
+            self._reducer.refuse_absent()
+            return {"order of the norm": order, **(compared or {})}
+
+        self._forget()
+        if name not in self._norms.get(order, {}):
+            self._reduce("norm of grad", compared=same)
+            pieces, over = list(self._pieces.values()), self._over()
+            self._norms[order] = norms(pieces, str, over, order, self._group())
+            self._unchanged.update(over)
+        return self._norms[order].pop(name)
+
+    @torch.no_grad()
+    def _change_gradient(self, name: str, change: Callable[[torch.Tensor], object]) -> None:
+        """Change this rank's piece of a gradient in place; collective.
+
+        ``grad`` of a parameter calls this. The first call sums all gradients.
+        """
+
+        def same() -> dict[str, object]:
+            self._reducer.refuse_absent()
+            return {}
+
+        self._forget()
+        if name not in self._unchanged:
+            self._reduce("change of grad", compared=same)
+            self._unchanged.update(self._given.trained)
+        self._unchanged.discard(name)
+        for known in self._norms.values():
+            known.pop(name, None)
+        if name in self._pieces and (grad := self._pieces[name].value.grad) is not None:
+            change(grad)
+
+    def _forget(self) -> None:
+        """Forget norms of gradients to which this rank has added since."""
+        if self._reducer.arrivals != self._arrivals:
+            self._norms.clear()
+            self._unchanged.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the optimizer by the names of parameters.
@@ -335,29 +414,44 @@ class ShardedGradients:
         """
         return self._states.state_dict_for(saved)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict` for the same pieces; collective.
 
         For other pieces, and on other numbers of ranks, use :func:`varcomm.checkpoint.load`.
-        ArgumentError on every rank, if `state` is of other groups, names or pieces; then nothing is
-        changed.
+        ArgumentError on every rank, if `state_dict` is of other groups, names or pieces; then
+        nothing is changed.
         """
 
         def check() -> None:
             self._check()
-            self._states.check(state)
+            self._states.check(state_dict)
 
         agree(f"{NAME}.load_state_dict", check, self._group())
-        self._states.load_state_dict(state)
+        self._states.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise ArgumentError: ranks have divided the parameters among them before."""
+        if "_reducer" in vars(self):
+            raise ArgumentError(f"{NAME}.add_param_group: parameters cannot be added. {ANOTHER}")
+        super().add_param_group(param_group)
+
+    def _refuse_hook(self, *_: object, **__: object) -> NoReturn:
+        """Raise ArgumentError: hooks of states are not called."""
+        raise ArgumentError(
+            f"{NAME}: hooks of state_dict and load_state_dict are not called. Change the result of "
+            "state_dict() instead."
+        )
+
+    register_state_dict_pre_hook = register_state_dict_post_hook = _refuse_hook
+    register_load_state_dict_pre_hook = register_load_state_dict_post_hook = _refuse_hook
+
+    def __getstate__(self) -> NoReturn:
+        raise ArgumentError(
+            f"{NAME}: the optimizer cannot be copied or pickled. Save its state_dict() with "
+            "varcomm.checkpoint."
+        )
 
     def close(self) -> None:
         """Leave the parameters to another optimizer. Gradients in flight are lost."""
         self._end()
         self._closed = True
-
-    @property
-    def _step_supports_amp_scaling(self) -> NoReturn:
-        raise ArgumentError(
-            f"{NAME}: a GradScaler looks for infinities in this rank's gradients alone, and ranks "
-            "would scale and skip differently. Train in bfloat16, or scale the loss by a constant."
-        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -141,13 +141,15 @@ class _Adapted:
 
         if torch.compiler.is_compiling():
             return run()
-        with edges.exchanges_for_no_edges() as unused:
+        with edges.exchanges() as exchanged:
             out = run()
-        if edge_index.plain.shape[1] == 0 and isinstance(out, torch.Tensor):
+        if not isinstance(out, torch.Tensor):
+            return out
+        if edge_index.plain.shape[1] == 0:
             # backward is collective: what the values of no edges depend on must be in it
             given = [*values.values(), *(one.values for one in waiting.values())]
-            out = sum([*unused, *_nothing_of(given)], out)
-        return out
+            out = sum(_nothing_of(given), out)
+        return _depending(out, exchanged) if exchanged else out
 
     def _at_sources(
         self, edge_index: PartitionedIndex, values: dict[str, Any]
@@ -166,6 +168,38 @@ class _Adapted:
         ]
 
 
+def _depending(out: torch.Tensor, exchanged: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return `out`, whose backward contains these exchanges even if no value of theirs is used.
+
+    Backward is collective: a rank whose edges ignore the rows would leave the others waiting.
+    """
+    if not (out.is_floating_point() or out.is_complex()) or not torch.is_grad_enabled():
+        return out
+    if torch._C._are_functorch_transforms_active():
+        return sum(_nothing_of(exchanged), out)
+    return _Depending.apply(out, *exchanged)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Depending(torch.autograd.Function):
+    """The identity of its first tensor; the others get an undefined gradient, which costs nothing.
+
+    The version counter is shared, so that changes in place are checked as those of the tensor.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, *exchanged: torch.Tensor) -> torch.Tensor:
+        ctx.others = len(exchanged)
+        return out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return gradient, *[None] * ctx.others
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: torch.Tensor | None) -> torch.Tensor:
+        return tangent
+
+
 def _nothing_of(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     """Yield a zero that depends on each tensor among these, and in pairs of them."""
     for value in values:
@@ -174,4 +208,5 @@ def _nothing_of(values: Iterable[Any]) -> Iterator[torch.Tensor]:
         elif isinstance(value, tuple | list):
             yield from _nothing_of(value)
         elif isinstance(value, torch.Tensor) and value.requires_grad:
-            yield value.reshape(-1)[:0].sum()
+            rows = value.reshape(-1)[:0]
+            yield (rows.real if rows.is_complex() else rows).sum()  # keeps the dtype of a sum

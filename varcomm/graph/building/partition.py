@@ -34,6 +34,7 @@ __all__ = ["Method", "assigned", "checked_method", "partition"]
 
 Ranks = torch.Tensor | np.ndarray[Any, Any]
 Method = str | Ranks | Mapping[str, Ranks] | None
+Chunk = int | Mapping[str, int] | None
 Owners = dict[NodeType, torch.Tensor]
 
 # A graph, the rank of each node by type, and the name of the method.
@@ -49,6 +50,8 @@ def partition(
     method: Method = None,
     src: int | None = None,
     hops: int = 1,
+    *,
+    chunk: Chunk = None,
 ) -> PartitionedGraph:
     """Split a graph over ranks: each rank owns some nodes and all edges into them.
 
@@ -79,6 +82,9 @@ def partition(
         for both. None: every rank has them, identically.
     hops : int
         Layers that one exchange serves; see :func:`distribute`.
+    chunk : int or dict of int, optional
+        For a named method: keep together each `chunk` consecutive nodes, as in :func:`assign`, so
+        that :class:`Rows` reads few chunks of a file on two ranks.
 
     Returns
     -------
@@ -118,15 +124,17 @@ def partition(
 
     def call() -> tuple[int | None, int]:
         check_hops(hops, data)
+        if chunk is not None and not (method is None or isinstance(method, str)):
+            raise ArgumentError("chunk is for named methods; got the ranks of nodes as well.")
         return None if src is None else checked_rank(src, ranks.size, "src"), int(hops)
 
     # first of all, because everything that follows depends on both
     source, hops = agree(_WHAT, call, ranks)
-    compare(ranks, {"operation": _WHAT, "src": source, "hops": hops})
+    compare(ranks, {"operation": _WHAT, "src": source, "hops": hops, "chunk": repr(chunk)})
     if source is None:
-        graph = _from_all(data, method, ranks)
+        graph = _from_all(data, method, ranks, chunk)
     else:
-        graph = _from_one(data, method, source, ranks)
+        graph = _from_one(data, method, source, ranks, chunk)
     return deepened(graph, hops)
 
 
@@ -145,14 +153,14 @@ def checked_method(method: Method, tables: Tables, size: int) -> str | Owners | 
     }
 
 
-def assigned(data: Any, parts: int, method: str | None) -> tuple[Owners, str]:
+def assigned(data: Any, parts: int, method: str | None, chunk: Chunk = None) -> tuple[Owners, str]:
     """Return the rank of each node, by type, and the name of the method that assigned them."""
     name = method_used(data, parts, method)
-    owner = assign(data, parts, name)
+    owner = assign(data, parts, name, chunk=chunk)
     return owner if isinstance(owner, dict) else {None: owner}, name
 
 
-def _from_all(data: Any, method: Method, group: Group) -> PartitionedGraph:
+def _from_all(data: Any, method: Method, group: Group, chunk: Chunk) -> PartitionedGraph:
     """Cut this rank's part out of a graph that all ranks have; only halo ids travel."""
 
     def check() -> tuple[Tables, str | Owners | None]:
@@ -173,7 +181,7 @@ def _from_all(data: Any, method: Method, group: Group) -> PartitionedGraph:
             f"{_WHAT}: ranks {others} have other arguments than rank 0; they differ in "
             f"{', '.join(sorted(names))}."
         )
-    owners, name = _owners(data, tables, checked, group)
+    owners, name = _owners(data, tables, checked, group, chunk)
     numbered = {key: Numbering.of(owners[key], group.size) for key in tables.nodes}
     shards = {key: numbered[key].shard(nodes, group) for key, nodes in tables.nodes.items()}
     owned = {
@@ -184,7 +192,7 @@ def _from_all(data: Any, method: Method, group: Group) -> PartitionedGraph:
 
 
 def _owners(
-    data: Any, tables: Tables, method: str | Owners | None, group: Group
+    data: Any, tables: Tables, method: str | Owners | None, group: Group, chunk: Chunk
 ) -> tuple[Owners, str]:
     """Return the rank of each node, identical on all ranks, and the method's name."""
     device, pg = tables.device, group.process_group
@@ -192,14 +200,14 @@ def _owners(
         return {key: ranks.to(device) for key, ranks in method.items()}, _GIVEN
 
     def first() -> tuple[Owners, str]:
-        return assigned(data, group.size, method) if group.rank == 0 else ({}, "")
+        return assigned(data, group.size, method, chunk) if group.rank == 0 else ({}, "")
 
     (own, _), names = agree_and_share(_WHAT, first, lambda found: found[1], group)
     parts = {key: own[key].to(device) if own else None for key in tables.nodes}
     return {key: broadcast(part, group=pg) for key, part in parts.items()}, names[0]
 
 
-def _from_one(data: Any, method: Method, src: int, group: Group) -> PartitionedGraph:
+def _from_one(data: Any, method: Method, src: int, group: Group, chunk: Chunk) -> PartitionedGraph:
     """Send the graph of one rank to its owners: `src` contributes all nodes and edges."""
 
     def check() -> Assigned | None:
@@ -214,7 +222,7 @@ def _from_one(data: Any, method: Method, src: int, group: Group) -> PartitionedG
         checked = checked_method(method, tables, group.size)
         if isinstance(checked, dict):
             return tables, checked, _GIVEN
-        return tables, *assigned(data, group.size, checked)
+        return tables, *assigned(data, group.size, checked, chunk)
 
     def outline(given: Assigned | None) -> Any:
         """Return the graph without its rows."""

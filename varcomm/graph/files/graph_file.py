@@ -11,9 +11,10 @@ import torch
 from torch_geometric.data import Data
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.files.mesh import read_mesh
+from varcomm.graph.files.mesh import Mesh, read_mesh
+from varcomm.graph.files.openfoam import is_case
 
-__all__ = ["read_graph"]
+__all__ = ["read_graph", "read_graph_and_mesh"]
 
 _TENSORS = (
     "a .pt file must hold a dict of tensors with edge_index (2, E), and others as x or pos: "
@@ -25,19 +26,28 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def read_graph(path: Path) -> Data:
-    """Return the graph in a file, or raise ArgumentError with one line that names the fault.
+    """Return the graph in a file; see :func:`read_graph_and_mesh`."""
+    return read_graph_and_mesh(path)[0]
+
+
+def read_graph_and_mesh(path: Path) -> tuple[Data, Mesh | None]:
+    """Return the graph in a file, and its mesh; raise ArgumentError with one line on a fault.
 
     - ``.pt`` and ``.pth``: a dict of tensors, as ``data.to_dict()`` of a Data is; no pickle is run.
     - ``.npz``: ``edge_index`` (2, E) or ``edges`` (E, 2), and attributes by their names.
-    - anything else is a mesh for meshio.
+    - a folder is an OpenFOAM case; anything else is a mesh for meshio.
     """
+    if is_case(path):
+        mesh = read_mesh(path)
+        return mesh.data, mesh
     if not path.is_file():
         kind = "a folder" if path.is_dir() else "a pipe or a device" if path.exists() else "no file"
         raise ArgumentError(f"{path} is {kind}. Pass the file of a mesh or a graph.")
     suffix = path.suffix.lower()
     if suffix not in (".pt", ".pth", ".npz"):
         _check_format(path, suffix)
-        return read_mesh(path).data
+        mesh = read_mesh(path)
+        return mesh.data, mesh
     accepted = _ARRAYS if suffix == ".npz" else _TENSORS
     try:
         if suffix == ".npz":
@@ -51,7 +61,7 @@ def read_graph(path: Path) -> Data:
         reason = "it holds more than tensors" if "weights_only" in str(error) else reason
         raise ArgumentError(f"{path} cannot be read ({reason}); {accepted}.") from error
     try:
-        return _data(content, accepted)
+        return _data(content, accepted), None
     except ArgumentError as error:
         raise ArgumentError(f"{path}: {str(error).rstrip('.')}.") from error
 

@@ -7,30 +7,36 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from keyword import kwlist
-from math import prod
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, overload
 from xml.sax.saxutils import escape
 
 import numpy as np
 import torch
 from torch_geometric.data import Data
-from torch_geometric.utils import remove_self_loops, to_undirected
 
 from varcomm.errors import ArgumentError, MissingPackageError
 from varcomm.graph.building.tables import IDS, MEMBERS
+from varcomm.graph.files.cell_lists import CellLists
+from varcomm.graph.files.cells import both_directions, cell_edges, cells_of, geometry, shape_of
+from varcomm.graph.files.openfoam import PolyMesh, read_case
+from varcomm.graph.files.vtu import Piece, stored, write_piece
 from varcomm.graph.shard import described
+from varcomm.sizes import checked_rank
+from varcomm.transport.agreement import agree
+from varcomm.transport.group import GroupLike, resolve
 
-__all__ = ["Mesh", "read_mesh"]
+__all__ = ["Mesh", "cell_lists", "read_mesh"]
 
 logger = logging.getLogger("varcomm")
 
 Array = np.ndarray[Any, Any]
+Nodes = Literal["points", "cells"]
 
 # Names that a field cannot have; the last ones are attributes of PyG that users set.
 _TAKEN = {*IDS, *MEMBERS, *kwlist, *dir(Data)} - {"x", "y", "edge_weight", "batch", "time"}
@@ -46,8 +52,9 @@ class Mesh:
         The graph, whose nodes are points or cells of the mesh.
     nodes : {"points", "cells"}
         The nodes of the graph.
-    source : meshio.Mesh
-        The file: points, blocks of cells and all fields.
+    source : meshio.Mesh or PolyMesh
+        The file: points, blocks of cells and all fields. Of an OpenFOAM case: points, faces, owner,
+        neighbour, patches and fields.
     """
 
     data: Data = field(repr=False)
@@ -75,16 +82,31 @@ class Mesh:
             If a field has another number of rows or is not of real numbers, or if the file cannot
             be written.
         """
-        import meshio
-
         where = Path(path)
         if where.suffix.lower() != ".vtu":
             raise ArgumentError(f"mesh.write: path must end in .vtu; got {os.fspath(path)!r}.")
         values = {name: self._checked(name, value) for name, value in fields.items()}
+        source = self.source
+        if isinstance(source, PolyMesh):
+            at_points = {name: stored(value) for name, value in source.point_data.items()}
+            at_cells = {name: stored(value) for name, value in source.cell_data.items()}
+            lists = cell_lists(self)
+            piece = Piece.of(lists, np.arange(len(lists.types)), np.arange(len(lists.points)))
+            (at_points if self.nodes == "points" else at_cells).update(values)
+            try:
+                write_piece(where, piece, at_points, at_cells)
+            except OSError as error:
+                raise ArgumentError(f"mesh.write: {where} cannot be written: {error}.") from error
+        else:
+            self._write_by_meshio(where, values)
+
+    def _write_by_meshio(self, where: Path, values: dict[str, Array]) -> None:
+        import meshio
+
         source, cells = self.source, [self.source.cells[i] for i in self._blocks]
-        point_data = {name: _rows(value) for name, value in source.point_data.items()}
+        point_data = {name: stored(value) for name, value in source.point_data.items()}
         cell_data = {
-            name: [_rows(v[i]) for i in self._blocks] for name, v in source.cell_data.items()
+            name: [stored(v[i]) for i in self._blocks] for name, v in source.cell_data.items()
         }
         if self.nodes == "points":
             point_data |= values
@@ -110,9 +132,7 @@ class Mesh:
             raise ArgumentError(f"mesh.write: {where} cannot be written: {error!r}.") from error
 
     def _checked(self, name: str, value: Any) -> Array:
-        if isinstance(value, torch.Tensor):
-            value = (value.float() if value.dtype == torch.bfloat16 else value).detach().cpu()
-        rows = _rows(value)
+        rows = stored(value)
         if rows is None or len(rows) != self.data.num_nodes:
             raise ArgumentError(
                 f"mesh.write: {name} must be real numbers, one row for each of the "
@@ -122,19 +142,45 @@ class Mesh:
         return rows
 
 
+@overload
 def read_mesh(
     path: str | os.PathLike[str],
-    nodes: Literal["points", "cells"] = "points",
+    nodes: Nodes = "points",
     dtype: torch.dtype | None = None,
-) -> Mesh:
+    src: None = None,
+    group: GroupLike = None,
+) -> Mesh: ...
+
+
+@overload
+def read_mesh(
+    path: str | os.PathLike[str],
+    nodes: Nodes = "points",
+    dtype: torch.dtype | None = None,
+    *,
+    src: int,
+    group: GroupLike = None,
+) -> Mesh | None: ...
+
+
+def read_mesh(
+    path: str | os.PathLike[str],
+    nodes: Nodes = "points",
+    dtype: torch.dtype | None = None,
+    src: int | None = None,
+    group: GroupLike = None,
+) -> Mesh | None:
     """Read a mesh file as a graph of its points, or of its cells.
 
-    Not collective: all ranks read the file, or one rank that calls ``partition(data, src=...)``.
+    Without `src`, it does not communicate: all ranks read the file. With `src`, one rank reads it,
+    and ``partition(mesh.data if mesh else None, src=src)`` sends each rank its part.
 
     Parameters
     ----------
     path : path
-        A file in any format that meshio reads: VTU, VTK, Gmsh, Abaqus, Nastran, SU2, STL, ...
+        A file in any format that meshio reads: VTU, VTK, Gmsh, Abaqus, Nastran, SU2, STL, ... Or an
+        OpenFOAM case: its folder, its file ``.foam``, or the folder of a time, whose fields are
+        read as well.
     nodes : {"points", "cells"}
         - ``"points"``: all points, with an edge where an edge of a cell connects two of them. Cells
           are linear.
@@ -142,11 +188,16 @@ def read_mesh(
           facet: a face, or in two dimensions an edge.
     dtype : torch.dtype, optional
         The dtype of floats; None keeps the dtype of the file.
+    src : int, optional
+        Group rank that reads the file alone. The call is collective then: an error is raised on
+        every rank.
+    group : ProcessGroup or DeviceMesh, optional
+        Ranks that take part with `src`; None is the whole world.
 
     Returns
     -------
-    Mesh
-        ``mesh.data`` is the graph, on the CPU, with
+    Mesh or None
+        None on ranks other than `src`. ``mesh.data`` is the graph, on the CPU, with
 
         - ``pos`` (N, D): the points, or the means of the cells' corners. D is 2 if all z are zero.
         - ``edge_index`` (2, E): both directions of each edge, sorted, once.
@@ -154,14 +205,21 @@ def read_mesh(
         - ``volume`` (N,), of cells only: length, area or volume.
         - every numeric field of the nodes, (N, *F), by its name: ``_`` replaces characters that no
           name has, ``number`` replaces ``index`` and ``idx``, reserved names get ``field_``.
+        - ``patches`` (N, B), of an OpenFOAM case only: whether a node has a face on each of the B
+          patches in ``mesh.source.patches``.
 
     Raises
     ------
     ArgumentError
         If the file is missing or cannot be read completely, such as a VTU file of several pieces;
-        if it has no cells, or cells of an unsupported kind.
+        if it has no cells, or cells of an unsupported kind; if files of a case contradict.
     MissingPackageError
-        If meshio is not installed.
+        If meshio is not installed; OpenFOAM cases do not need it.
+
+    Notes
+    -----
+    Communication: none without `src`; with it, an agreement on errors, 1 KiB per rank.
+    In one process: the same call.
 
     Examples
     --------
@@ -182,9 +240,21 @@ def read_mesh(
         raise ArgumentError(f'read_mesh: nodes must be "points" or "cells"; got {nodes!r}.')
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ArgumentError(f"read_mesh: dtype must be one of floats; got {dtype!r}.")
-    source = _read(Path(path))
+    if src is None:
+        return _mesh_of(Path(path), nodes, dtype)
+    ranks = resolve(group)
+    reader = checked_rank(src, ranks.size, "src", "read_mesh: ")
+    is_reader = ranks.rank == reader
+    return agree(
+        "read_mesh", lambda: _mesh_of(Path(path), nodes, dtype) if is_reader else None, ranks
+    )
+
+
+def _mesh_of(path: Path, nodes: str, dtype: torch.dtype | None) -> Mesh:
+    case = read_case(path)
+    source = _read(path) if case is None else case
     try:
-        mesh = _graph(source, nodes)
+        mesh = _graph(source, nodes) if case is None else _graph_of_case(case, nodes)
     except ArgumentError as error:
         raise ArgumentError(f"read_mesh: {path}: {error}") from error
     if dtype is not None:
@@ -200,32 +270,63 @@ def _graph(source: Any, nodes: str) -> Mesh:
     if points.shape[1] == 3 and not points[:, 2].any():
         points = points[:, :2]
     blocks = [(i, block) for i, block in enumerate(source.cells) if len(block.data)]
-    dim = max((_shape(block.type).dim for _, block in blocks), default=0)
+    dim = max((shape_of(block.type).dim for _, block in blocks), default=0)
     if dim == 0:
         raise ArgumentError("it has no cells with edges.")
     if nodes == "cells":
-        blocks = [(i, block) for i, block in blocks if _shape(block.type).dim == dim]
-    cells = _cells_of([(block.type, block.data) for _, block in blocks], len(points))
+        blocks = [(i, block) for i, block in blocks if shape_of(block.type).dim == dim]
+    cells = cells_of([(block.type, block.data) for _, block in blocks], len(points))
     count = sum(len(block.data) for _, block in blocks)
     if nodes == "cells":
-        pos, volume = _geometry(cells, points, count)
-        edges = _cell_edges(cells, count, len(points))
+        pos, volume = geometry(cells, points, count)
+        edges = cell_edges(cells, count, len(points))
         fields = {n: [parts[i] for i, _ in blocks] for n, parts in source.cell_data.items()}
     else:
         joined = [group.points[:, pair].T for group in cells for pair in group.joined]
-        pos, edges = points, _both_directions(np.concatenate(joined, axis=1), len(points))
+        pos, edges = points, both_directions(np.concatenate(joined, axis=1), len(points))
         fields = {name: [values] for name, values in source.point_data.items()}
+    flat = {name: np.concatenate([*map(np.asarray, parts)]) for name, parts in fields.items()}
+    if nodes == "points":
+        return Mesh(_data(pos, edges, None, flat), nodes, source, tuple(i for i, _ in blocks))
+    return Mesh(_data(pos, edges, volume, flat), nodes, source, tuple(i for i, _ in blocks))
+
+
+def _graph_of_case(case: PolyMesh, nodes: str) -> Mesh:
+    if nodes == "cells":
+        pos, volume = case.geometry()
+        inner = case.owner[: len(case.neighbour)]
+        edges = both_directions(np.stack([inner, case.neighbour]), case.num_cells)
+        data = _data(pos, edges, volume, case.cell_data)
+    else:
+        edges = both_directions(case.edges(), len(case.points))
+        data = _data(case.points, edges, None, case.point_data)
+    data[_attribute_name("patches", data)] = torch.from_numpy(case.on_patches(nodes))
+    return Mesh(data, nodes, case, ())
+
+
+def _data(
+    pos: Array, edges: torch.Tensor, volume: Array | None, fields: Mapping[str, Array]
+) -> Data:
     start, end = edges.numpy()
     far = pos[end] - pos[start]
     far = np.concatenate([far, np.linalg.norm(far, axis=1, keepdims=True)], axis=1)
     data = Data(pos=_tensor(pos), edge_index=edges, edge_attr=_tensor(far))
-    if nodes == "cells":
+    if volume is not None:
         data.volume = _tensor(volume)
-    for name, parts in fields.items():
-        values = np.concatenate([np.asarray(part) for part in parts])
+    for name, values in fields.items():
         if values.dtype.kind in "fiub":
             data[_attribute_name(name, data)] = _tensor(values)
-    return Mesh(data, nodes, source, tuple(i for i, _ in blocks))
+    return data
+
+
+def cell_lists(mesh: Mesh) -> CellLists:
+    """Return the cells of a mesh by their corners; if cells are the nodes, these cells."""
+    if isinstance(mesh.source, PolyMesh):
+        return CellLists.of_case(mesh.source)
+    blocks = [mesh.source.cells[i] for i in mesh._blocks]
+    points = _native(np.asarray(mesh.source.points))
+    points = points if points.dtype.kind == "f" else points.astype(np.float64)
+    return CellLists.of_groups(cells_of([(b.type, b.data) for b in blocks], len(points)), points)
 
 
 def _read(path: Path) -> Any:
@@ -279,178 +380,3 @@ def _tensor(values: Array) -> torch.Tensor:
 
 def _native(values: Array) -> Array:
     return values.astype(values.dtype.newbyteorder("="), copy=False)
-
-
-def _rows(given: Any) -> Array | None:
-    """Return values as rows of numbers, as VTU stores them; None for other values."""
-    values: Array = np.asarray(given)
-    if values.dtype.kind not in "fiub" or values.ndim == 0:
-        return None
-    stored = {np.dtype(np.bool_): np.uint8, np.dtype(np.float16): np.float32}
-    values = _native(values)
-    values = values.astype(stored.get(values.dtype, values.dtype), copy=False)
-    return values.reshape(len(values), prod(values.shape[1:])) if values.ndim > 2 else values
-
-
-# Points of a cell stand in meshio's order,
-# https://github.com/nschloe/meshio/wiki/Node-ordering-in-cells:
-# corners first, then a point on each edge, then points inside facets and the cell.
-
-
-class _Shape(NamedTuple):
-    """Edges and facets of a cell, by its corners; facets run counterclockwise from outside."""
-
-    dim: int
-    corners: int
-    edges: list[tuple[int, int]]
-    facets: list[list[int]]
-
-
-def _solid(corners: int, edges: str, facets: str) -> _Shape:
-    pairs = [(int(pair[0]), int(pair[1])) for pair in edges.split()]
-    return _Shape(3, corners, pairs, [[*map(int, facet)] for facet in facets.split()])
-
-
-def _polygon(corners: int) -> _Shape:
-    edges = [(i, (i + 1) % corners) for i in range(corners)]
-    return _Shape(2, corners, edges, [list(edge) for edge in edges])
-
-
-_SHAPES = {
-    "vertex": _Shape(0, 1, [], []),
-    "line": _Shape(1, 2, [(0, 1)], [[0], [1]]),
-    "triangle": _polygon(3),
-    "quad": _polygon(4),
-    "tetra": _solid(4, "01 12 20 03 13 23", "021 013 123 203"),
-    "pyramid": _solid(5, "01 12 23 30 04 14 24 34", "0321 014 124 234 304"),
-    "wedge": _solid(6, "01 12 20 34 45 53 03 14 25", "021 345 0143 1254 2035"),
-    "hexahedron": _solid(8, "01 12 23 30 45 56 67 74 04 15 26 37", "0321 4567 0154 1265 2376 3047"),
-}
-
-
-class _Cells(NamedTuple):
-    """All cells of one kind, by meshio's name: their points, (C, K), and positions among all."""
-
-    kind: str
-    shape: _Shape
-    points: Array
-    ids: Array
-
-    @property
-    def joined(self) -> list[tuple[int, int]]:
-        """Pairs of points of a cell that are joined, along its edges."""
-        if self.shape.dim and self.points.shape[1] != self.shape.corners:
-            raise ArgumentError(
-                f"points of cells of kind {self.kind!r} cannot be joined. Keep their corners, "
-                'or let cells be the nodes: nodes="cells".'
-            )
-        return self.shape.edges
-
-
-def _shape(kind: str, points: int = 3) -> _Shape:
-    """Return the shape of cells of a kind with so many points, or raise if it is not supported."""
-    base = kind.rstrip("0123456789")
-    if base == "polygon":
-        return _polygon(points)
-    if base not in _SHAPES:
-        raise ArgumentError(
-            f"cells of kind {kind!r} are not supported; those that are: "
-            f"{', '.join([*_SHAPES, 'polygon'])}, and those of higher order."
-        )
-    return _SHAPES[base]
-
-
-def _cells_of(blocks: Sequence[tuple[str, Any]], points: int) -> list[_Cells]:
-    """Return the cells of a file by kind, or raise if a point is out of range.
-
-    `blocks` are names of kinds and arrays of (C, K); a kind may have many blocks.
-    """
-    groups: dict[tuple[str, int], list[tuple[Array, Array]]] = {}
-    first = 0
-    for kind, data in blocks:
-        table = np.asarray(data, dtype=np.int64)
-        if table.size and not (table.min() >= 0 and table.max() < points):
-            raise ArgumentError(
-                f"cells of kind {kind!r} have points {table.min()}...{table.max()}, out of range "
-                f"for {points} points."
-            )
-        ids = np.arange(first, first + len(table))
-        groups.setdefault((kind, table.shape[1]), []).append((table, ids))
-        first += len(table)
-    return [
-        _Cells(kind, _shape(kind, width), *map(np.concatenate, zip(*tables, strict=True)))
-        for (kind, width), tables in groups.items()
-    ]
-
-
-def _cell_edges(cells: Sequence[_Cells], count: int, points: int) -> torch.Tensor:
-    """Return the edges between cells that share a facet, (2, E): in both directions, sorted, once.
-
-    Facets are equal if their corners are. All cells at a facet are joined to each other: two, or
-    more if surfaces branch. A facet that has collapsed to fewer dimensions does not count.
-    """
-    facets, owners = [], []
-    for group in cells:
-        for facet in group.shape.facets:
-            corners = np.full((len(group.points), 4), points)  # beyond the last point: no corner
-            corners[:, : len(facet)] = group.points[:, facet]
-            facets.append(corners)
-            owners.append(group.ids)
-    corners = np.sort(np.concatenate(facets), axis=1)
-    corners[:, 1:][corners[:, 1:] == corners[:, :-1]] = points
-    corners.sort(axis=1)
-    is_facet = (corners < points).sum(axis=1) >= max(group.shape.dim for group in cells)
-    corners, cell = corners[is_facet], np.concatenate(owners)[is_facet]
-
-    # two keys instead of four: (points + 1) ** 2 fits into int64; torch sorts faster than NumPy
-    low, high = (torch.from_numpy(corners[:, i] * (points + 1) + corners[:, i + 1]) for i in (0, 2))
-    order = low.argsort(stable=True)
-    order = order[high[order].argsort(stable=True)]
-    rows, cell = torch.stack([low, high])[:, order].numpy(), cell[order.numpy()]
-    left = np.arange(len(cell))
-    step, pairs = 0, [np.zeros((2, 0), np.int64)]
-    while len(left):
-        # cells of one facet are consecutive; a cell without a partner at `step` has none after it
-        step += 1
-        left = left[left + step < len(cell)]
-        left = left[(rows[:, left] == rows[:, left + step]).all(axis=0)]
-        pairs.append(np.stack([cell[left], cell[left + step]]))
-    return _both_directions(np.concatenate(pairs, axis=1), count)
-
-
-def _geometry(cells: Sequence[_Cells], points: Array, count: int) -> tuple[Array, Array]:
-    """Return each cell's mean of corners, (count, D), and its length, area or volume, (count,).
-
-    A facet that is not flat counts as triangles around the mean of its corners. The area of a cell
-    that is not flat is that of its largest projection onto a plane.
-    """
-    means, sizes = np.zeros((count, 3), points.dtype), np.zeros(count, points.dtype)
-    where = np.zeros((len(points), 3), points.dtype)
-    where[:, : points.shape[1]] = points
-    for group in cells:
-        corners = where[group.points[:, : group.shape.corners]]
-        means[group.ids] = mean = corners.mean(axis=1)
-        corners = corners - mean[:, None]
-        if group.shape.dim == 1:
-            size = np.linalg.norm(corners[:, 1] - corners[:, 0], axis=1)
-        elif group.shape.dim == 2:
-            size = np.linalg.norm(_area(corners), axis=1)
-        else:
-            faces = [corners[:, facet] for facet in group.shape.facets]
-            # cones over triangles around m: (m x a + a x b + b x m) . m is (a x b) . m
-            cones = [(_area(face) * face.mean(axis=1)).sum(axis=1) / 3 for face in faces]
-            size = np.abs(sum(cones))
-        sizes[group.ids] = size
-    return means[:, : points.shape[1]], sizes
-
-
-def _area(polygon: Array) -> Array:
-    """Return the area vectors of polygons, (C, K, 3), around the origin."""
-    area: Array = np.cross(polygon, np.roll(polygon, -1, axis=1)).sum(axis=1) / 2
-    return area
-
-
-def _both_directions(pairs: Array, count: int) -> torch.Tensor:
-    edges, _ = remove_self_loops(torch.from_numpy(pairs))
-    both: torch.Tensor = to_undirected(edges, num_nodes=count)
-    return both

@@ -41,6 +41,7 @@ def assign(
     *,
     node_weight: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
     edge_weight: torch.Tensor | Mapping[tuple[str, str, str], torch.Tensor] | None = None,
+    chunk: int | Mapping[str, int] | None = None,
 ) -> Any:
     """Decide which of `parts` ranks owns each node.
 
@@ -70,6 +71,10 @@ def assign(
         Cost of each cut edge for ``"metis"``: non-negative integers of shape (E,); a dict by edge
         type for a HeteroData. Weights of all edges between two nodes are added; without weights,
         edges between the same nodes count once.
+    chunk : int or dict of int, optional
+        Keep together each `chunk` consecutive nodes, such as the rows of a chunk of a file; see
+        :class:`Rows`. For a HeteroData, by node type; nodes of a missing type are free. The method
+        assigns chunks, with the sum of their weights, their mean position and all their edges.
 
     Returns
     -------
@@ -115,7 +120,10 @@ def assign(
             check_sum(float(weight.double().sum()), 2.0**62 / parts, "node_weight", least=1)
     if edge_weight is not None and chosen != "metis":
         raise ArgumentError(f'method="{chosen}" takes no edge_weight; "metis" does.')
-    owner = _owners(data, counts, parts, chosen, weight, edge_weight)
+    if chunk is None:
+        owner = _owners(data, counts, parts, chosen, weight, edge_weight)
+    else:
+        owner = _by_chunks(data, counts, parts, chosen, weight, edge_weight, chunk)
     if isinstance(data, HeteroData):
         return dict(zip(counts, owner.split(list(counts.values())), strict=True))
     return owner
@@ -244,6 +252,63 @@ def _owners(
     weights = [None] * len(counts) if weight is None else weight.split(list(counts.values()))
     each = zip(counts.values(), weights, strict=True)
     return torch.cat([by_order(count, parts, weight) for count, weight in each])
+
+
+def _by_chunks(
+    data: Data | HeteroData,
+    counts: Mapping[Any, int],
+    parts: int,
+    method: str,
+    weight: torch.Tensor | None,
+    edge_weight: Any,
+    chunk: Any,
+) -> torch.Tensor:
+    """Return the rank of each node, type after type, as :func:`assign` decides it for chunks."""
+    if isinstance(data, HeteroData) != isinstance(chunk, Mapping) or (
+        isinstance(chunk, Mapping) and not chunk.keys() <= counts.keys()
+    ):
+        kinds = "an integer" if None in counts else f"a dict of integers for some of {list(counts)}"
+        raise ArgumentError(f"chunk must be {kinds}; got {chunk!r}.")
+    rows = {key: chunk.get(key, 1) if isinstance(chunk, Mapping) else chunk for key in counts}
+    rows = {key: at_least(1, own, "chunk") for key, own in rows.items()}
+    coarse = HeteroData() if isinstance(data, HeteroData) else Data()
+    numbers: dict[Any, torch.Tensor] = {}
+    weights: dict[Any, torch.Tensor] = {}
+    costs: dict[Any, Any] = {}
+    given = [None] * len(counts) if weight is None else weight.split(list(counts.values()))
+    for (key, count), own in zip(counts.items(), given, strict=True):
+        numbers[key] = torch.arange(count) // rows[key]
+        chunks = -(-count // rows[key])
+        own = torch.ones(count, dtype=torch.int64) if own is None else own
+        weights[key] = torch.zeros(chunks, dtype=torch.int64).index_add_(0, numbers[key], own)
+        store = coarse if key is None else coarse[key]
+        store.num_nodes = chunks
+        if method in _BY_POSITION:
+            fine = data if key is None else data[key]
+            pos = checked_positions(fine.get("pos"), f"{label(key)}.pos", method, count).cpu()
+            sums = torch.zeros(chunks, pos.shape[1], dtype=torch.float64)
+            each = torch.bincount(numbers[key], minlength=chunks)
+            store.pos = sums.index_add_(0, numbers[key], pos.double()) / each[:, None]
+    if method == "metis":
+        found = edge_indices(data, counts)
+        for kind, edge_index in found.items():
+            source, target = ends(kind)
+            store = coarse if kind is None else coarse[kind]
+            u, v = edge_index.cpu()
+            store.edge_index = torch.stack([u // rows[source], v // rows[target]])
+            costs[kind] = torch.ones(len(u), dtype=torch.int64)
+        if edge_weight is not None:
+            costs = edge_weight if None not in counts else {None: edge_weight}
+    one = None in counts
+    owner = assign(
+        coarse,
+        parts,
+        method,
+        node_weight=None if method == "random" else weights[None] if one else weights,
+        edge_weight=None if method != "metis" else costs[None] if one else costs,
+    )
+    owner = {None: owner} if one else owner
+    return torch.cat([owner[key][numbers[key]] for key in counts])
 
 
 def _by_metis(

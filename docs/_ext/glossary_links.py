@@ -1,0 +1,56 @@
+"""Link the first use of each glossary term on a page to the glossary."""
+
+import re
+
+from docutils import nodes
+from sphinx.addnodes import index, pending_xref
+
+GLOSSARY = "explanation/glossary"
+# each term, and the words of pages that stand for it
+TERMS = {
+    "rank": "ranks?",
+    "shard": "shards?",
+    "halo": "halos?|ghost (?:cells?|nodes?)",
+    "plan": "(?<!to )plans?(?! a)",
+    "adjoint": "adjoints?",
+    "owned": "owned",
+    "cut edge": "cut edges?",
+    "partition": "(?<!to )partitions?",
+    "engine": "engines?",
+    "replicated": "replicated",
+    "primitive": "primitives?",
+}
+FLOWING = (nodes.paragraph, nodes.section, nodes.document, nodes.list_item, nodes.bullet_list)
+
+
+def texts_of(document):
+    """Yield the plain text of paragraphs and lists, without links, code and emphasis."""
+    for text in list(document.findall(nodes.Text)):
+        place = text.parent
+        while isinstance(place, FLOWING) and place is not document:
+            place = place.parent
+        if place is document and isinstance(text.parent, nodes.paragraph):
+            yield text
+
+
+def link_first_uses(app, document):
+    if app.env.docname == GLOSSARY:
+        for node in document.findall(index):
+            node["entries"] = []  # else the search lists the glossary before pages
+    if app.env.docname in (GLOSSARY, "generated/changelog"):
+        return
+    for term, words in TERMS.items():
+        for text in texts_of(document):
+            if found := re.search(rf"(?<![-\w])(?:{words})(?![-\w])", text):
+                link = pending_xref(
+                    "", nodes.inline("", found[0]), refdomain="std", reftype="term",
+                    reftarget=term, refdoc=app.env.docname, refexplicit=True, refwarn=True,
+                )  # fmt: skip
+                parts = nodes.Text(text[: found.start()]), link, nodes.Text(text[found.end() :])
+                text.parent.replace(text, [part for part in parts if part.astext()])
+                break
+
+
+def setup(app):
+    app.connect("doctree-read", link_first_uses)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

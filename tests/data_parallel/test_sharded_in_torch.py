@@ -1,0 +1,236 @@
+"""A ShardedGradients as an optimizer of torch: schedulers, clipping, GradScaler, refusals."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim import lr_scheduler
+
+import varcomm
+from tests.data_parallel.cases import (
+    Layers,
+    assert_equal,
+    close,
+    groups_of,
+    loss_of,
+    on,
+    plain,
+    seeded,
+    sharded,
+    square,
+    twins,
+)
+from varcomm import ArgumentError, DisagreementError
+from varcomm.data_parallel import ShardedGradients
+
+SOME = (3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 5)))
+
+
+@on(*SOME)
+def test_clipping_and_schedulers_are_those_of_one_process(rank, ranks):
+    """Every third step clips by norm, by value, or both, of two micro-batches; rank 0 may skip."""
+    model, twin = twins(Layers)
+    own = sharded(model, "explicit", ranks, bucket_bytes=300)
+    one = torch.optim.AdamW(groups_of(twin), lr=0.01)
+    assert isinstance(own, torch.optim.Optimizer)
+    cycle, plateau = lr_scheduler.OneCycleLR, lr_scheduler.ReduceLROnPlateau
+    schedulers = [(cycle(o, 0.1, total_steps=9), plateau(o, factor=0.5)) for o in (own, one)]
+    for step in range(7):
+        for part in range(2):
+            if rank or ranks == 1 or step % 2:
+                loss_of(model, step, rank, part).backward()
+            parts = [r for r in range(ranks) if r or ranks == 1 or step % 2]
+            (sum(loss_of(twin, step, r, part) for r in parts) / ranks).backward()
+            if step % 3 != 1:
+                both = [clip_grad_norm_(m.parameters(), 0.5) for m in (model, twin)]
+                close(*both, 1e-10)
+                close(*[clip_grad_norm_(m.parameters(), 0.4, 1.0) for m in (model, twin)])
+            if step % 3:
+                for module in (model, twin):
+                    clip_grad_value_(module.parameters(), 0.01)
+        norms = [m.shared.weight.grad.norm() for m in (model, twin)]
+        close(*norms, 1e-10)
+        for optimizer, (by_step, by_loss) in zip((own, one), schedulers, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            by_step.step()
+            by_loss.step(1.0)
+        for a, b in zip(own.param_groups, one.param_groups, strict=True):
+            assert {**a, "params": 0, "param_names": 0} == {**b, "params": 0, "param_names": 0}
+    assert_equal(model, twin, 1e-10)
+
+
+@on(*SOME)
+def test_a_grad_scaler_skips_steps_on_all_ranks(rank, ranks):
+    """The last rank alone has a gradient that is not finite, in one step."""
+    model, twin = twins(lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)))
+    own = ShardedGradients(model, lambda groups: torch.optim.Adam(groups, lr=0.1), reduce="sum")
+    one = torch.optim.Adam(twin.parameters(), lr=0.1)
+    how = {"init_scale": 2.0**120, "backoff_factor": 2.0**-112, "growth_interval": 2}
+    scalers = [torch.amp.GradScaler("cpu", **how) for _ in range(2)]
+    for step in range(6):
+        torch.manual_seed(step)
+        rows = [torch.randn(2, 3) for _ in range(ranks)]
+        rows[-1][0, 0] = torch.inf if step == 3 else 1.0
+        if rank or ranks == 1:
+            scalers[0].scale(square(model(rows[rank]))).backward()
+        scalers[0].scale(torch.zeros(()))  # which sets it up, on a rank without rows
+        for each in rows[ranks > 1 :]:
+            scalers[1].scale(square(twin(each))).backward()
+        if step % 2:
+            norms = []
+            for scaler, optimizer, module in zip(scalers, (own, one), (model, twin), strict=True):
+                scaler.unscale_(optimizer)
+                norms.append(clip_grad_norm_(module.parameters(), 1.0))
+            torch.testing.assert_close(*norms, equal_nan=True)
+        for scaler, optimizer in zip(scalers, (own, one), strict=True):
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        assert_equal(model, twin, 1e-4)
+    assert scalers[0].get_scale() < 2.0**20
+
+
+def is_refused(call, words, kind=ArgumentError):
+    with pytest.raises(kind, match=words):
+        call()
+
+
+@on(2)
+def test_other_uses_of_gradients_are_refused(rank, ranks):
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    own = ShardedGradients(model, plain, reduce="sum")
+    model(torch.ones(1, 3)).sum().backward()
+    grad = model[0].weight.grad
+    assert (grad.shape, grad.dtype) == ((2, 3), torch.float32)
+    assert "'0.weight'" in repr(grad)
+    other = torch.optim.SGD(model.parameters(), lr=1.0)
+    for call in (
+        other.step,
+        lambda: grad + 1,
+        lambda: grad.mul_(torch.ones(2, 3)),
+        lambda: torch.isfinite(grad).all(),
+        lambda: torch.stack([grad]),
+        lambda: model.zero_grad(set_to_none=False),
+        lambda: copy.deepcopy(grad),
+        lambda: pickle.dumps(grad),
+    ):
+        is_refused(call, r"^ShardedGradients: the gradient of parameter '0\.weight' is summed over")
+    is_refused(lambda: varcomm.tensor_parallel.grad_norm(model), "Call clip_grad_norm_ of its Sh")
+    is_refused(lambda: varcomm.data_parallel.sum_gradients(model), "belongs to a ShardedGradients")
+    is_refused(lambda: clip_grad_norm_(model.parameters(), 1.0, -1.0), "must be positive")
+    ddp = DistributedDataParallel(model)
+    is_refused(lambda: ddp(torch.ones(1, 3)).sum().backward(), "Use no DistributedDataParallel")
+    own.close()
+
+
+@on(2)
+def test_other_uses_of_the_optimizer_are_refused(rank, ranks):
+    model = nn.Linear(2, 2)
+    own = ShardedGradients(model, plain)
+    hooks = [f"register_{kind}_hook" for kind in ("state_dict_pre", "load_state_dict_post")]
+    for call, words in (
+        (lambda: own.add_param_group({"params": [nn.Parameter(torch.ones(1))]}), "be added"),
+        (lambda: copy.deepcopy(own), "cannot be copied"),
+        *((lambda name=name: getattr(own, name)(print), "are not called") for name in hooks),
+    ):
+        is_refused(call, f"^ShardedGradients.*{words}")
+    is_refused(lambda: own.param_groups[0].update(params=[]), "a group keeps its parameters")
+    seen = []
+    own.register_step_post_hook(lambda *_: seen.append(1))
+    own.step()
+    assert seen == [1]
+    own.param_groups[0]["params"].pop()
+    is_refused(own.step, "has other groups or tensors")
+
+
+@on(2)
+def test_gradients_that_are_set_to_none(rank, ranks):
+    """`model.zero_grad()` leaves sums, so it is an error before the next step; not after one."""
+    model = nn.Linear(2, 2)
+    own = ShardedGradients(model, plain)
+
+    def backward():
+        model(torch.ones(1, 2)).sum().backward()
+
+    backward()
+    if rank:
+        model.zero_grad()
+    is_refused(own.step, "refused on rank 1 of 2: the grad of parameter 'bias' was set to None")
+    own.zero_grad()
+    backward()
+    model.zero_grad()
+    backward()
+    is_refused(own.step, "refused on rank 0 of 2 .*: the grad of parameter 'bias' was set to None")
+    own.zero_grad()
+    model.zero_grad()
+    backward()
+    own.step()
+    own.zero_grad()
+    model.zero_grad()
+    model.bias.requires_grad_(False)
+    backward()
+    is_refused(lambda: clip_grad_norm_(model.parameters(), 1.0), "parameter 'bias' was replaced")
+    model.bias.requires_grad_(True)
+
+
+@on(2)
+def test_ranks_that_use_gradients_differently(rank, ranks):
+    model = nn.Linear(2, 2)
+    own = ShardedGradients(model, plain)
+    model(torch.ones(1, 2)).sum().backward()
+    use = own.step if rank else model.weight.grad.norm
+    is_refused(use, "ranks disagree on operation", DisagreementError)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (rank + 1))
+    scaler.scale(torch.ones(()))
+    is_refused(lambda: scaler.unscale_(own), "ranks disagree on the scale", DisagreementError)
+
+
+@on(2)
+def test_a_closed_optimizer_leaves_no_gradients(rank, ranks):
+    model = seeded(lambda: nn.Linear(2, 2))
+    own = ShardedGradients(model, plain)
+    model(torch.ones(1, 2)).sum().backward()
+    with warnings.catch_warnings():
+        own.close()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    del own
+    other = ShardedGradients(model, plain)
+    del other
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@on(2)
+def test_compiled_models(rank, ranks):
+    """Compiled before and after: gradients are no part of what is compiled."""
+    model, twin = twins(lambda: nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1)).double())
+    before = torch.compile(model, backend="aot_eager", fullgraph=True)
+    own, one = ShardedGradients(model, plain, reduce="sum"), plain(twin.parameters())
+    after = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.ones(1, 3, dtype=torch.float64)
+    for _ in range(2):
+        for module in (before, after):
+            square(module(x * (rank + 1))).backward()
+            sum(square(twin(x * (r + 1))) for r in range(2)).backward()
+        clip_grad_norm_(model.parameters(), 0.5)
+        clip_grad_norm_(twin.parameters(), 0.5)
+        for optimizer in (own, one):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal(model, twin, 1e-12)
+
+
+def muon(groups):
+    return torch.optim.Muon(groups, lr=0.02)
+
+
+@on(2)
+def test_muon_of_pieces_names_the_option(rank, ranks):
+    words = 'optimizer_factory: Muon.* Pass sizes="whole-parameters"'
+    is_refused(lambda: ShardedGradients(nn.Linear(2, 2, bias=False), muon), words)

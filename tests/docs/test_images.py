@@ -1,0 +1,43 @@
+"""Each picture of a page exists, has words for those who do not see it, and room for its labels."""
+
+import re
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    *ROOT.glob("*.md"),
+    *(page for page in (ROOT / "docs").rglob("*.md") if "generated" not in page.parts),
+    *(ROOT / "examples").rglob("README.md"),
+]
+MARKDOWN = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)[^)]*\)")
+DIRECTIVE = re.compile(r"```+\{(?:image|figure)\} (\S+)\n((?::.*\n)*)")
+HTML = re.compile(r"<img\b[^>]*>")
+
+
+def pictures(text):
+    """Return (path, alternative text) of each picture."""
+    text = re.sub(r"^```(?!\{).*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    yield from ((path, words) for words, path in MARKDOWN.findall(text))
+    for path, options in DIRECTIVE.findall(text):
+        words = re.search(r":alt: (.*)", options)
+        yield path, words[1] if words else ""
+    for tag in HTML.findall(text):
+        found = dict(re.findall(r'(\w+)="([^"]*)"', tag))
+        yield found.get("src", ""), found.get("alt", "")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pictures_exist_and_have_words(page):
+    for path, words in pictures(page.read_text()):
+        assert len(words.split()) >= 4, f"{path} needs an alternative text"
+        if not path.startswith("http"):
+            assert (page.parent / path).exists(), path
+
+
+def test_pictures_are_wide_enough():
+    """Twice the 720 pixels of a page: those drawn by a script of docs."""
+    for name in ("command_line", "library", "library-dark", "partition"):
+        assert imread(ROOT / "docs" / "images" / f"{name}.png").shape[1] == 1440, name

@@ -1,0 +1,155 @@
+"""Gathers without sizes: of tensors, and of nested tensors in one exchange."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import varcomm as vc
+from tests.ops.comparing import assert_none
+from tests.worlds import WORLDS
+from varcomm import ArgumentError, DisagreementError
+from varcomm.testing import gradcheck, gradgradcheck
+
+ROWS = (3, 0, 2, 4, 1)
+
+
+def values_of(rank):
+    """Tensors of many dtypes; rank 1 has no rows."""
+    n, draws = ROWS[rank], torch.Generator().manual_seed(rank)
+    complex_rows = torch.randn(2, n + 1, generator=draws, dtype=torch.complex64).T
+    return {
+        "scores": torch.randn(n, 2, generator=draws, dtype=torch.float64).requires_grad_(),
+        "ids": [torch.arange(n), torch.arange(n) % 2 == 0, None],
+        "waves": complex_rows.requires_grad_(),  # not contiguous
+        "number": torch.tensor(float(rank)),
+        "narrow": torch.randn(n, 3, generator=draws).bfloat16().requires_grad_(),
+        "fixed": torch.randn(n, 1, generator=draws),
+    }
+
+
+def close(got, wanted, **tolerance):
+    torch.testing.assert_close(got, wanted, **tolerance)
+
+
+def gathered(rank, ranks):
+    every = [values_of(other) for other in range(ranks)]
+    own, names = every[rank], ("scores", "waves", "narrow", "fixed")
+    whole = {name: torch.cat([each[name] for each in every]) for name in names}
+    with vc.trace() as calls:
+        got = vc.all_gather_v(own)
+    assert [call.name for call in calls] == ["all_gather_v"]
+    for name in names:
+        close(got[name], whole[name], rtol=0, atol=0)
+        assert got[name].requires_grad == (name != "fixed")
+    assert type(got["ids"]) is list
+    assert got["ids"][1].dtype == torch.bool
+    assert got["ids"][2] is None
+    close(got["ids"][0], torch.cat([each["ids"][0] for each in every]))
+    close(got["number"], torch.arange(float(ranks)))
+
+    got["scores"] *= 1  # a result may be changed
+    loss = got["scores"].sin().sum() + got["waves"].abs().pow(3).sum()
+    loss = loss + got["narrow"].double().sin().sum()
+    with vc.trace() as calls:
+        loss.backward()
+    assert [call.name for call in calls] == ["reduce_scatter_v"]
+    sent = sum(own[name].nbytes for name in ("scores", "waves", "narrow"))
+    total = sum(whole[name].nbytes for name in ("scores", "waves", "narrow"))
+    assert sum(call.sent for call in calls) == total - sent  # no other gradient travels
+    close(own["scores"].grad, ranks * own["scores"].detach().cos())
+    close(own["narrow"].grad, (ranks * own["narrow"].detach().double().cos()).bfloat16())
+
+    last = ranks - 1
+    at_last = vc.gather_v(own, dst=last)
+    for name in names:
+        wanted = whole[name] if rank == last else whole[name][:0]
+        close(at_last[name], wanted, rtol=0, atol=0)
+    own["scores"].grad = None
+    at_last["scores"].square().sum().backward()
+    close(own["scores"].grad, 2 * own["scores"].detach())
+
+    close(vc.all_gather_v(own["scores"]), whole["scores"], rtol=0, atol=0)
+    close(vc.all_gather_v(own["scores"], async_op=True).wait(), whole["scores"])
+    close(vc.all_gather_v(own["waves"].T, dim=-1), whole["waves"].T)
+    assert vc.all_gather_v(torch.tensor(rank)).tolist() == list(range(ranks))
+    assert vc.all_gather_v({"a": [], "b": (None,)}) == {"a": [], "b": (None,)}
+    with vc.debug():
+        vc.all_gather_v(own)["scores"].sum().backward()
+    scale = torch.func.grad(lambda x: vc.all_gather_v([x, x.float()])[0].square().sum())(
+        own["scores"].detach()
+    )
+    close(scale, 2 * ranks * own["scores"].detach())
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_values_and_gradients(worlds, ranks):
+    worlds.run(ranks, gathered, ranks)
+
+
+def derivatives(rank):
+    x = values_of(rank)["scores"].detach()
+    y = torch.randn(len(x), 2, dtype=torch.complex128)
+    for gather in (vc.all_gather_v, partial(vc.gather_v, dst=2)):
+        for dim in (0, -2):
+
+            def fn(x, y, gather=gather, dim=dim):
+                return tuple(gather([x**2, y**2, x.detach()], dim=dim))[:2]
+
+            for check in (gradcheck, gradgradcheck):
+                check(fn, x, y, fast_mode=True)
+                check(fn, x, y, fast_mode=True, forward_mode=False)
+
+
+@pytest.mark.slow
+def test_second_derivatives(worlds):
+    worlds.run(3, derivatives)
+
+
+def refused(rank):
+    ones = torch.ones(2)
+    graded = ones.clone().requires_grad_(rank == 0)
+    for wrong, word in (
+        (None if rank == 1 else ones, "must be a tensor"),
+        ({"a": None if rank == 1 else ones}, r"kind of \['a'\]"),
+        ([ones] * (rank + 1), r"kind of \[1\]"),
+        ({"a": ones, rank: ones}, "kind of"),
+        (torch.ones(2, 3 + rank), "shape of a row"),
+        ([ones, torch.ones(2, 3 + rank)], r"shape of a row of \[1\]"),
+        ([ones, ones.double() if rank else ones], r"dtype of \[1\]"),
+        ([ones, graded], r"requires_grad of \[1\]"),
+        (torch.ones((2,) * (1 + rank)), "dimensions"),
+        ([1.0, ones], r"value of \[0\] must be a tensor"),
+    ):
+        with pytest.raises((ArgumentError, DisagreementError), match=word) as error:
+            vc.all_gather_v(wrong)
+        assert error.value.on_all_ranks
+    for call, word in (
+        (lambda: vc.all_gather_v(torch.ones(2, 2), dim=int(rank == 0)), "dim"),
+        (lambda: vc.gather_v(ones, dst=rank), "dst"),
+        (lambda: vc.gather_v(ones, dst=3), "dst must be a rank"),
+        (lambda: vc.all_gather_v([ones], async_op=True), "async_op=True needs one tensor"),
+    ):
+        with pytest.raises((ArgumentError, DisagreementError), match=word) as error:
+            call()
+        assert error.value.on_all_ranks
+    assert len(vc.all_gather_v(ones)) == 6  # ranks agree again
+
+
+def test_refusals(worlds):
+    worlds.run(3, refused)
+
+
+def compiled(rank):
+    def fn(x):
+        return vc.all_gather_v(x * 2) + 1
+
+    x = torch.arange(float(rank))
+    close(torch.compile(fn, backend="eager")(x), fn(x))
+    with pytest.raises(ArgumentError, match="while a graph is recorded"):
+        torch.fx.experimental.proxy_tensor.make_fx(fn)(x)
+
+
+@pytest.mark.slow
+def test_compiled(compiling):
+    assert_none(compiling(2, compiled))

@@ -1,0 +1,250 @@
+"""``MeshWriter``: results on a mesh, written by every rank for the nodes that it owns."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from varcomm.errors import ArgumentError
+from varcomm.graph.files.cell_lists import CellLists
+from varcomm.graph.files.mesh import Mesh, cell_lists
+from varcomm.graph.files.ragged import Ragged
+from varcomm.graph.files.vtu import Piece, stored, write_collection, write_index, write_piece
+from varcomm.graph.partitioned_graph import PartitionedGraph
+from varcomm.graph.shard import described
+from varcomm.ops.gather_v import scatter_v
+from varcomm.plan.exchange_plan import ExchangePlan
+from varcomm.transport.agreement import agree, agree_and_share, compare
+
+__all__ = ["MeshWriter"]
+
+Array = np.ndarray[Any, Any]
+
+_MAKE, _WRITE = "MeshWriter", "MeshWriter.write"
+
+
+class MeshWriter:
+    """Write results for ParaView as a series in time; every rank writes its own piece.
+
+    Collective, as is :meth:`write`. No rank collects values of other ranks.
+
+    Parameters
+    ----------
+    path : path
+        The file of the series, ``.pvd``, which ParaView opens; its folder must exist. Beside it, a
+        folder of the same name has an index ``00000.pvtu`` per step, and a file
+        ``00000_<rank>.vtu`` per step and rank that has cells.
+    graph : PartitionedGraph
+        The partitioned ``mesh.data``.
+    mesh : Mesh, optional
+        The mesh; only that of rank 0 is read, other ranks may pass None.
+
+    Raises
+    ------
+    ArgumentError
+        On every rank, if `path` cannot be written, or `mesh` has another number of nodes than
+        `graph`.
+
+    See Also
+    --------
+    read_mesh, Mesh.write
+
+    Notes
+    -----
+    Cells are written with their corners; other points are left out. If points are the nodes, the
+    owner of a cell's first corner writes the cell, and receives the values of its other corners.
+
+    Communication: rank 0 sends each rank its cells and their points once. Each :meth:`write` sends
+    the values of points that cells of two ranks share, and nothing if cells are the nodes.
+    In one process: ``mesh.write(path, **fields)``.
+
+    Examples
+    --------
+    >>> import meshio, tempfile, varcomm as vc
+    >>> def fn(rank, folder):
+    ...     mesh = vc.graph.read_mesh(f"{folder}/square.vtu", nodes="cells")
+    ...     graph = vc.graph.partition(mesh.data, method="block")
+    ...     writer = vc.graph.MeshWriter(f"{folder}/heat.pvd", graph, mesh)
+    ...     writer.write(0.5, heat=graph.volume)
+    >>> square = meshio.Mesh([[0, 0, 0], [1, 0, 0], [1, 1, 0], [0, 1, 0]],
+    ...     {"triangle": [[0, 1, 2], [0, 2, 3]]})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     square.write(f"{folder}/square.vtu")
+    ...     _ = vc.launch(fn, 2, folder)
+    ...     meshio.read(f"{folder}/heat/00000_1.vtu").cell_data["heat"]
+    [array([0.5])]
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], graph: PartitionedGraph, mesh: Mesh | None = None
+    ) -> None:
+        self._path, self._graph, group = Path(path), graph, graph.group
+        self._steps: list[tuple[float, str]] = []
+        pg, ranks, device = group.process_group, group.size, group.device()
+        nodes = agree(_MAKE, lambda: graph.nodes, group)
+        mine = torch.full((nodes.num_owned,), group.rank, device=device)
+        owner = graph.gather(mine, dst=0).cpu().numpy()
+
+        def cut() -> tuple[list[int], list[int], bool, list[Array], list[Array]]:
+            if group.rank:
+                return [], [], False, [], []
+            self._prepare()
+            if not isinstance(mesh, Mesh) or mesh.data.num_nodes != graph.num_nodes:
+                got = f"a mesh of {mesh.data.num_nodes}" if isinstance(mesh, Mesh) else repr(mesh)
+                raise ArgumentError(
+                    f"rank 0 must pass the mesh of the graph, which has {graph.num_nodes} nodes; "
+                    f"got {got}."
+                )
+            of_cells = mesh.nodes == "cells"
+            lists = cell_lists(mesh)
+            pieces = [_packed(lists, owner, rank, of_cells) for rank in range(ranks)]
+            lengths, sizes = ([len(piece[k]) for piece in pieces] for k in (0, 1))
+            return lengths, sizes, of_cells, [p[0] for p in pieces], [p[1] for p in pieces]
+
+        found, shared = agree_and_share(_MAKE, cut, lambda value: [*value[:3]], group)
+        lengths, sizes, self._of_cells = shared[0]
+        whole = [
+            torch.from_numpy(np.concatenate(parts)).to(device) if parts else None
+            for parts in found[3:]
+        ]
+        del found
+        numbers = scatter_v(whole[0], lengths, src=0, group=pg).cpu().numpy()
+        places = scatter_v(whole[1], sizes, src=0, group=pg).cpu().numpy()
+        self._piece, needed = _unpacked(numbers, places)
+        self._plan: ExchangePlan | None = None
+        if not self._of_cells:
+            rows = torch.from_numpy(needed).to(device)
+            self._plan = ExchangePlan.from_needed(rows, graph.node_sizes, pg)
+        self._writes = len(self._piece.points) > 0
+        self._names = [_piece_name(rank) for rank in range(ranks) if sizes[rank]]
+
+    def write(self, time: float | None = None, /, **fields: Any) -> None:
+        """Write the values of one time; collective.
+
+        Parameters
+        ----------
+        time : float, optional
+            The time of the step, alike on all ranks; None is the number of the step.
+        **fields : torch.Tensor or numpy.ndarray
+            Values of the owned nodes, (n, *F), by name. Further dimensions are flattened.
+
+        Raises
+        ------
+        ArgumentError
+            On every rank, if a field is not of real numbers with a row per owned node, or if a file
+            cannot be written.
+        DisagreementError
+            On every rank, if `time`, or the names, dtypes or shapes of fields differ across ranks.
+        """
+        group = self._graph.group
+
+        def check() -> tuple[float, dict[str, Array]]:
+            at = float(len(self._steps) if time is None else time)
+            if not math.isfinite(at):
+                raise ArgumentError(f"time must be finite; got {time!r}.")
+            return at, {name: self._checked(name, value) for name, value in fields.items()}
+
+        at, values = agree(_WRITE, check, group)
+        kinds = {name: f"{each.dtype} {[*each.shape[1:]]}" for name, each in values.items()}
+        compare(group, {"operation": _WRITE, "time": at, "fields": str(sorted(kinds.items()))})
+        if self._plan is not None:
+            for name in sorted(values):
+                own = torch.from_numpy(values[name]).to(group.device())
+                values[name] = self._plan(own).cpu().numpy()
+        step = f"{len(self._steps):05}"
+        folder = self._path.with_suffix("")
+        at_points, at_cells = ({}, values) if self._of_cells else (values, {})
+
+        def piece() -> None:
+            if self._writes:
+                where = folder / f"{step}{_piece_name(group.rank)}"
+                try:
+                    write_piece(where, self._piece, at_points, at_cells)
+                except OSError as error:
+                    raise ArgumentError(f"{where} cannot be written: {error}.") from error
+
+        def index() -> None:
+            if group.rank == 0:
+                names = [f"{step}{name}" for name in self._names]
+                steps = [*self._steps, (at, f"{folder.name}/{step}.pvtu")]
+                where = folder / f"{step}.pvtu"
+                try:
+                    write_index(where, names, self._piece.points, at_points, at_cells)
+                    write_collection(self._path, steps)
+                except OSError as error:
+                    raise ArgumentError(f"{where} cannot be written: {error}.") from error
+
+        agree(_WRITE, piece, group)
+        agree(_WRITE, index, group)
+        self._steps.append((at, f"{folder.name}/{step}.pvtu"))
+
+    def _prepare(self) -> None:
+        """Make the folder of the pieces."""
+        if self._path.suffix.lower() != ".pvd":
+            raise ArgumentError(f"path must end in .pvd; got {os.fspath(self._path)!r}.")
+        if not self._path.parent.is_dir():
+            raise ArgumentError(f"there is no folder {self._path.parent}.")
+        try:
+            self._path.with_suffix("").mkdir(exist_ok=True)
+        except OSError as error:
+            raise ArgumentError(f"{self._path} cannot be written: {error}.") from error
+
+    def _checked(self, name: str, value: Any) -> Array:
+        rows, owned = stored(value), self._graph.num_owned
+        if rows is None or len(rows) != owned:
+            raise ArgumentError(
+                f"{name} must be real numbers, one row for each of the {owned} owned nodes; got "
+                f"{described(value)}."
+            )
+        return rows
+
+
+def _piece_name(rank: int) -> str:
+    return f"_{rank}.vtu"
+
+
+def _packed(lists: CellLists, owner: Array, rank: int, of_cells: bool) -> tuple[Array, Array]:
+    """Return the piece of a rank as integers and as places of points.
+
+    If points are the nodes, also the numbers of its points, in the order of owners, then of ids.
+    """
+    none = np.zeros(0, np.int64)
+    if of_cells:
+        rows = np.flatnonzero(owner == rank)
+        points, needed = np.unique(lists.corners.chosen(rows).values), none
+    else:
+        first = lists.corners.values[lists.corners.ends - lists.corners.counts]
+        rows = np.flatnonzero(owner[first] == rank)
+        order = np.argsort(owner, kind="stable")
+        number = np.empty_like(order)
+        number[order] = np.arange(len(order))
+        needed = np.unique(number[lists.corners.chosen(rows).values])
+        points = order[needed]
+    piece = Piece.of(lists, rows, points)
+    faces = piece.faces
+    parts = [
+        piece.types,
+        piece.corners.ends,
+        piece.corners.values,
+        needed,
+        none if faces is None else faces.ends,
+        none if faces is None else faces.values,
+    ]
+    lengths = np.array([int(faces is not None), *map(len, parts)])
+    numbers = np.concatenate([lengths, *parts]).astype(np.int64)
+    return numbers, piece.points.reshape(-1)
+
+
+def _unpacked(numbers: Array, places: Array) -> tuple[Piece, Array]:
+    """Return the piece, and the numbers of its points."""
+    has_faces, *lengths = numbers[:7].tolist()
+    ends = np.cumsum(lengths)[:-1]
+    types, corner_ends, corners, needed, face_ends, faces = np.split(numbers[7:], ends)
+    polyhedra = Ragged(face_ends, faces) if has_faces else None
+    points = places.reshape(-1, 3)
+    return Piece(points, types, Ragged(corner_ends, corners), polyhedra), needed

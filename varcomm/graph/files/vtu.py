@@ -1,0 +1,153 @@
+"""Pieces of a mesh as VTU files, their index as PVTU, and a series in time as PVD."""
+
+from __future__ import annotations
+
+import base64
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import quoteattr
+
+import numpy as np
+import torch
+
+from varcomm.graph.files.cell_lists import CellLists
+from varcomm.graph.files.ragged import Ragged
+
+__all__ = ["Piece", "stored", "write_collection", "write_index", "write_piece"]
+
+Array = np.ndarray[Any, Any]
+
+_NAMES = {"f": "Float", "i": "Int", "u": "UInt"}
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Some cells of a mesh, with the points that they need.
+
+    `corners` and `faces` refer to rows of `points`; `faces` are those of polyhedra.
+    """
+
+    points: Array
+    types: Array
+    corners: Ragged
+    faces: Ragged | None
+
+    @classmethod
+    def of(cls, lists: CellLists, rows: Array, points: Array) -> Piece:
+        """Return chosen cells, with chosen points, among which are all of their corners."""
+        number = np.full(len(lists.points), -1)
+        number[points] = np.arange(len(points))
+        corners = lists.corners.chosen(rows)
+        return cls(
+            lists.points[points],
+            lists.types[rows],
+            Ragged(corners.ends, number[corners.values]),
+            lists.faces_of(rows, number),
+        )
+
+
+def stored(given: Any) -> Array | None:
+    """Return values as rows of numbers, as VTU stores them; None for other values."""
+    if isinstance(given, torch.Tensor):
+        given = (given.float() if given.dtype == torch.bfloat16 else given).detach().cpu()
+    values: Array = np.asarray(given)
+    if values.dtype.kind not in "fiub" or values.ndim == 0:
+        return None
+    kinds = {np.dtype(np.bool_): np.uint8, np.dtype(np.float16): np.float32}
+    values = values.astype(values.dtype.newbyteorder("="), copy=False)
+    values = values.astype(kinds.get(values.dtype, values.dtype), copy=False)
+    return values.reshape(len(values), prod(values.shape[1:])) if values.ndim > 2 else values
+
+
+def write_piece(
+    path: Path,
+    piece: Piece,
+    point_data: Mapping[str, Array | None],
+    cell_data: Mapping[str, Array | None],
+) -> None:
+    """Write a VTU file; fields are rows of numbers, by name, and None is left out."""
+    cells: dict[str, Array | None] = {
+        "connectivity": piece.corners.values.astype(np.int64),
+        "offsets": piece.corners.ends.astype(np.int64),
+        "types": piece.types.astype(np.uint8),
+    }
+    if piece.faces is not None:
+        cells |= {"faces": piece.faces.values.astype(np.int64), "faceoffsets": piece.faces.ends}
+    parts: dict[str, Mapping[str, Array | None]] = {
+        "PointData": point_data,
+        "CellData": cell_data,
+        "Points": {"Points": piece.points},
+        "Cells": cells,
+    }
+    with path.open("w", encoding="utf-8") as file:
+        file.write(_head("UnstructuredGrid"))
+        file.write(
+            f'<Piece NumberOfPoints="{len(piece.points)}" NumberOfCells="{len(piece.types)}">\n'
+        )
+        for part, fields in parts.items():
+            file.write(f"<{part}>\n")
+            for name, values in fields.items():
+                if values is not None:
+                    file.write(f'<DataArray {_described(name, values)} format="binary">\n')
+                    content = np.ascontiguousarray(values)
+                    size = np.array([content.nbytes], np.uint64)
+                    file.write(base64.b64encode(size.tobytes() + content.tobytes()).decode())
+                    file.write("\n</DataArray>\n")
+            file.write(f"</{part}>\n")
+        file.write("</Piece>\n</UnstructuredGrid>\n</VTKFile>\n")
+
+
+def write_index(
+    path: Path,
+    pieces: Sequence[str],
+    points: Array,
+    point_data: Mapping[str, Array],
+    cell_data: Mapping[str, Array],
+) -> None:
+    """Write a PVTU file of pieces; of arrays, dtype and columns count."""
+    lines = [_head("PUnstructuredGrid", ' GhostLevel="0"')]
+    parts: dict[str, Mapping[str, Array]] = {
+        "PPointData": point_data,
+        "PCellData": cell_data,
+        "PPoints": {"Points": points},
+    }
+    for part, fields in parts.items():
+        arrays = [f"<PDataArray {_described(name, field)}/>\n" for name, field in fields.items()]
+        lines += [f"<{part}>\n", *arrays, f"</{part}>\n"]
+    lines += [f"<Piece Source={quoteattr(name)}/>\n" for name in pieces]
+    _replace(path, [*lines, "</PUnstructuredGrid>\n</VTKFile>\n"])
+
+
+def write_collection(path: Path, steps: Sequence[tuple[float, str]]) -> None:
+    """Write a PVD file: a file for each time."""
+    lines = [
+        f'<DataSet timestep="{time!r}" group="" part="0" file={quoteattr(name)}/>\n'
+        for time, name in steps
+    ]
+    _replace(path, [_head("Collection"), *lines, "</Collection>\n</VTKFile>\n"])
+
+
+def _head(kind: str, more: str = "") -> str:
+    order = "LittleEndian" if sys.byteorder == "little" else "BigEndian"
+    return (
+        f'<?xml version="1.0"?>\n<VTKFile type="{kind}" version="1.0" byte_order="{order}" '
+        f'header_type="UInt64">\n<{kind}{more}>\n'
+    )
+
+
+def _described(name: str, values: Array) -> str:
+    kind = f"{_NAMES[values.dtype.kind]}{8 * values.dtype.itemsize}"
+    columns = f' NumberOfComponents="{values.shape[1]}"' if values.ndim > 1 else ""
+    return f'type="{kind}" Name={quoteattr(name)}{columns}'
+
+
+def _replace(path: Path, lines: Sequence[str]) -> None:
+    """Write a file at once, so that a reader never sees half of it."""
+    half = path.with_name(path.name + ".part")
+    half.write_text("".join(lines), encoding="utf-8")
+    os.replace(half, path)

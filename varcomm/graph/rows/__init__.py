@@ -1,0 +1,1 @@
+"""Rows of nodes in files: each rank reads and writes its own."""
