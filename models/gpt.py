@@ -285,7 +285,7 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Continue texts ``ids``, (S, *F), by `steps` tokens: (S + steps, *F), equal on all ranks.
 
-        They are drawn at a `temperature`, from a `generator`, by what the model makes of the last
-        `context` tokens; :func:`varcomm.models.generation.generate` says all of it.
+        Tokens are drawn at a `temperature`, from a `generator`, with the model's logits for the
+        last `context` tokens. :func:`varcomm.models.generation.generate` has the details.
         """
         return generate(self, ids, steps, temperature, generator, context)

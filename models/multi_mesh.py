@@ -46,7 +46,7 @@ class EncodeProcessDecode(nn.Module):
     hidden_channels : int
         Width of the latent features of nodes and edges.
     num_blocks : int
-        Steps of the processor: how many edges a message can go on the mesh.
+        Steps of the processor: the number of mesh edges that a message can cross.
 
     Raises
     ------

@@ -56,7 +56,7 @@ class SliceAttention(nn.Module):
         heads = self.num_heads, -1
         features = self.features(x).unflatten(-1, heads)
         scores = self.assign(self.places(x).unflatten(-1, heads))
-        # sharper than 0.1 a softmax hardly learns; narrow floats would round sums over points
+        # sharper than 0.1 a softmax hardly learns; fp16 and bf16 would round sums over points
         scores = (scores / self.temperature.clamp(min=0.1)).to(_wide(x.dtype))
         weights = scores.softmax(-1)
         counted = torch.cat([features.to(scores.dtype), scores.new_ones(*scores.shape[:-1], 1)], -1)
@@ -192,7 +192,7 @@ class Transolver(nn.Module):
 
         Notes
         -----
-        Communication: one all-reduce per block, whatever the number of points; in backward too.
+        Communication: one all-reduce per block, for any number of points; in backward too.
         Gradients of parameters are a part on each rank: call
         :func:`varcomm.data_parallel.sum_gradients`.
         """
@@ -251,7 +251,7 @@ class PointCrossAttention(nn.Module):
         point_sizes: Sizes = None,
         group: GroupLike = None,
     ) -> Tensor:
-        """Return what each query reads, (q, H); zeros before the last layer if there is no point.
+        """Return the values that each query reads, (q, H); of no points, zeros before the last layer.
 
         Parameters
         ----------

@@ -45,8 +45,8 @@ def sum_hook(state: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch
     Notes
     -----
     Run all micro-batches but the last in ``ddp.no_sync()``, and call ``zero_grad()`` before the
-    next: if a parameter has a gradient that was summed before and is not zero, backward raises
-    ArgumentError, and the ``DistributedDataParallel`` cannot be used any more. A model that
+    next. If a parameter has a gradient that was summed before and is not zero, backward raises
+    ArgumentError. Then the ``DistributedDataParallel`` cannot be used any more. A model that
     communicates by itself needs ``dist.new_group()`` for the ``DistributedDataParallel`` and here.
     If such a model leaves out parameters on some ranks, use :func:`sum_gradients`.
 

@@ -1,4 +1,4 @@
-"""The sum over ranks: locally, in rank order, narrow floats in fp32."""
+"""The sum over ranks: locally, in rank order, fp16 and bf16 in fp32."""
 
 from __future__ import annotations
 

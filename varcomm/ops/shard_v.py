@@ -1,4 +1,4 @@
-"""``shard_v``: keep this rank's rows of what every rank has. Its adjoint pads them with zeros."""
+"""``shard_v``: keep this rank's rows of a replicated tensor. Its adjoint pads with zeros."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class RowSum:
     The copies of a row are added one after the other, in the order of the index: for a plan, that
     of rank 0 first. Two ways return the same bits. One is ``index_add_``, which on the CPU keeps
     the order of the index. The other is torch's sum over the bags of an embedding, which writes
-    each row once, sums narrow floats in fp32 registers and has no atomics on a GPU.
+    each row once, sums fp16 and bf16 in fp32 registers and has no atomics on a GPU.
 
     >>> RowSum(torch.tensor([2, 0, 2]), 3)(torch.tensor([1.0, 2.0, 4.0]))
     tensor([2., 0., 5.])
@@ -56,7 +56,7 @@ class RowSum:
                 rows.contiguous(), *self.bags, mode=0, include_last_offset=True
             )[0]
         else:
-            # torch sums narrow floats in fp32 by an index of 64 bits, in their dtype by one of 32
+            # torch sums fp16 and bf16 in fp32 by an index of 64 bits, in their dtype by one of 32
             narrow = rows.dtype.itemsize < 4 and rows.dtype.is_floating_point
             index = self.index.to(torch.int32) if narrow and not use_fp32 else self.index
             total = rows.new_zeros(self.num_rows, rows.shape[1]).index_add_(0, index, rows)

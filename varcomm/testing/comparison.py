@@ -238,7 +238,7 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _error(whole: torch.Tensor | None, part: torch.Tensor | None, axes: list[Axis]) -> float:
-    """Return the distance of a rank's value from what it may be; no gradient is one of zeros."""
+    """Return the distance of a rank's value from the allowed ones; no gradient counts as zeros."""
     if whole is None or part is None:
         return sum(_largest(given) for given in (whole, part) if given is not None)
     known = expected(whole, part.shape, axes)

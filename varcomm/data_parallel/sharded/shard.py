@@ -167,7 +167,7 @@ class Shard:
         self.pieces: list[Piece] = []
 
     def cut_pieces(self, whole: bool) -> None:
-        """Make the values that the optimizer updates: fp32 masters of narrow floats."""
+        """Make the values that the optimizer updates: fp32 masters of fp16 and bf16."""
         if self._own.is_floating_point() and self._own.itemsize < 4:
             self._masters = self._own.float()
         for (name, part), value in zip(self.segments, self._parts(self._masters), strict=True):

@@ -24,8 +24,8 @@ _NEIGHBOURS = "it looks for neighbours among the nodes that it is given, which a
 _WALKS = "it samples walks and nodes, which are this rank's only"
 _MEMORY = "it keeps a state of all nodes by their ids"
 
-# Vectors of edges and graphs show most of what has no meaning on a part of a graph, when the model
-# runs. These look at nodes past such vectors.
+# When the model runs, vectors of edges and graphs refuse most operations that have no meaning on a
+# part of a graph. These layers read nodes without such vectors.
 REFUSED = {
     "CuGraphGATConv": _COMPILED,
     "CuGraphRGCNConv": _COMPILED,

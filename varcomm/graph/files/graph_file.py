@@ -56,7 +56,7 @@ def read_graph_and_mesh(path: Path) -> tuple[Data, Mesh | None]:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise ArgumentError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except Exception as error:  # of pickle, zipfile, zlib, NumPy or torch, by what is wrong
+    except Exception as error:  # of pickle, zipfile, zlib, NumPy or torch
         reason = str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
         reason = "it holds more than tensors" if "weights_only" in str(error) else reason
         raise ArgumentError(f"{path} cannot be read ({reason}); {accepted}.") from error

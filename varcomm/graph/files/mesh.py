@@ -211,8 +211,8 @@ def read_mesh(
     Raises
     ------
     ArgumentError
-        If the file is missing or cannot be read completely, such as a VTU file of several pieces;
-        if it has no cells, or cells of an unsupported kind; if files of a case contradict.
+        If the file is missing or cannot be read completely, such as a VTU file of several pieces.
+        Also if it has no cells, or cells of an unsupported kind, or if files of a case contradict.
     MissingPackageError
         If meshio is not installed; OpenFOAM cases do not need it.
 

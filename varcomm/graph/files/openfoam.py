@@ -1,7 +1,7 @@
 """The mesh of an OpenFOAM case, and the fields of one of its times.
 
-The files are those of ``polyMesh``: points, faces, owner, neighbour and boundary; ascii or binary,
-with labels of 32 or 64 bits, scalars of 4 or 8 bytes, plain or ``.gz``.
+The files are those of ``polyMesh``: points, faces, owner, neighbour and boundary. They are ascii or
+binary, with labels of 32 or 64 bits, scalars of 4 or 8 bytes, plain or ``.gz``.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ def _file(folders: list[Path], name: str) -> _File:
         for path in (folder / name, folder / f"{name}.gz"):
             if path.is_file():
                 return _File(path)
-    raise ArgumentError(f"read_mesh: there is no file {folders[-1] / name}, nor {name}.gz.")
+    raise ArgumentError(f"read_mesh: there is no file {folders[-1] / name} and no {name}.gz.")
 
 
 def _list(file: _File, kind: str, columns: int) -> Array:

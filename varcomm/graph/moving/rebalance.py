@@ -42,7 +42,7 @@ def rebalance(graph: PartitionedGraph, weights: torch.Tensor | float) -> Partiti
     large a cost and a distant one. On 5 ranks of a mesh, up to 1.6 times the excess moves.
 
     Communication: a few numbers per rank, and that of :meth:`PartitionedGraph.migrate`; each round
-    also moves the structure of the graph, once more for the attributes. In each round every rank
+    also moves the structure of the graph, and a last one the attributes. In each round every rank
     solves a dense system with an equation per rank, which is for up to some thousand ranks.
 
     In one process: the graph itself.
@@ -142,7 +142,7 @@ def _loads(graph: PartitionedGraph) -> tuple[Array, list[list[int]]]:
 
 
 def _flows(loads: Array, neighbours: list[list[int]]) -> Array:
-    """Return the cost that each rank passes to each other, (P, P), zero for what it receives."""
+    """Return the cost that each rank passes to each other, (P, P), zero if it receives."""
     ranks = len(loads)
     links = np.zeros((ranks, ranks))
     for rank, others in enumerate(neighbours):

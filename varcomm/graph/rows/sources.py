@@ -103,7 +103,7 @@ class StoredArray:
                 self._opened = self._open()
             except (ArgumentError, MissingPackageError):
                 raise
-            except Exception as error:  # of any library, by what is wrong with the file
+            except Exception as error:  # of any library, for any fault of the file
                 reason = str(error).partition("\n")[0] or type(error).__name__
                 raise ArgumentError(f"{self.name} cannot be read: {reason}.") from error
         return self._opened
