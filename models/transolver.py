@@ -251,7 +251,7 @@ class PointCrossAttention(nn.Module):
         point_sizes: Sizes = None,
         group: GroupLike = None,
     ) -> Tensor:
-        """Return the values that each query reads, (q, H); of no points, zeros before the last layer.
+        """Return the values that each query reads, (q, H); without points, zeros before the end.
 
         Parameters
         ----------
