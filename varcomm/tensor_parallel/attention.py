@@ -209,8 +209,6 @@ class ParallelAttention(nn.Module):
     ----------
     qkv, out : ColumnParallelLinear, RowParallelLinear
         Three fused blocks, for queries, keys and values; from the heads' results to the output.
-    sizes : ShardSizes
-        Heads of keys and values that each rank stores.
 
     Notes
     -----
