@@ -35,6 +35,12 @@ def on_page(printed, folder):
     )
 
 
+def test_index_lists_every_page():
+    index = (PAGES[0].parent / "index.md").read_text()
+    linked = set(re.findall(r"\]\((\w+\.md)\)", index))
+    assert linked == {page.name for page in PAGES} - {"index.md"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page.stem != "index"], ids=lambda page: page.stem
