@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import varcomm as vc
-from tests.ops.comparing import assert_none
 from tests.worlds import WORLDS
 from varcomm import ArgumentError, DisagreementError
 from varcomm.testing import gradcheck, gradgradcheck
@@ -152,4 +151,4 @@ def compiled(rank):
 
 @pytest.mark.slow
 def test_compiled(compiling):
-    assert_none(compiling(2, compiled))
+    compiling(2, compiled)
