@@ -283,24 +283,26 @@ class PointCrossAttention(nn.Module):
         with checking("PointCrossAttention", ranks) as where:
             given, _ = checked_shard(queries, query_sizes, 0, ranks, where, "query_sizes")
             owned, _ = checked_shard(points, point_sizes, 0, ranks, where, "point_sizes")
-        of_queries = sum(given) * (2 * hidden + self.num_heads)
-        if sum(owned) == 0 or 2 * hidden * sum(owned) <= of_queries:
+        width, wide = queries.element_size(), _wide(queries.dtype).itemsize
+        of_queries = sum(given) * (hidden * width + (hidden + self.num_heads) * wide)
+        if sum(owned) == 0 or 2 * hidden * sum(owned) * width <= of_queries:
             everywhere = all_gather_v(key_value, owned, group=group)
             return self._result(self._read(query, everywhere)[0])
         everyone = all_gather_v(query, given, dim=1, group=group)
         read, log_sum = self._read(everyone, key_value)
-        part = torch.cat([read, log_sum], -1)  # (heads, Q, head_dim + 1)
+        part = torch.cat([read.to(log_sum.dtype), log_sum], -1)  # (heads, Q, head_dim + 1)
         own = given[ranks.rank]
         received = all_to_all_v(part, given, [own] * ranks.size, dim=1, group=group)
         parts = received.view(self.num_heads, ranks.size, own, part.shape[-1])
         shares = parts[..., -1:].softmax(1)
-        return self._result((parts[..., :-1] * shares).sum(1))
+        return self._result((parts[..., :-1] * shares).sum(1).to(queries.dtype))
 
     def _read(self, query: Tensor, key_value: Tensor) -> tuple[Tensor, Tensor]:
         """Return the attention to these points, and the logarithm of the sum of its weights."""
         key, value = key_value.unflatten(-1, (2, self.num_heads, -1)).unbind(-3)
-        scores = query @ key.permute(1, 2, 0) / query.shape[-1] ** 0.5
-        return scores.softmax(-1) @ value.transpose(0, 1), scores.logsumexp(-1, keepdim=True)
+        scores = (query @ key.permute(1, 2, 0) / query.shape[-1] ** 0.5).to(_wide(query.dtype))
+        read = scores.softmax(-1).to(value.dtype) @ value.transpose(0, 1)
+        return read, scores.logsumexp(-1, keepdim=True)
 
     def _result(self, read: Tensor) -> Tensor:
         return cast(Tensor, self.out(read.transpose(0, 1).flatten(1)))

@@ -245,6 +245,16 @@ class IgnoresTheFirst(IgnoresValues):
         return w_j.real * weight.view(-1, 1)
 
 
+class IgnoresTheFirstInPairs(IgnoresTheFirst):
+    def forward(self, x, edge_index, weight):
+        rows = self.lin(x)
+        out = self.propagate(edge_index, x=rows, w=rows.to(torch.complex128), weight=weight)
+        return out[0] + out[1]
+
+    def update(self, inputs):
+        return inputs, 2 * inputs
+
+
 class IgnoresAll(IgnoresValues):
     def message(self, x_j, weight):
         return torch.ones_like(x_j) * weight.view(-1, 1)
@@ -364,6 +374,7 @@ OWN_CODE = {
     "PyG's checkpointing": Deep,
     "ignores values": IgnoresValues,
     "ignores values of the first": IgnoresTheFirst,
+    "ignores values of the first, in pairs": IgnoresTheFirstInPairs,
     "ignores all values": IgnoresAll,
 }
 for normalization, loops in product((None, "sym", "rw"), (True, False)):

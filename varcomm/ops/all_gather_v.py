@@ -21,7 +21,8 @@ __all__ = ["AllGatherV", "ReduceScatterV", "all_gather_v"]
 
 # Mean bytes per shard up to which many ranks gather by levels: more messages cost more than the
 # copies between levels. 16 ranks on 2 cores, Gloo: 47 ms in place of 83 for shards of 1 KiB, 54 in
-# place of 86 for 16 KiB, 139 in place of 126 for 256 KiB; MPI: 47 in place of 31 for 16 KiB.
+# place of 86 for 16 KiB, 139 in place of 126 for 256 KiB; MPI: 47 in place of 31 for 16 KiB. Not
+# measured on GPUs, where NCCL gathers by one call.
 _SHORT = 4096
 
 
@@ -52,7 +53,8 @@ class AllGatherV(_Sharded):
     def prepared(self, x: torch.Tensor) -> Callable[[torch.Tensor], Pending]:
         """Send the shard as it lies in memory; for dim != 0, copy once on arrival."""
         group, sizes, dim, recv = self.group, self.sizes, self.dim, self._counts(x)
-        if group.size >= MANY and sum(recv) * x.element_size() <= _SHORT * group.size:
+        short = sum(recv) * x.element_size() <= _SHORT * group.size
+        if group.size >= MANY and short and x.device.type == "cpu":
             return self._start_levels
         shape, send = packing.like(x.shape, dim, sum(sizes)), [recv[group.rank]] * group.size
         begin = packing.exchanger(self.name, group, x, send, recv, "all_gather")
@@ -189,12 +191,10 @@ def all_gather_v(
         Without `sizes`, on every rank, if ranks differ in structure, dtypes, ``requires_grad``,
         `dim`, or other dimensions.
 
-    Notes
-    -----
-    Adjoint: :func:`reduce_scatter_v` with the same arguments.
-    Communication: each rank sends its shard to every other rank. For ``dim=0`` nothing is copied,
-    for others once on arrival. From 16 ranks on, shards of up to 4 KiB (mean) travel by levels, as
-    in :func:`reduce_scatter_v`: the same bytes in ``k P^(1/k)`` messages per rank.
+    Notes ----- Adjoint: :func:`reduce_scatter_v` with the same arguments. Communication: each rank
+    sends its shard to every other rank. For ``dim=0`` nothing is copied, for others once on
+    arrival. From 16 ranks on, CPU shards of up to 4 KiB (mean) travel by levels, as in
+    :func:`reduce_scatter_v`: the same bytes in ``k P^(1/k)`` messages per rank.
 
     Without `sizes`, ranks first share 1 KiB each in one more round, in backward nothing; large
     structures need a second message. Nested tensors travel in one exchange and are copied on both

@@ -143,13 +143,15 @@ class _Adapted:
             return run()
         with edges.exchanges() as exchanged:
             out = run()
-        if not isinstance(out, torch.Tensor):
-            return out
-        if edge_index.plain.shape[1] == 0:
-            # backward is collective: what the values of no edges depend on must be in it
-            given = [*values.values(), *(one.values for one in waiting.values())]
-            out = sum(_nothing_of(given), out)
-        return _depending(out, exchanged) if exchanged else out
+
+        def depending(out: torch.Tensor) -> torch.Tensor:
+            if edge_index.plain.shape[1] == 0:
+                # backward is collective: it must contain all tensors that a message reads
+                given = [*values.values(), *(one.values for one in waiting.values())]
+                out = sum(_nothing_of(given), out)
+            return _depending(out, exchanged) if exchanged else out
+
+        return _with_first(out, depending)
 
     def _at_sources(
         self, edge_index: PartitionedIndex, values: dict[str, Any]
@@ -178,6 +180,17 @@ def _depending(out: torch.Tensor, exchanged: Sequence[torch.Tensor]) -> torch.Te
     if torch._C._are_functorch_transforms_active():
         return sum(_nothing_of(exchanged), out)
     return _Depending.apply(out, *exchanged)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _with_first(out: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a result of a layer with its first floating tensor changed."""
+    if isinstance(out, torch.Tensor):
+        return change(out)
+    if type(out) in (tuple, list):
+        for place, one in enumerate(out):
+            if isinstance(one, torch.Tensor) and (one.is_floating_point() or one.is_complex()):
+                return type(out)([*out[:place], change(one), *out[place + 1 :]])
+    return out
 
 
 class _Depending(torch.autograd.Function):
