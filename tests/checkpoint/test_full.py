@@ -13,7 +13,7 @@ from varcomm import ArgumentError, DisagreementError
 from varcomm.checkpoint import full_state_dict
 from varcomm.data_parallel import ShardedGradients
 from varcomm.sharding import ShardSpec, mark
-from varcomm.tensor_parallel import parallelize
+from varcomm.tensor_parallel import ColumnParallelLinear, parallelize
 
 
 class Tied(nn.Module):
@@ -120,6 +120,22 @@ def stages(rank):
     assert len(found) == (6 if rank == 1 else 0)
     if rank == 1:
         assert found["layer2.weight"].shape == (2, 2)
+
+
+def in_other_order(rank):
+    """Ranks registered the same layers in other orders; each keeps its own."""
+    names = ["a", "b", "c"][:: 1 - 2 * (rank % 2)]
+    layers = {name: nn.Linear(2, ord(name) - 96) for name in "abc"}
+    for layer in layers.values():
+        nn.init.constant_(layer.weight, layer.out_features)
+        nn.init.zeros_(layer.bias)
+    expected = nn.ModuleDict({name: layers[name] for name in names}).state_dict()
+    sharded = {name: ColumnParallelLinear.from_linear(layers[name]) for name in "abc"}
+    check(full_state_dict(nn.ModuleDict([(n, sharded[n]) for n in names]), None), expected)
+
+
+def test_state_dicts_in_other_order(worlds):
+    worlds.run(2, in_other_order)
 
 
 def refused(rank):

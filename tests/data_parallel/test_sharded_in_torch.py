@@ -193,6 +193,50 @@ def test_ranks_that_use_gradients_differently(rank, ranks):
 
 
 @on(2)
+def test_a_backward_of_one_rank_between_norms(rank, ranks):
+    """Clipping counts it, and using the rest of the gradients is refused on all ranks."""
+    for name in ("0.weight", "1.bias"):
+        model, twin = twins(lambda: nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).double())
+        own = ShardedGradients(model, plain, reduce="sum")
+        x = torch.ones(1, 2).double()
+        for backwards in ((0, 1), (0,)):
+            for r in backwards:
+                square(twin(x * (r + 1))).backward()
+            if rank in backwards:
+                square(model(x * (rank + 1))).backward()
+            if len(backwards) == 2:
+                close(*[m.get_parameter(name).grad.norm() for m in (model, twin)], 1e-10)
+        close(*[clip_grad_norm_(m.parameters(), 0.5) for m in (model, twin)], 1e-10)
+        own.step()
+        plain(twin.parameters()).step()
+        assert_equal(model, twin, 1e-10)
+    own.zero_grad()
+    square(model(x)).backward()
+    model[0].weight.grad.norm()
+    if rank == 0:
+        square(model(x)).backward()
+    model[1].bias.grad.norm()
+    is_refused(own.step, "refused on rank 0 of 2: a backward ran .* grad of parameter '1.bias'")
+    own.zero_grad()
+    own.step()
+
+
+@on(2)
+def test_copies_and_lists_of_factors_are_refused(rank, ranks):
+    """A list is refused also on the rank without a piece."""
+    model = nn.Linear(2, 2, bias=False)
+    own = ShardedGradients(model, plain, sizes=[4, 0])
+    model(torch.ones(1, 2)).sum().backward()
+    grad = model.weight.grad
+    for copied in (grad.double(), grad.to(torch.float32, copy=True)):
+        is_refused(lambda copied=copied: copied.mul_(2), "of a copy of the gradient of .*'weight'")
+        is_refused(copied.detach().norm, "Use the grad of the parameter")
+    is_refused(lambda: torch._foreach_mul_([grad], [2.0]), "'mul_' needs all of it")
+    torch._foreach_mul_([grad], 2.0)
+    own.step()
+
+
+@on(2)
 def test_a_closed_optimizer_leaves_no_gradients(rank, ranks):
     model = seeded(lambda: nn.Linear(2, 2))
     own = ShardedGradients(model, plain)

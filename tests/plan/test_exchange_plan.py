@@ -165,9 +165,7 @@ def frozen(rank, needs):
         with pytest.raises(FrozenInstanceError, match=f"cannot assign to field '{field.name}'"):
             setattr(plan, field.name, getattr(plan, field.name))
     same, away = plan.to("cpu"), plan.to(torch.device("meta"))
-    x, y = torch.arange(float(plan.num_rows)), torch.arange(float(sum(plan.recv_counts)))
-    assert torch.equal(same(x), plan(x))
-    assert torch.equal(same.adjoint(y), plan.adjoint(y))
+    assert same is plan
     assert (away.send_index.device.type, plan.send_index.device.type) == ("meta", "cpu")
     assert (away.send_counts, away.recv_counts) == (plan.send_counts, plan.recv_counts)
     model = torch.nn.Linear(1, 1)

@@ -135,6 +135,9 @@ def refused(rank):
     part = torch.zeros(spec.local_shape)
     with pytest.raises(ArgumentError, match="this rank's part has shape"):
         spec.gather(torch.zeros(5, 2))
+    if rank == 1:
+        with pytest.raises(ArgumentError, match=r"Pass local\.contiguous\(\)"):
+            spec.wrap(torch.zeros(2, spec.local_shape[0]).t())
     with pytest.raises(ArgumentError, match="target must have shape"):
         spec.redistribute(part, RaggedSpec.of((6, 1), (0,), (1, 1, 1)))
     with pytest.raises(ArgumentError, match=r"the tensor has shape \(6, 2\)"):

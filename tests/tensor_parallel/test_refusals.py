@@ -3,12 +3,14 @@
 import math
 from functools import partial
 
+import pytest
 import torch
 from torch import nn
 
 import varcomm
 import varcomm.tensor_parallel as tp
 from varcomm import ArgumentError, DisagreementError
+from varcomm.tensor_parallel.init import drawing
 
 RANKS = 3
 X, W = torch.ones(2, 4), torch.ones(3, 4)
@@ -247,6 +249,7 @@ SHARED = {
         (layer_of(COLUMN, 6, 7, init=3), "init"),
         (layer_of(COLUMN, 6, 7, init=nn.init.xavier_normal_), "xavier_normal_ needs the shape"),
         (layer_of(VOCAB, 5, 2, init=partial(nn.init.orthogonal_, gain=2)), "orthogonal_ needs"),
+        (layer_of(COLUMN, 6, 7, init=lambda w: nn.init.kaiming_normal_(w)), "needs the shape"),
         (layer_of(COLUMN, 6, 7, dtype=torch.int64), "dtype"),
         (layer_of(COLUMN, 6, 7, device="gpu"), "gpu"),
         (layer_of(COLUMN, 6, 7, save="all"), "save"),
@@ -355,3 +358,24 @@ def differing(rank):
 
 def test_differences_inside_debug(worlds):
     assert worlds.run(RANKS, differing) == [{}] * RANKS
+
+
+@pytest.mark.parametrize(
+    "init",
+    [
+        *(nn.init.zeros_, nn.init.ones_, nn.init.normal_, nn.init.uniform_, nn.init.trunc_normal_),
+        *(torch.Tensor.zero_, partial(nn.init.constant_, val=2.0), lambda w: w.fill_(torch.nan)),
+        lambda w: w.copy_(torch.randn(w.shape)),
+        lambda w, generator: w.cauchy_(generator=generator),
+    ],
+)
+def test_inits_of_single_elements_are_accepted(init):
+    drawing(init)
+
+
+@pytest.mark.parametrize("name", ["xavier_uniform_", "kaiming_uniform_", "orthogonal_", "eye_"])
+def test_inits_of_the_full_shape_are_refused(name):
+    init = getattr(nn.init, name)
+    for given in (init, lambda w: init(w)):
+        with pytest.raises(ArgumentError, match="with the std of the full shape"):
+            drawing(given)

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import importlib.util
+import pathlib
 import warnings
 from functools import partial
 
@@ -12,7 +13,7 @@ from torch import nn
 
 import varcomm
 from tests.ops.comparing import Failures, assert_none
-from varcomm import ArgumentError
+from varcomm import ArgumentError, DisagreementError
 from varcomm.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -241,6 +242,61 @@ def test_generate(worlds, name):
     worlds.run(3, generated, name, timeout=200)
 
 
+def sampled(rank, name):
+    with in_fp64():
+        one = made(name).eval()
+        model = parallelize(copy.deepcopy(one))
+        ids = batch(name)["input_ids"]
+        asked = {"max_new_tokens": 7, "do_sample": True, "pad_token_id": 0}
+        tokens = []
+        for each in (one, model):
+            torch.manual_seed(3)
+            tokens.append(each.generate(ids, **asked))
+        assert torch.equal(*tokens)
+        torch.manual_seed(rank)
+        with pytest.raises(DisagreementError, match=r"torch\.manual_seed.* before generate"):
+            model.generate(ids, **asked)
+        model.generate(ids, **asked | {"do_sample": False})  # which draws no numbers
+        with pytest.raises(DisagreementError, match="Pass the same inputs"):
+            model.generate(ids + rank, **asked)
+
+
+@pytest.mark.parametrize("name", ["Llama, 5 heads", "T5, 5 heads"])
+def test_sampling_needs_the_same_seed_on_all_ranks(worlds, name):
+    worlds.run(2, sampled, name, timeout=200)
+
+
+def with_dropout(rank, name):
+    import transformers
+
+    torch.manual_seed(0)
+    if name == "Llama":
+        model, found = decoder("Llama", 4, 4, attention_dropout=0.1), "attention_dropout"
+    elif name == "T5":
+        model, found = t5(4), "dropout_rate"
+        sizes = {k: v for k, v in model.config.to_dict().items() if k != "dropout_rate"}
+        model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+    else:
+        sizes = {"num_attention_heads": 4, "attention_probs_dropout_prob": 0.0}
+        model = transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, **sizes))
+        found = "hidden_dropout_prob"
+    ids = batch(name)
+    model = copy.deepcopy(parallelize(model))
+    with pytest.raises(ArgumentError, match=rf"dropout \(.*Set {found} to 0"):
+        model.train()(**ids)
+    model.eval()(**ids).loss.backward()
+    for layer in model.train().modules():
+        for key, value in vars(layer).items():
+            if isinstance(value, float) and (key == "p" or "dropout" in key):
+                setattr(layer, key, 0.0)
+    model(**ids)
+
+
+@pytest.mark.parametrize("name", ["Llama", "T5", "BERT"])
+def test_training_with_dropout_is_refused(worlds, name):
+    worlds.run(2, with_dropout, name, timeout=200)
+
+
 def saved(rank, name, folder):
     """The files of a sharded model are those of the whole one."""
     import transformers
@@ -254,6 +310,8 @@ def saved(rank, name, folder):
         assert one.state_dict().keys() == again.state_dict().keys()
         for key, value in one.state_dict().items():
             torch.testing.assert_close(again.state_dict()[key], value, rtol=0, atol=0)
+        model.save_pretrained(f"{folder}/none", is_main_process=False)
+        assert not pathlib.Path(folder, "none").exists()
         with pytest.raises(ArgumentError, match="Leave out state_dict"):
             model.save_pretrained(folder, state_dict=model.state_dict())
 
@@ -284,6 +342,19 @@ def refused(rank):
             parallelize(made("Llama, 5 heads"), {"*.q_proj": "column", "*.o_proj": "row"})
         with pytest.raises(ArgumentError, match=r"shared\.weight and .*embed_tokens\.weight"):
             parallelize(made("T5, 5 heads"), {"lm_head": "column"})
+        with pytest.raises(ArgumentError, match="Leave out gather_output"):
+            parallelize(made("T5, 5 heads"), gather_output=False)
+        for plan, words in (
+            ({"*.mlp.up": "colwise"}, r"matches no layer .* like \['model.embed_tokens'"),
+            ({"*.q_norm.weight": "colwise"}, "and no module"),
+            ({"*.[qkv]_proj": "colwise"}, "could be cut through heads"),
+        ):
+            model = made(name)
+            model._tp_plan = plan
+            for layer in model.model.layers if "cut" in words else ():
+                del layer.self_attn.head_dim
+            with pytest.raises(ArgumentError, match=words):
+                parallelize(model)
         with pytest.raises(ArgumentError, match="has no tp_plan"):
             parallelize(nn.Linear(2, 2))
         with pytest.raises(ArgumentError, match="sequence_sizes need a plan"):

@@ -97,12 +97,16 @@ def full_state_dict(
     pieces: dict[str, list[Piece]] = {key: [] for key in plan.entries}
     for piece in sorted(plan.holders):
         pieces[piece[0]].append(piece)
+    # Every rank gathers in sorted order, because state dicts of ranks may have other orders.
+    gathered = {
+        key: _gathered(entry, pieces[key], own, plan, dst, ranks)
+        for key, entry in sorted(plan.entries.items())
+        if "shape" in entry and "tied" not in entry
+    }
     found: dict[Keys, Any] = {}
     for key, entry in plan.entries.items():
-        if "tied" in entry:
-            found[entry["path"]] = found[(entry["tied"],)]
-        elif "shape" in entry:
-            found[entry["path"]] = _gathered(entry, pieces[key], own, plan, dst, ranks)
+        if "shape" in entry:
+            found[entry["path"]] = gathered[entry.get("tied", key)]
         else:
             found[entry["path"]] = own.values.get(key, decoded(entry["value"]))
     whole: dict[str, Any] = nested(found)

@@ -251,8 +251,9 @@ class ExchangePlan(Routes):
         return tuple(rank for rank, pair in pairs if any(pair) and rank != self.group.rank)
 
     def to(self, device: torch.device | str) -> Self:
-        """Return the same plan for tensors on another device."""
-        return replace(self, send_index=self.send_index.to(device))
+        """Return the same plan for tensors on another device, and itself on its own."""
+        moved = self.send_index.to(device)
+        return self if moved is self.send_index else replace(self, send_index=moved)
 
     def __copy__(self) -> Self:
         return self  # a copy of a model shares its plans

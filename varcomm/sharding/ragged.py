@@ -172,7 +172,12 @@ class RaggedSpec:
 
     def wrap(self, local: torch.Tensor) -> Sharded:
         """Return this rank's part as a Sharded tensor, for saving and loading; no copy."""
-        flat = self._flat(local.detach(), "RaggedSpec.wrap")
+        flat = self._flat(local, "RaggedSpec.wrap").detach()
+        if not local.is_contiguous():
+            raise ArgumentError(
+                "RaggedSpec.wrap: local must be contiguous, because the result shares its memory; "
+                f"got strides {local.stride()}. Pass local.contiguous()."
+            )
         return Sharded.elements(flat, self.shape, self.sizes.offsets[self.group.rank])
 
     def redistribute(self, local: torch.Tensor, target: RaggedSpec) -> torch.Tensor:

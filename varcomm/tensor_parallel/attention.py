@@ -310,8 +310,8 @@ class ParallelAttention(nn.Module):
         if self._readers is None:
             return split_heads(qkv, self.head_dim, self.queries_per_key)
         own = self.heads.queries[self.qkv.group.rank] * self.head_dim
-        read = from_owner(self._readers, qkv[..., own:]).unflatten(-1, (2, -1, self.head_dim))
-        key, value = read.unbind(-3)
+        read = from_owner(self, "_readers", qkv[..., own:])
+        key, value = read.unflatten(-1, (2, -1, self.head_dim)).unbind(-3)
         return qkv[..., :own].unflatten(-1, (-1, self.head_dim)), key, value
 
     def extra_repr(self) -> str:

@@ -60,7 +60,7 @@ _BERT = {
     "*.attention.self.value": "column",
     "*.attention.output.dense": "row of heads",
     "*.intermediate.dense": "column",
-    "*.layer.*.output.dense": "row",
+    "*.layer.*[0-9].output.dense": "row",  # not crossattention.output
 }
 _T5 = {
     "*Attention.[qkv]": "column",
@@ -129,6 +129,8 @@ class Family:
             )
         plan = {p: _STYLES.get(s, s) for p, s in own.items()} if own else _FAMILIES[kind]
         known = {*_STYLES.values(), "row of heads", "bias of heads"}
+        self._check_parameters(model, plan)
+        sharded = False
         for name, layer in self.names.items():
             found = [(p, s) for p, s in plan.items() if fnmatchcase(name, p) and s is not None]
             for pattern, style in found[:1]:
@@ -137,14 +139,43 @@ class Family:
                         f"the model's plan has {pattern!r}: {style!r}, a style without a parallel "
                         f"layer here, for {type(layer).__name__}. Pass a plan of your own."
                     )
+                sharded = sharded or style not in ("gathered column", "vocabulary", "sequence")
                 yield name, style
+        if not sharded:
+            names = [name for name, layer in self.names.items() if not list(layer.children())]
+            raise ArgumentError(
+                f"the plan of {type(model).__name__} matches no layer of attention or MLP; names "
+                f"are like {names[:3]}. Pass a plan of your own."
+            )
+
+    def _check_parameters(self, model: nn.Module, plan: Mapping[str, str | None]) -> None:
+        """Raise ArgumentError if a pattern matches parameters only, except those of experts."""
+        experts = [p for p, style in plan.items() if style == "experts"]
+        for pattern, style in plan.items():
+            if style is None or any(fnmatchcase(name, pattern) for name in self.names):
+                continue
+            for name, _ in model.named_parameters():
+                parent = name.rpartition(".")[0]
+                if fnmatchcase(name, pattern) and not any(fnmatchcase(parent, p) for p in experts):
+                    raise ArgumentError(
+                        f"the model's plan has {pattern!r}: {style!r}, which matches the parameter "
+                        f"{name!r} and no module. Pass a plan of your own."
+                    )
 
     def _attentions(self, styles: Mapping[str, str]) -> Iterator[tuple[str, Heads]]:
         """Return the heads of attention modules, and check that they can be sharded."""
         for name, style in styles.items():
             parent, _, leaf = name.rpartition(".")
             width = head_dim(self.names.get(parent))
-            if style != "column" or leaf not in _QUERIES or width is None:
+            if style != "column" or leaf not in (*_QUERIES, *_KEYS):
+                continue
+            if width is None and _is_attention(parent, self.names.get(parent)):
+                raise ArgumentError(
+                    f"{parent} has no attribute with its features per head "
+                    f"({', '.join(_HEAD_DIM)}), so {name} could be cut through heads. Pass a plan "
+                    "of your own."
+                )
+            if width is None or leaf not in _QUERIES:
                 continue
             outputs = [n for n in _OUT if styles.get(f"{parent}.{n}") == "row"]
             last = self.names[f"{parent}.{outputs[0]}"] if outputs else self.names[name]
@@ -263,6 +294,11 @@ def head_dim(module: Any) -> int | None:
     """Return the features per head of an attention module; None for other modules."""
     found = (vars(module).get(name) for name in _HEAD_DIM) if module is not None else ()
     return next((width for width in found if isinstance(width, int)), None)
+
+
+def _is_attention(name: str, module: Any) -> bool:
+    words = f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
+    return "attention" in words or "attn" in words
 
 
 def is_projection(name: str) -> bool:

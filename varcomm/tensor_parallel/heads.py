@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.sizes import ShardSizes
@@ -61,12 +62,14 @@ class Heads:
         return ExchangePlan.from_needed(needed, features, group.process_group)
 
 
-def from_owner(plan: ExchangePlan | None, features: Tensor) -> Tensor:
-    """Return the keys or values that this rank reads; without a plan, its own."""
-    if plan is None:
-        return features
+def from_owner(layer: nn.Module, name: str, features: Tensor) -> Tensor:
+    """Return the keys or values that this rank reads, with the plan in an attribute of a layer."""
+    plan: ExchangePlan = getattr(layer, name)
     if plan.send_index.device != features.device:
         plan = plan.to(features.device)
+        # the moved plan is for later forwards too, unless its indices have no values
+        if not (features.is_meta or torch.compiler.is_compiling() or is_fake(features)):
+            setattr(layer, name, plan)
     return plan(features, -1)
 
 
@@ -81,4 +84,4 @@ class KeyValueLinear(ColumnParallelLinear):
 
     def forward(self, x: Tensor, sequence_sizes: Sequence[int] | None = None) -> Tensor:
         """Return the outputs of the heads that this rank reads."""
-        return from_owner(self.readers, super().forward(x, sequence_sizes))
+        return from_owner(self, "readers", super().forward(x, sequence_sizes))

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.reduction import accumulation_dtype
@@ -20,11 +21,8 @@ Fill: TypeAlias = Callable[[Tensor, torch.Generator], object]
 
 _TILE = 64, 256
 
-# Their values depend on the shape of the full weight, and a tile is smaller.
-_OF_FULL_SHAPE = {
-    *("dirac_", "eye_", "kaiming_normal_", "kaiming_uniform_", "orthogonal_", "sparse_"),
-    *("xavier_normal_", "xavier_uniform_"),
-}
+# Two shapes of equal length, and of other sums, maxima and minima.
+_PROBES = (16, 64), (8, 128)
 
 
 def drawing(init: Any) -> Fill:
@@ -36,14 +34,23 @@ def drawing(init: Any) -> Fill:
     """
     if not callable(init):
         raise ArgumentError(f"init must be init(tensor, generator) or init(tensor); got {init!r}.")
-    inner = init.func if isinstance(init, partial) else init
-    name = getattr(inner, "__name__", "")
-    if name in _OF_FULL_SHAPE and inner is getattr(torch.nn.init, name):
+    fill = _with_generator(init)
+    with unset_fake_temporarily(), torch.device("cpu"), torch.no_grad():
+        one, other = (torch.zeros(shape) for shape in _PROBES)
+        for probe in (one, other):
+            fill(probe, torch.Generator("cpu").manual_seed(0))
+    if not torch.allclose(one.view(-1), other.view(-1), rtol=0, atol=0, equal_nan=True):
+        inner = init.func if isinstance(init, partial) else init
         raise ArgumentError(
-            f"init draws each element by itself, and torch.nn.init.{name} needs the shape of the "
-            "full weight. Pass for example lambda x, generator: x.normal_(0, std, "
-            "generator=generator), with std of the full shape."
+            f"init draws each element by itself, and {getattr(inner, '__name__', inner)} needs the "
+            f"shape of the full weight: tensors of shapes {_PROBES[0]} and {_PROBES[1]} got other "
+            "values from the same generator. Write init(tensor, generator), as lambda x, "
+            "generator: x.normal_(0, std, generator=generator), with the std of the full shape."
         )
+    return fill
+
+
+def _with_generator(init: Any) -> Fill:
     try:
         parameters = signature(init).parameters
     except (TypeError, ValueError):  # of a function in C, as torch.Tensor.zero_

@@ -19,7 +19,7 @@ from varcomm.tensor_parallel.families import Family, head_dim, is_projection, ne
 from varcomm.tensor_parallel.layout import agreed
 from varcomm.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from varcomm.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
-from varcomm.tensor_parallel.pretrained import guard
+from varcomm.tensor_parallel.pretrained import guard, has_causal_loss, refuse_dropout
 from varcomm.transport.agreement import agree, on_all_ranks
 from varcomm.transport.group import Group, GroupLike, resolve
 
@@ -75,8 +75,8 @@ def parallelize(
         heads of queries are split between them. False leaves these ranks without heads.
     gather_output : bool
         Without a plan: the head returns the logits of all ids, so that ``labels=`` and
-        ``generate`` work as before. False leaves logits sharded; ``labels=`` of causal models uses
-        :func:`vocab_parallel_cross_entropy`, and ``generate`` is refused.
+        ``generate`` work as before. False leaves logits sharded: ``labels=`` uses
+        :func:`vocab_parallel_cross_entropy`, and ``generate`` is refused. For causal models only.
 
     Returns
     -------
@@ -91,6 +91,9 @@ def parallelize(
     Notes
     -----
     Parameters that modules share stay shared, so they must be sharded identically.
+
+    Without a plan, a forward in training with dropout is refused: ranks would draw other numbers.
+    ``generate`` with ``do_sample=True`` needs the same seed on all ranks.
 
     ``save_pretrained`` of a transformers model becomes collective and writes full tensors.
     ``resize_token_embeddings`` and adapters (PEFT) are refused: use them before sharding.
@@ -126,6 +129,12 @@ def parallelize(
                 raise ArgumentError(
                     "sequence_sizes need a plan: which modules run on parts of a sequence is not "
                     "in a model's tp_plan. Pass plan."
+                )
+            if not gather_output and not has_causal_loss(module):
+                raise ArgumentError(
+                    f"gather_output=False: {type(module).__name__} does not use the loss of "
+                    "causal models, so its labels= would be compared with the logits of this "
+                    "rank's ids only. Leave out gather_output."
                 )
             family.append(Family(module, ranks, replicate_kv, gather_output))
             chosen.update(_chosen(module, family[0].plan))
@@ -166,7 +175,9 @@ def parallelize(
         module.get_submodule(parent).register_parameter(own, parameter)
     for one in family:
         one.finish()
-    guard(module, ranks)
+    guard(module)
+    if family and ranks.size > 1:
+        refuse_dropout(module)
     return made.get(id(module), module)
 
 

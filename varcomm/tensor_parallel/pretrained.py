@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -11,16 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from varcomm.errors import ArgumentError
+from varcomm.errors import ArgumentError, DisagreementError
+from varcomm.ops.digest import differing, digest
 from varcomm.ops.gather_v import gather_v
 from varcomm.sharding import shard_spec
 from varcomm.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from varcomm.tensor_parallel.linear import ColumnParallelLinear
-from varcomm.transport.agreement import agree
+from varcomm.transport.agreement import agree, share
+from varcomm.transport.failure import spans
 from varcomm.transport.group import Group
 
 
-def guard(module: nn.Module, group: Group) -> None:
+def guard(module: nn.Module) -> None:
     """Replace methods of a sharded model that read its weights as if they were whole.
 
     They are attributes of the model and bound to it, so a deep copy has its own.
@@ -29,25 +32,79 @@ def guard(module: nn.Module, group: Group) -> None:
     for model in models:
         if not hasattr(model, "save_pretrained") or "save_pretrained" in vars(model):
             continue
+        if not any(shard_spec(parameter) for parameter in model.parameters()):
+            continue
         methods: dict[str, Any] = {"save_pretrained": _save_pretrained}
+        if hasattr(model, "generate"):
+            methods["generate"] = _generate
         methods |= {name: _refusals[name] for name in _refusals if hasattr(model, name)}
         head = getattr(model, "get_output_embeddings", lambda: None)()
         if isinstance(head, ColumnParallelLinear) and not head.gather_output:
-            methods["generate"] = _generate
-            if getattr(model, "loss_type", None) in (None, "ForCausalLM"):
+            methods["generate"] = _refuse_to_generate
+            if has_causal_loss(model):
                 model.loss_function = _CausalLoss(head)
         for name, method in methods.items():
             vars(model)[name] = MethodType(method, model)
 
 
+def has_causal_loss(model: Any) -> bool:
+    """Return whether a model computes the loss of next tokens with its ``loss_function``."""
+    of_targets = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return getattr(model, "loss_type", None) in (None, "ForCausalLM") and not of_targets
+
+
+def refuse_dropout(module: nn.Module) -> None:
+    """Refuse forwards with active dropout, which would draw other numbers on each rank.
+
+    Values are read in each forward, so that they can be changed after sharding.
+    """
+    places: list[tuple[str, str]] = []
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.modules.dropout._DropoutNd):
+            places.append((name, "p"))
+        found = (key for key, value in vars(layer).items() if isinstance(value, float))
+        places += [(name, key) for key in found if _is_dropout(key)]
+    if places:
+        module.register_forward_pre_hook(partial(_check_dropout, places))
+
+
+def _is_dropout(name: str) -> bool:
+    return any(word in name for word in ("dropout", "pdrop", "layerdrop"))
+
+
+def _check_dropout(places: Sequence[tuple[str, str]], model: Any, args: Any) -> None:
+    """Raise ArgumentError if dropout is active in one of the `places`: modules and attributes."""
+    if not model.training:
+        return
+    active = []
+    for name, key in places:
+        layer = model.get_submodule(name)
+        if layer.training and getattr(layer, key) > 0:
+            active.append(f"{name}.{key}" if name else key)
+    if not active:
+        return
+    config = vars(getattr(model, "config", model))
+    fields = [k for k, v in config.items() if _is_dropout(k) and isinstance(v, float) and v > 0]
+    more = f" and {len(active) - 3} more" if len(active) > 3 else ""
+    raise ArgumentError(
+        f"{type(model).__name__} is sharded and trains with dropout ({', '.join(active[:3])}{more})"
+        ", for which each rank draws other numbers, so that replicated activations would differ. "
+        f"Set {', '.join(fields) or 'dropout'} to 0 in the config before you make the model."
+    )
+
+
 def _save_pretrained(
     self: Any, save_directory: Any, *, state_dict: Any = None, **options: Any
 ) -> None:
-    """Write full tensors on the first rank of the sharded parameters' group; collective."""
+    """Write full tensors on the first rank of the sharded parameters' group; collective.
+
+    With ``is_main_process=False`` this rank takes part and writes nothing.
+    """
     sharded = {n: p for n, p in self.state_dict(keep_vars=True).items() if shard_spec(p)}
     specs = {name: shard_spec(p) for name, p in sharded.items()}
-    group = next(spec.group for spec in specs.values() if spec is not None)
-    options.pop("is_main_process", None)
+    groups = [spec.group for spec in specs.values() if spec is not None]
+    group, main = groups[0], options.pop("is_main_process", True)
+    writes = main and all(one.rank == 0 for one in groups)
 
     def check() -> None:
         for name, spec in specs.items():
@@ -64,27 +121,66 @@ def _save_pretrained(
         found: dict[int, Tensor] = {}  # parameters with several names, once
         for name, parameter in sharded.items():
             if id(parameter) not in found:
-                found[id(parameter)] = _whole(parameter, group)
+                found[id(parameter)] = _whole(parameter)
             whole[name] = found[id(parameter)]
 
     def write() -> None:
-        if group.rank == 0:
+        if writes:
             type(self).save_pretrained(self, save_directory, state_dict=whole, **options)
 
     agree("save_pretrained", write, group)
 
 
 @torch.no_grad()
-def _whole(parameter: Tensor, group: Group) -> Tensor:
+def _whole(parameter: Tensor) -> Tensor:
     """Return a full parameter on the CPU of the first rank, and no rows on others."""
     spec = shard_spec(parameter)
     assert spec is not None
-    pg = group.process_group
+    pg = spec.group.process_group
     gathered = gather_v(parameter.detach(), spec.sizes, spec.dim, group=pg)
-    return spec.ordered(gathered, spec.dim).cpu() if group.rank == 0 else gathered
+    return spec.ordered(gathered, spec.dim).cpu() if spec.group.rank == 0 else gathered
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Generate tokens if inputs are identical on all ranks and, to sample, random numbers too."""
+    specs = [spec for parameter in self.parameters() if (spec := shard_spec(parameter))]
+    device = next(self.parameters()).device
+
+    def described() -> dict[str, Any]:
+        inputs = {f"argument {i}": value for i, value in enumerate(args)} | kwargs
+        plain = Tensor | str | int | float
+        found: dict[str, Any] = {
+            name: str(digest(value)) for name, value in inputs.items() if isinstance(value, plain)
+        }
+        config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
+        config = config or getattr(self, "generation_config", None)
+        samples = kwargs.get("do_sample")
+        if getattr(config, "do_sample", None) if samples is None else samples:
+            cuda = device.type == "cuda"
+            state = torch.cuda.get_rng_state(device) if cuda else torch.get_rng_state()
+            found[_STATE] = str(digest(state))
+        return found
+
+    group: Group = specs[0].group
+    if group.size > 1:
+        others, names = differing(share("generate", described, group))
+        if others:
+            fix = (
+                "Call torch.manual_seed(seed) with the same seed on all ranks before generate."
+                if names == [_STATE]
+                else "Pass the same inputs and options on all ranks."
+            )
+            raise DisagreementError(
+                f"generate: ranks would choose different tokens, because {', '.join(names)} of "
+                f"ranks {spans(others)} differ from rank 0. {fix}"
+            )
+    return type(self).generate(self, *args, **kwargs)
+
+
+_STATE = "the state of torch's random numbers"
+
+
+def _refuse_to_generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Refuse to choose tokens among this rank's ids."""
     raise ArgumentError(
         "generate: the head returns the logits of this rank's ids only, so tokens would be wrong. "

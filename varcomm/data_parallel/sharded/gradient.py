@@ -37,6 +37,7 @@ class SummedGradient(torch.Tensor):
 
     parameter_name: str
     find_sums: Callable[[], Sums | None]
+    is_copy: bool = False  # Module.to() makes copies, which no operation accepts
 
     @classmethod
     def of(
@@ -72,9 +73,11 @@ class SummedGradient(torch.Tensor):
             pass
         elif name in ("detach", "alias", "_to_copy"):
             dtype, device = (options.get(key) for key in ("dtype", "device"))
-            return cls.of(
+            found = cls.of(
                 first.parameter_name, first, first.find_sums, dtype or first.dtype, device
             )
+            found.is_copy = first.is_copy or name == "_to_copy"
+            return found
         elif name in ("linalg_vector_norm", "norm") and len(rest) < 2 and not options.get("dim"):
             order, dtype = float(rest[0]) if rest else 2.0, options.get("dtype")
             norms = [
@@ -82,6 +85,8 @@ class SummedGradient(torch.Tensor):
                 for each in own
             ]
             return norms[0] if first is own[0] else norms
+        elif name in _CHANGES and any(isinstance(x, list | tuple) for x in rest):
+            pass  # on all ranks; torch would refuse it only on ranks that own a piece
         elif name in _CHANGES and not any(isinstance(x, torch.Tensor) and x.dim() for x in others):
             change = getattr(torch.Tensor, name)
             for each in own:
@@ -96,6 +101,12 @@ class SummedGradient(torch.Tensor):
         return self.dtype.to_real()
 
     def _sums(self, operation: str) -> Sums:
+        if self.is_copy:
+            raise ArgumentError(
+                f"{NAME}: {operation!r} of a copy of the gradient of parameter "
+                f"{self.parameter_name!r}, as float() or to() make it: it has no values. Use the "
+                "grad of the parameter."
+            )
         return self.find_sums() or _refuse(operation, self)
 
     def _change(self, operation: str, change: Callable[[torch.Tensor], object]) -> None:

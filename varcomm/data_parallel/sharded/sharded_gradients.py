@@ -92,7 +92,8 @@ class ShardedGradients(torch.optim.Optimizer):
     ``grad`` of a parameter stands for the sum over ranks, and has no memory. Its norm, and scaling
     and clamping in place, are collective and those of the gradient of all ranks: so are
     ``torch.nn.utils.clip_grad_norm_``, ``clip_grad_value_`` and a ``GradScaler``. Other operations
-    on it raise ArgumentError.
+    on it raise ArgumentError. Between such operations on several parameters, backwards of any rank
+    need a :meth:`reduce`; without it the next collective method raises ArgumentError on all ranks.
 
     Communication: of ``N`` elements this rank owns ``n``. A sum sends ``N - n`` elements of the
     gradients' dtype and receives ``(P - 1) n``, and one value per peer for each parameter in a
@@ -170,10 +171,13 @@ class ShardedGradients(torch.optim.Optimizer):
         self._states = states_of(self.optimizer, given, shards, whole)
         lane = take_lane(ranks, [rank["lanes"] for rank in told])
         self._reducer = Reducer(shards, ranks, lane, weakref.ref(self))
-        # norms and unchanged gradients of the last sum, each for one use: so ranks that make the
-        # same calls communicate in the same ones, whichever of them ran another backward
-        self._norms, self._unchanged = dict[float, dict[str, torch.Tensor]](), set[str]()
-        self._arrivals = 0
+        # A pass is one operation on gradients in the order of parameters, and its first call
+        # communicates. Passes depend on the calls alone, which are the same on all ranks, and not
+        # on the backwards of this rank.
+        self._places = {name: place for place, name in enumerate(given.trained)}
+        self._pass: tuple[object, int] | None = None
+        self._norms = dict[str, torch.Tensor]()
+        self._arrivals, self._late = 0, ""
         # parameters and the optimizer have hooks, which must not keep this
         self.optimizer.register_step_pre_hook(self._reducer.refuse_alone)
         self._end = weakref.finalize(self, self._reducer.close)
@@ -221,6 +225,7 @@ class ShardedGradients(torch.optim.Optimizer):
         def ready() -> dict[str, Any]:
             self._check()
             if not drop:
+                self._refuse_late()
                 reducer.refuse_set_to_none()
             same = compared()
             if debugging():
@@ -249,9 +254,9 @@ class ShardedGradients(torch.optim.Optimizer):
             reducer.finish(max(words["rounds"] for words in told))
             for shard in self._shards:
                 shard.settle(divisor)
-            self._arrivals = reducer.arrivals
+            self._arrivals, self._late = reducer.arrivals, ""
             self._norms.clear()
-            self._unchanged.clear()
+            self._pass = None
 
     def _check(self) -> None:
         if self._closed:
@@ -362,13 +367,13 @@ class ShardedGradients(torch.optim.Optimizer):
             self._reducer.refuse_absent()
             return {"order of the norm": order, **(compared or {})}
 
-        self._forget()
-        if name not in self._norms.get(order, {}):
+        if not self._continues(("norm", order), name):
             self._reduce("norm of grad", compared=same)
-            pieces, over = list(self._pieces.values()), self._over()
-            self._norms[order] = norms(pieces, str, over, order, self._group())
-            self._unchanged.update(over)
-        return self._norms[order].pop(name)
+            self._norms = norms(
+                list(self._pieces.values()), str, self._over(), order, self._group()
+            )
+        self._pass = ("norm", order), self._places[name]
+        return self._norms.pop(name)
 
     @torch.no_grad()
     def _change_gradient(self, name: str, change: Callable[[torch.Tensor], object]) -> None:
@@ -381,21 +386,27 @@ class ShardedGradients(torch.optim.Optimizer):
             self._reducer.refuse_absent()
             return {}
 
-        self._forget()
-        if name not in self._unchanged:
+        if not self._continues("change", name):
             self._reduce("change of grad", compared=same)
-            self._unchanged.update(self._given.trained)
-        self._unchanged.discard(name)
-        for known in self._norms.values():
-            known.pop(name, None)
+        self._pass = "change", self._places[name]
         if name in self._pieces and (grad := self._pieces[name].value.grad) is not None:
             change(grad)
 
-    def _forget(self) -> None:
-        """Forget norms of gradients to which this rank has added since."""
+    def _continues(self, kind: object, name: str) -> bool:
+        """Return whether a call belongs to the current pass, so that it does not communicate."""
+        if self._pass is None or self._pass[0] != kind or self._places[name] <= self._pass[1]:
+            return False
         if self._reducer.arrivals != self._arrivals:
-            self._norms.clear()
-            self._unchanged.clear()
+            self._late = name  # raising here would leave the other ranks waiting
+        return True
+
+    def _refuse_late(self) -> None:
+        if self._late:
+            raise ArgumentError(
+                f"a backward ran on this rank while gradients were used one after the other, and "
+                f"the grad of parameter {self._late!r} was used without it. Call reduce() on all "
+                "ranks after such a backward, or zero_grad() now."
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the optimizer by the names of parameters.
