@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from measuring import arguments
 
 import varcomm as vc
-from varcomm import figures
+from varcomm import _figures as figures
 from varcomm.cli.simulate import METHOD, piece_of, prepare
 
 # Columns of a scaling, and their names. Colours are Paul Tol's, for any kind of colour vision.

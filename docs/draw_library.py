@@ -12,7 +12,7 @@ from pathlib import Path
 from matplotlib import pyplot as plt
 from matplotlib.patches import FancyBboxPatch
 
-from varcomm import figures
+from varcomm import _figures as figures
 
 ROOT = Path(__file__).parent.parent
 

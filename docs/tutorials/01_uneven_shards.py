@@ -30,9 +30,9 @@ import varcomm as vc
 # sphinx_gallery_start_ignore
 # Drawing, which the page does not show.
 
-COLOURS = vc.figures.RANKS
-plt.rcParams |= vc.figures.style()
-INK, PALE = vc.figures.INK, vc.figures.PALE
+COLOURS = vc._figures.RANKS
+plt.rcParams |= vc._figures.style()
+INK, PALE = vc._figures.INK, vc._figures.PALE
 # of a rank's column, of a row, between columns
 WIDTH, HEIGHT, GAP = 1.35, 0.62, 0.22
 BLOCK = 3 * WIDTH + 2 * GAP

@@ -62,8 +62,8 @@ print("\n".join(ranks.run(describe)))
 # the colour of their owner.
 
 # sphinx_gallery_start_ignore
-COLOURS = vc.figures.RANKS
-plt.rcParams |= vc.figures.style()
+COLOURS = vc._figures.RANKS
+plt.rcParams |= vc._figures.style()
 
 figure, ax = plt.subplots(figsize=(7.2, 2.2), layout="constrained")
 for rank in range(len(SIZES)):
@@ -199,12 +199,12 @@ for ax, (title, unit, of_one, of_ranks, without) in zip(axes, panels, strict=Tru
         )
     ax.plot(
         without,
-        color=vc.figures.PALE,
+        color=vc._figures.PALE,
         ls=":",
         lw=2,
         label="three ranks without exchange",
     )
-    ax.plot(of_one, color=vc.figures.INK, lw=1.5, label="one process")
+    ax.plot(of_one, color=vc._figures.INK, lw=1.5, label="one process")
     for rank in range(len(SIZES)):
         own = SIZES.range(rank)
         ax.plot(
@@ -213,7 +213,7 @@ for ax, (title, unit, of_one, of_ranks, without) in zip(axes, panels, strict=Tru
             "o",
             ms=5,
             color=COLOURS[rank],
-            mec=vc.figures.INK,
+            mec=vc._figures.INK,
             mew=0.4,
             label=f"rank {rank}",
         )

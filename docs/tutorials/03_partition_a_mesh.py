@@ -132,9 +132,9 @@ for method in METHODS:
 # in halos. ``graph.plot("parts.png")`` draws a similar picture.
 
 # sphinx_gallery_start_ignore
-COLOURS = vc.figures.RANKS[:4]
-plt.rcParams |= vc.figures.style()
-PALE = vc.figures.PALE
+COLOURS = vc._figures.RANKS[:4]
+plt.rcParams |= vc._figures.style()
+PALE = vc._figures.PALE
 
 
 def owners(method):

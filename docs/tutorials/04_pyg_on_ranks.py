@@ -161,8 +161,8 @@ print(
 # --------
 
 # sphinx_gallery_start_ignore
-COLOURS = vc.figures.RANKS[:3]
-plt.rcParams |= vc.figures.style()
+COLOURS = vc._figures.RANKS[:3]
+plt.rcParams |= vc._figures.style()
 figure, axes = plt.subplots(2, 2, figsize=(7.2, 6), layout="constrained")
 parts, measured, curve, predicted = axes.flat
 for rank, (result, colour) in enumerate(zip(results, COLOURS, strict=True)):
@@ -188,7 +188,7 @@ figure.colorbar(
 for ax in (parts, measured, predicted):
     ax.set_aspect("equal")
     ax.set_axis_off()
-curve.plot(losses, color=vc.figures.INK, lw=1.5, label="one process")
+curve.plot(losses, color=vc._figures.INK, lw=1.5, label="one process")
 curve.plot(
     found["losses"], "o", ms=5, mfc="none", color="#4477aa", label="three ranks"
 )

@@ -235,9 +235,9 @@ print(f"sum of all forces: {forces.sum(0).abs().max():.1e} eV/Å")
 # Below: all components of the forces, and the loss.
 
 # sphinx_gallery_start_ignore
-COLOURS = vc.figures.RANKS[:2]
-INK, PALE = vc.figures.INK, vc.figures.PALE
-plt.rcParams |= vc.figures.style()
+COLOURS = vc._figures.RANKS[:2]
+INK, PALE = vc._figures.INK, vc._figures.PALE
+plt.rcParams |= vc._figures.style()
 owner = torch.empty(test_data.num_nodes, dtype=torch.long)
 for rank, result in enumerate(results):
     owner[result[3]] = rank

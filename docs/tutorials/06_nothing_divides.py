@@ -37,9 +37,9 @@ for name, n in WHOLE.items():
 # Each bar is the share of one rank. The hatched area is the padding that other libraries would add:
 
 # sphinx_gallery_start_ignore
-COLOURS = vc.figures.RANKS
-INK, PALE = vc.figures.INK, vc.figures.PALE
-plt.rcParams |= vc.figures.style()
+COLOURS = vc._figures.RANKS
+INK, PALE = vc._figures.INK, vc._figures.PALE
+plt.rcParams |= vc._figures.style()
 
 
 def draw_sizes(sizes):

@@ -181,13 +181,13 @@ for name, found in differences.items():
     print(f"{name:21} {steps}: losses within {max(found.values()):.0e}")
 
 # sphinx_gallery_start_ignore
-INK, PALE = vc.figures.INK, vc.figures.PALE
+INK, PALE = vc._figures.INK, vc._figures.PALE
 LOOKS = {
-    "three ranks": (vc.figures.RANKS[0], "o", 0),
-    "two ranks, resumed": (vc.figures.RANKS[1], "s", 1),
+    "three ranks": (vc._figures.RANKS[0], "o", 0),
+    "two ranks, resumed": (vc._figures.RANKS[1], "s", 1),
 }
-LOOKS["one process, resumed"] = (vc.figures.RANKS[3], "^", 3)
-plt.rcParams |= vc.figures.style()
+LOOKS["one process, resumed"] = (vc._figures.RANKS[3], "^", 3)
+plt.rcParams |= vc._figures.style()
 
 figure, (above, below) = plt.subplots(
     2,

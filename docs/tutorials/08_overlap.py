@@ -148,16 +148,16 @@ for name, found in versions.items():
 # In the picture each rank has two lanes: its program and its engine.
 
 # sphinx_gallery_start_ignore
-INK, PALE = vc.figures.INK, vc.figures.PALE
+INK, PALE = vc._figures.INK, vc._figures.PALE
 LOOKS = {
     "reading": ("reading", "#c9ced3"),
-    "own rows": ("own rows", vc.figures.RANKS[0]),
-    "all rows": ("all rows", vc.figures.RANKS[3]),
-    "backward": ("backward", vc.figures.RANKS[6]),
-    "_Wait": ("waiting", vc.figures.RANKS[1]),
+    "own rows": ("own rows", vc._figures.RANKS[0]),
+    "all rows": ("all rows", vc._figures.RANKS[3]),
+    "backward": ("backward", vc._figures.RANKS[6]),
+    "_Wait": ("waiting", vc._figures.RANKS[1]),
 }
-ENGINE = vc.figures.RANKS[2]
-plt.rcParams |= vc.figures.style()
+ENGINE = vc._figures.RANKS[2]
+plt.rcParams |= vc._figures.style()
 
 
 def draw(ax, found):

@@ -29,7 +29,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from matplotlib.patches import FancyBboxPatch
 
-from varcomm import figures
+from varcomm import _figures as figures
 
 SCRIPT = """
 import sys

@@ -21,7 +21,7 @@ rank that is missing makes the others wait.
 # Three ranks hold two rows each. A step gathers the rows, counts over all ranks, and calls
 # ``backward``, which communicates too. Rank 1 or 2 makes one of three mistakes:
 #
-# - *another size*: rank 1 has dropped one of its rows, and the other ranks still expect it;
+# - *another size*: rank 1 holds three rows, and the other ranks expect two;
 # - *a skipped call*: rank 2 counts only if it has something to count;
 # - *an exception*: a file is missing on rank 1, in the middle of the step.
 
@@ -124,12 +124,12 @@ show(an_exception[0][1])
 
 # sphinx_gallery_start_ignore
 COLOURS = {
-    "all_gather_v": vc.figures.RANKS[0],
-    "all_reduce": vc.figures.RANKS[2],
-    "reduce_scatter_v": vc.figures.RANKS[3],
+    "all_gather_v": vc._figures.RANKS[0],
+    "all_reduce": vc._figures.RANKS[2],
+    "reduce_scatter_v": vc._figures.RANKS[3],
 }
-ODD = vc.figures.WRONG
-plt.rcParams |= vc.figures.style()
+ODD = vc._figures.WRONG
+plt.rcParams |= vc._figures.style()
 
 
 def draw(ax, title, logs):

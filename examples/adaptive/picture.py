@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from varcomm import figures
+from varcomm import _figures as figures
 
 
 def draw(

@@ -10,7 +10,7 @@ from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from varcomm import figures
+from varcomm import _figures as figures
 
 INK = figures.INK
 PALETTE = figures.RANKS

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from varcomm import figures
+from varcomm import _figures as figures
 
 INK = figures.INK
 PALETTE = figures.RANKS

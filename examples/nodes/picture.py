@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from varcomm import figures
+from varcomm import _figures as figures
 
 CURVES = ("#4477aa", "#aa3377", "#228833")  # of models
 DRAWN = 12_000  # nodes at most

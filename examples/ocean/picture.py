@@ -9,7 +9,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import BoundaryNorm, Colormap, ListedColormap, Normalize
 from matplotlib.figure import Figure
 
-from varcomm import figures
+from varcomm import _figures as figures
 
 LAND, SHALLOW, INK = "#d5d1ca", "#f0f4f6", figures.INK
 PALETTE = figures.RANKS

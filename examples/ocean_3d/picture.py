@@ -10,7 +10,7 @@ from matplotlib.colors import BoundaryNorm, Colormap, ListedColormap, Normalize
 from matplotlib.figure import Figure
 from ocean import Ocean
 
-from varcomm import figures
+from varcomm import _figures as figures
 
 LAND, INK = "#d5d1ca", figures.INK
 PALETTE = figures.RANKS

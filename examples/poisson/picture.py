@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 from matplotlib.tri import Triangulation
 from mesh import triangles
 
-from varcomm import figures
+from varcomm import _figures as figures
 
 
 def draw(

@@ -8,7 +8,7 @@ from history import Run
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from varcomm import figures
+from varcomm import _figures as figures
 
 INK, ALONE = figures.INK, "#d5d1ca"
 PALETTE = ("#4477aa", "#aa3377", "#228833")  # of runs

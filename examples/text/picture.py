@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from varcomm import figures
+from varcomm import _figures as figures
 
 INK, PALE, BLUE, RED = figures.INK, "#a9c3dd", "#4477aa", "#c0392b"
 WINDOW = 20  # steps

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from varcomm import figures
+from varcomm import _figures as figures
 
 INK, GREY = figures.INK, "#dedbd5"
 PALETTE = figures.RANKS

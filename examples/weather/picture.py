@@ -16,7 +16,7 @@ from mesh import on_sphere
 from split import Owner
 from torch_geometric.data import HeteroData
 
-from varcomm import figures
+from varcomm import _figures as figures
 
 LAND, INK = "#d5d1ca", figures.INK
 PALETTE = figures.RANKS

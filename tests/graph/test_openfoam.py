@@ -1,6 +1,7 @@
 """OpenFOAM cases, written here by hand: cells or points as nodes, fields, and refusals."""
 
 import gzip
+from dataclasses import replace
 from itertools import product
 
 import meshio
@@ -11,6 +12,7 @@ import torch
 import varcomm
 from tests.graph.test_mesh import box, saved
 from varcomm.graph import read_mesh
+from varcomm.graph.files.openfoam import _check, read_case
 
 NAMES = ("points", "faces", "owner", "neighbour", "boundary")
 
@@ -166,6 +168,17 @@ BROKEN = {
     "neighbour": [(b"1\n(\n1", b"1\n(\n7"), (b"1\n(\n1", b"1\n(\nx"), (b"FoamFile", b"Foam")],
     "boundary": [(b"nFaces 2", b"nFaces 20"), (b"startFace", b"start")],
 }
+
+
+def test_the_last_cell_may_own_no_face(tmp_path):
+    mesh = read_case(write_case(tmp_path / "case", (3, 3, 3)))
+    number = np.r_[:13, 26, 13:26]  # the middle cell is last
+    pairs = number[[mesh.owner[: len(mesh.neighbour)], mesh.neighbour]]
+    owner = np.r_[pairs.min(axis=0), number[mesh.owner[len(mesh.neighbour) :]]]
+    changed = replace(mesh, owner=owner, neighbour=pairs.max(axis=0))
+    assert changed.owner.max() == 25
+    assert changed.num_cells == 27
+    _check(changed, tmp_path)
 
 
 def test_broken_cases(tmp_path):

@@ -116,16 +116,23 @@ def columns_of(rank, folder):
     torch.testing.assert_close(turned[0], torch.from_numpy(array)[0, ids], rtol=0, atol=0)
     with pytest.raises(ArgumentError, match="dtypes"):
         Rows(f"{folder}/classic.nc", graph, variable=["x", "y"])
-    packed = Rows(f"{folder}/packed.zarr", graph)
-    assert packed[0].dtype == torch.float32
     expected = torch.where(ids == 7, torch.nan, ids * 0.5 + 3)
-    torch.testing.assert_close(packed[0][:, 0], expected, equal_nan=True, check_dtype=False)
+    for name in ("packed.zarr", "second.zarr"):
+        packed = Rows(f"{folder}/{name}", graph)
+        assert packed[0].dtype == torch.float32
+        torch.testing.assert_close(packed[0][:, 0], expected, equal_nan=True, check_dtype=False)
+    assert packed.chunk == 1  # one chunk has all rows
 
 
 def test_variables_axes_and_packed_values(worlds, files):
     packed = np.arange(NODES, dtype=np.int16).reshape(1, -1, 1)
     more = {"scale_factor": 0.5, "add_offset": 3, "_FillValue": 7}
     write_zarr(files / "packed.zarr", packed, (1, 5, 1), **more)
+    second = zarr.open_group(files / "second.zarr", mode="w", zarr_format=2)
+    fill = more.pop("_FillValue")
+    made = second.create_array("x", shape=packed.shape, dtype=packed.dtype, fill_value=fill)
+    made[:] = packed
+    made.attrs.update(more)
     worlds.run(3, columns_of, str(files))
 
 
@@ -189,6 +196,28 @@ def test_an_error_of_the_thread_is_raised_at_the_caller(worlds, tmp_path):
     worlds.run(3, fails_in_the_thread, str(path))
 
 
+def fails_before_the_exchange(rank, folder):
+    graph = partition(wild(NODES), method="block")
+    name = "damaged" if rank else "whole"
+    rows = Rows(f"{folder}/{name}.zarr", graph, halo="exchange")
+    found = rows.samples(ahead=1)
+    next(found)
+    with pytest.raises(ArgumentError, match=r"rank 1 of 2.*sample 1, cannot be read"):
+        next(found)
+    with pytest.raises(ArgumentError, match=r"rank 1 of 2.*sample 1, cannot be read"):
+        rows[1]
+    assert len(rows[2]) == graph.num_owned + graph.num_halo
+
+
+def test_all_ranks_raise_a_read_error_before_the_exchange(worlds, tmp_path):
+    for name in ("whole", "damaged"):
+        write_zarr(tmp_path / f"{name}.zarr", values())
+    for file in (tmp_path / "damaged.zarr" / "x" / "c" / "1").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"damaged")
+    worlds.run(2, fails_before_the_exchange, str(tmp_path))
+
+
 def loaded(rank, folder):
     graph = partition(wild(NODES), method="random")
     array = torch.from_numpy(values())
@@ -249,7 +278,8 @@ def reading_refused(rank, ranks, folder):
         (array[0, 0], {}, "axis=1"),
         (np.full((3, NODES), "a"), {}, "not numbers"),
         (f"{folder}/plain.zarr", {"variable": "z"}, "no variable 'z', but"),
-        (f"{folder}/classic.nc", {}, "'y', 'x'|'x', 'y'"),
+        (f"{folder}/classic.nc", {}, "('y', 'x'|'x', 'y').*Pass variable="),
+        (f"{folder}/unsigned.zarr", {}, "_Unsigned"),
         (f"{folder}/array.npy", {"variable": "x"}, "without variables"),
         (f"{folder}/text.txt", {}, "no zarr folder"),
         (f"{folder}/broken.h5", {}, "cannot be read"),
@@ -271,6 +301,7 @@ def reading_refused(rank, ranks, folder):
 
 
 def test_refused_files(worlds, files):
+    write_zarr(files / "unsigned.zarr", values(), _Unsigned="true")
     (files / "text.txt").write_text("text")
     (files / "broken.h5").write_bytes(b"\x89HDF\r\n\x1a\n broken")
     worlds.run(3, reading_refused, 3, str(files))
@@ -340,6 +371,7 @@ def writing_refused(rank, folder):
         (True, own),
         (0, own.double()),
         (0, own[:, None]),
+        (0, own.to("meta")),
         (0, None),
     ]:
         with pytest.raises(ArgumentError):

@@ -52,9 +52,9 @@ class Mesh:
         The graph, whose nodes are points or cells of the mesh.
     nodes : {"points", "cells"}
         The nodes of the graph.
-    source : meshio.Mesh or PolyMesh
-        The file: points, blocks of cells and all fields. Of an OpenFOAM case: points, faces, owner,
-        neighbour, patches and fields.
+    source : meshio.Mesh or object
+        The contents of the file. For an OpenFOAM case, an object with the attributes `points`,
+        `faces`, `owner`, `neighbour`, `patches`, `cell_data` and `point_data`.
     """
 
     data: Data = field(repr=False)

@@ -102,7 +102,8 @@ class MeshWriter:
                 )
             of_cells = mesh.nodes == "cells"
             lists = cell_lists(mesh)
-            pieces = [_packed(lists, owner, rank, of_cells) for rank in range(ranks)]
+            order = None if of_cells else np.argsort(owner, kind="stable")
+            pieces = [_packed(lists, owner, rank, order) for rank in range(ranks)]
             lengths, sizes = ([len(piece[k]) for piece in pieces] for k in (0, 1))
             return lengths, sizes, of_cells, [p[0] for p in pieces], [p[1] for p in pieces]
 
@@ -188,7 +189,9 @@ class MeshWriter:
         if self._path.suffix.lower() != ".pvd":
             raise ArgumentError(f"path must end in .pvd; got {os.fspath(self._path)!r}.")
         if not self._path.parent.is_dir():
-            raise ArgumentError(f"there is no folder {self._path.parent}.")
+            raise ArgumentError(
+                f"there is no folder {self._path.parent}. Create it or pass another path."
+            )
         try:
             self._path.with_suffix("").mkdir(exist_ok=True)
         except OSError as error:
@@ -208,19 +211,19 @@ def _piece_name(rank: int) -> str:
     return f"_{rank}.vtu"
 
 
-def _packed(lists: CellLists, owner: Array, rank: int, of_cells: bool) -> tuple[Array, Array]:
+def _packed(lists: CellLists, owner: Array, rank: int, order: Array | None) -> tuple[Array, Array]:
     """Return the piece of a rank as integers and as places of points.
 
-    If points are the nodes, also the numbers of its points, in the order of owners, then of ids.
+    If points are the nodes, `order` has their ids by owner, and the integers include the places of
+    this rank's points in `order`.
     """
     none = np.zeros(0, np.int64)
-    if of_cells:
+    if order is None:
         rows = np.flatnonzero(owner == rank)
         points, needed = np.unique(lists.corners.chosen(rows).values), none
     else:
         first = lists.corners.values[lists.corners.ends - lists.corners.counts]
         rows = np.flatnonzero(owner[first] == rank)
-        order = np.argsort(owner, kind="stable")
         number = np.empty_like(order)
         number[order] = np.arange(len(order))
         needed = np.unique(number[lists.corners.chosen(rows).values])

@@ -11,6 +11,7 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +56,10 @@ class PolyMesh:
     cell_data: dict[str, Array] = field(default_factory=dict)
     point_data: dict[str, Array] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def num_cells(self) -> int:
         """Number of cells."""
-        return int(self.owner.max(initial=-1)) + 1
+        return int(max(self.owner.max(initial=-1), self.neighbour.max(initial=-1))) + 1
 
     def faces_of_cells(self) -> tuple[Array, Array]:
         """Return (cell, face) pairs, ordered by cell: an inner face belongs to two cells."""
@@ -353,9 +354,10 @@ def _check(mesh: PolyMesh, folder: Path) -> None:
         wrong = f"faces refer to points out of range for {len(mesh.points)} points"
     elif mesh.owner.min() < 0 or mesh.neighbour.min(initial=0) < 0:
         wrong = "owner and neighbour must not be negative"
-    elif mesh.neighbour.max(initial=0) >= cells:
-        wrong = f"neighbour refers to cell {mesh.neighbour.max()}, owner has {cells} cells"
-    elif (np.bincount(np.concatenate([mesh.owner, mesh.neighbour])) < 4).any():
+    elif (
+        4 * cells > faces + inner
+        or (np.bincount(np.concatenate([mesh.owner, mesh.neighbour])) < 4).any()
+    ):
         wrong = "a cell has fewer than 4 faces"
     else:
         for name, faces_of in mesh.patches.items():

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from varcomm._figures import DARKER, WIDTH, rank_colours, style
 from varcomm.errors import ArgumentError, MissingPackageError
-from varcomm.figures import DARKER, WIDTH, rank_colours, style
 from varcomm.graph.building.tables import ends
 from varcomm.graph.report import Report
 from varcomm.ops.gather_v import gather_v
@@ -130,7 +130,7 @@ def check_target(path: Any) -> None:
     if where.suffix.lower().removeprefix(".") not in known:
         raise ArgumentError(f"the picture {str(where)!r} must end in one of .{', .'.join(known)}.")
     if not where.parent.is_dir():
-        raise ArgumentError(f"there is no folder {where.parent}.")
+        raise ArgumentError(f"there is no folder {where.parent}. Create it or pass another path.")
 
 
 def draw(path: Path, rows: Array, owner: Array, total: int, report: Report) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from typing import Any, Literal
@@ -39,8 +39,9 @@ class Rows(Dataset[torch.Tensor]):
     are one request. A chunk of several samples is read once for consecutive samples. The partition
     decides how many chunks several ranks read: see the argument `chunk` of :func:`partition`.
 
-    Communication: a description of a few hundred bytes per rank when it is made; none per sample,
-    but the halo's rows with ``halo="exchange"``.
+    Communication: a description of a few hundred bytes per rank when it is made. With
+    ``halo="exchange"``, per sample the halo's rows and one small message per rank to agree on read
+    errors, which are raised on all ranks; otherwise none.
 
     In one process: ``torch.from_numpy(array[t])``.
 
@@ -73,7 +74,8 @@ class Rows(Dataset[torch.Tensor]):
     shape : tuple of int
         (T, N, *F), as if one rank read all rows.
     chunk : int
-        Rows that are stored together, for :func:`partition`; 1 if each row can be read alone.
+        Rows that are stored together, for :func:`partition`; 1 if each row can be read alone, or
+        if one chunk holds all rows.
     bytes_read : int
         Uncompressed bytes of the chunks that this process has read.
 
@@ -145,7 +147,10 @@ class Rows(Dataset[torch.Tensor]):
                         f"has {shard.sizes.total} nodes. Pass their axis, or another file."
                     )
                 if array.shape[0] != samples:
-                    raise ArgumentError(f"variables have {samples} and {array.shape[0]} samples.")
+                    raise ArgumentError(
+                        f"variables have {samples} and {array.shape[0]} samples. Pass variables "
+                        "with equal numbers of samples, or make one Rows for each."
+                    )
             self.shape: tuple[int, ...] = (samples, count, *self._row.shape[1:])
             return shard, graph.edge_shards[edge_type] if halo else None
 
@@ -159,7 +164,9 @@ class Rows(Dataset[torch.Tensor]):
 
         (shard, edges), outlines = agree_and_share(_WHAT, check, outline, graph.group)
         require_equal(_WHAT, outlines)
-        self.chunk = max(array.chunk for array in self._arrays)
+        # a chunk of all rows must not place all nodes on one rank
+        chunks = (array.chunk for array in self._arrays if array.chunk < array.shape[1])
+        self.chunk = max(chunks, default=1)
         self._device = shard.ids.gaps.device
         self._edges = edges if halo == "exchange" else None
         self._exchanges = halo == "exchange"
@@ -184,7 +191,7 @@ class Rows(Dataset[torch.Tensor]):
                 return self._row.new_empty(0, self._count, *self.shape[2:])
             return torch.stack([self[i] for i in chosen])
         sample = self._checked(sample)
-        return self._delivered(sample, self._read(sample))
+        return self._delivered(sample, lambda: self._read(sample))
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         """Iterate over all samples in order; see :meth:`samples`."""
@@ -222,7 +229,7 @@ class Rows(Dataset[torch.Tensor]):
             sample, future = pending.popleft()
             if debugging() and self._group is not None and not self._exchanges:
                 compare(self._group, {"operation": _WHAT, "sample": sample})
-            return self._delivered(sample, future.result())
+            return self._delivered(sample, future.result)
 
         try:
             for sample in order:
@@ -327,7 +334,7 @@ class Rows(Dataset[torch.Tensor]):
         rows = rows if self._place is None else rows[self._place]
         return rows.pin_memory() if self._device.type == "cuda" and self._at_home() else rows
 
-    def _delivered(self, sample: int, rows: torch.Tensor) -> torch.Tensor:
+    def _delivered(self, sample: int, read: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return rows on the graph's device, with the halo from an exchange."""
         if not self._at_home():
             if self._exchanges:
@@ -335,10 +342,11 @@ class Rows(Dataset[torch.Tensor]):
                     f"{_WHAT}: another process cannot exchange the halo. Call "
                     'graph.edges.with_halo(batch, dim=1) on each batch, or use halo="read".'
                 )
-            return rows
-        rows = rows.to(self._device, non_blocking=True)
+            return read()
         if self._edges is None:
-            return rows
+            return read().to(self._device, non_blocking=True)
+        # a rank that cannot read must not leave others waiting in the exchange
+        rows = agree(_WHAT, read, self._edges.group).to(self._device, non_blocking=True)
         if debugging():
             compare(self._edges.group, {"operation": _WHAT, "sample": sample})
         return self._edges.with_halo(rows)

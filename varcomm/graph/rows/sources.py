@@ -224,7 +224,10 @@ def _chosen(names: list[str], variable: str | None, path: str) -> str:
         return names[0]
     if variable is None or variable not in names:
         missing = "" if variable is None else f"no variable {variable!r}, but "
-        raise ArgumentError(f"{path} has {missing}{names or 'no arrays of samples by rows'}.")
+        fix = "variable=, one of these names" if names else "another file"
+        raise ArgumentError(
+            f"{path} has {missing}{names or 'no arrays of samples by rows'}. Pass {fix}."
+        )
     return variable
 
 
@@ -246,7 +249,12 @@ def _zarr(path: str, variable: str | None) -> _Opened:
 
 
 def _of_zarr(array: Any) -> _Opened:
-    return _Opened(array, array.chunks, dict(array.attrs))
+    attributes = dict(array.attrs)
+    is_packed = "scale_factor" in attributes or "add_offset" in attributes
+    if is_packed and array.metadata.zarr_format == 2 and array.fill_value is not None:
+        # xarray writes _FillValue of zarr v2 as the fill value of the array
+        attributes.setdefault("_FillValue", array.fill_value)
+    return _Opened(array, array.chunks, attributes)
 
 
 def _hdf5(path: str, variable: str | None) -> _Opened:
@@ -276,7 +284,8 @@ def _netcdf3(path: str, variable: str | None) -> _Opened:
     file = package("scipy.io", path).netcdf_file(path, "r", mmap=True)
     names = [name for name, entry in file.variables.items() if len(entry.shape) > 1]
     entry = file.variables[_chosen(names, variable, path)]
-    attributes = {key: getattr(entry, key) for key in _PACKED if hasattr(entry, key)}
+    names = [*_PACKED, "_Unsigned"]
+    attributes = {key: getattr(entry, key) for key in names if hasattr(entry, key)}
     array = entry.data
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the array keeps the memory map
@@ -311,6 +320,12 @@ class _Packing:
 
 
 def _packing(stored: np.dtype[Any], attributes: Mapping[str, Any], name: str) -> _Packing:
+    if "_Unsigned" in attributes:
+        raise ArgumentError(
+            f"{name} has the attribute _Unsigned, which Rows does not apply. Store the values in "
+            "an unsigned dtype."
+        )
+
     def value(key: str) -> Any:
         given = attributes.get(key)
         if isinstance(given, str):  # as xarray writes a float for zarr

@@ -155,7 +155,8 @@ class RowWriter:
         require_equal(_WHAT, outlines)
         self._part = self.path.with_name(f"{self.path.name}.part")
         self._first, self._last = self._range(nodes)
-        ids = torch.arange(self._first, self._last, device=nodes.ids.gaps.device)
+        self._device = nodes.ids.gaps.device
+        ids = torch.arange(self._first, self._last, device=self._device)
         directory = Directory.of(nodes.owned_ids, nodes.sizes, self._group)
         self._plan, self._place = directory.fetching(ids)
         create = _FORMATS[self.path.suffix]
@@ -222,6 +223,11 @@ class RowWriter:
                 raise ArgumentError(
                     f"x must be a tensor of {self._row.dtype} and shape {expected}; got "
                     f"{described(x)}. Pass the owned rows, without the halo."
+                )
+            if x.device != self._device:
+                raise ArgumentError(
+                    f"x must be on {self._device}, the device of the graph; got {x.device}. Call "
+                    f"x.to({str(self._device)!r})."
                 )
             return exact
 
