@@ -221,7 +221,7 @@ class ShardedGradients(torch.optim.Optimizer):
         def ready() -> dict[str, Any]:
             self._check()
             if not drop:
-                reducer.refuse_set_to_none()
+                reducer.refuse_replaced()
             same = compared()
             if debugging():
                 frozen = [n for n, p in self._given.trained.items() if not p.requires_grad]
@@ -371,18 +371,24 @@ class ShardedGradients(torch.optim.Optimizer):
         return self._norms[order].pop(name)
 
     @torch.no_grad()
-    def _change_gradient(self, name: str, change: Callable[[torch.Tensor], object]) -> None:
+    def _change_gradient(
+        self, name: str, change: Callable[[torch.Tensor], object], values: Sequence[object] = ()
+    ) -> None:
         """Change this rank's piece of a gradient in place; collective.
 
-        ``grad`` of a parameter calls this. The first call sums all gradients.
+        ``grad`` of a parameter calls this. The first call sums all gradients. Inside ``debug()``
+        ranks compare the `values` of each change.
         """
 
         def same() -> dict[str, object]:
             self._reducer.refuse_absent()
-            return {}
+            if not debugging():
+                return {}
+            plain = [x.tolist() if isinstance(x, torch.Tensor) else x for x in values]
+            return {f"the change of the gradient of {name!r}": str(plain)}
 
         self._forget()
-        if name not in self._unchanged:
+        if name not in self._unchanged or debugging():
             self._reduce("change of grad", compared=same)
             self._unchanged.update(self._given.trained)
         self._unchanged.discard(name)
