@@ -3,6 +3,7 @@
 import copy
 import pickle
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -178,6 +179,45 @@ def test_gradients_that_are_set_to_none(rank, ranks):
     backward()
     is_refused(lambda: clip_grad_norm_(model.parameters(), 1.0), "parameter 'bias' was replaced")
     model.bias.requires_grad_(True)
+
+
+@on(2)
+def test_gradients_that_are_replaced(rank, ranks):
+    """A tensor in place of a sum, which would be added to it, is an error before the next step."""
+    model = nn.Linear(2, 2)
+    own = ShardedGradients(model, plain)
+
+    def backward():
+        model(torch.ones(1, 2)).sum().backward()
+
+    refused = "refused on rank 1 of 2: the grad of parameter 'bias' was set to None.* or to another"
+    backward()
+    if rank:
+        model.bias.grad = torch.zeros(2)
+    is_refused(own.step, refused)
+    own.zero_grad()
+    backward()
+    if rank:
+        model.bias.grad = torch.zeros(2)
+    backward()
+    is_refused(own.step, refused)
+    own.zero_grad()
+    model.bias.grad = torch.full((2,), rank + 1.0)  # not computed by backward
+    bias = model.bias.detach().clone()
+    own.step()
+    assert torch.allclose(model.bias, bias - 0.1 * 1.5)
+
+
+@on(2)
+def test_debug_compares_changes_of_gradients(rank, ranks):
+    model = nn.Linear(2, 2)
+    own = ShardedGradients(model, plain)
+    with varcomm.debug():
+        model(torch.ones(1, 2)).sum().backward()
+        clip_grad_norm_(model.parameters(), 0.5)
+        different = partial(clip_grad_norm_, model.parameters(), 0.1 * (rank + 1))
+        is_refused(different, "ranks disagree on the change of the gr", DisagreementError)
+    own.close()
 
 
 @on(2)

@@ -22,6 +22,11 @@ from varcomm.transport.agreement import agree, share
 from varcomm.transport.failure import spans
 from varcomm.transport.group import Group
 
+_DROPOUTS = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
+
 
 def guard(module: nn.Module) -> None:
     """Replace methods of a sharded model that read its weights as if they were whole.
@@ -60,7 +65,7 @@ def refuse_dropout(module: nn.Module) -> None:
     """
     places: list[tuple[str, str]] = []
     for name, layer in module.named_modules():
-        if isinstance(layer, nn.modules.dropout._DropoutNd):
+        if isinstance(layer, _DROPOUTS):
             places.append((name, "p"))
         found = (key for key, value in vars(layer).items() if isinstance(value, float))
         places += [(name, key) for key in found if _is_dropout(key)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -24,7 +24,9 @@ class Sums(Protocol):
     ) -> torch.Tensor:
         """Return the norm of a full gradient in float64, bit for bit the same on all ranks."""
 
-    def _change_gradient(self, name: str, change: Callable[[torch.Tensor], object]) -> None:
+    def _change_gradient(
+        self, name: str, change: Callable[[torch.Tensor], object], values: Sequence[object] = ...
+    ) -> None:
         """Apply a change in place to this rank's piece of a gradient, if it has one."""
 
 
@@ -89,8 +91,9 @@ class SummedGradient(torch.Tensor):
             pass  # on all ranks; torch would refuse it only on ranks that own a piece
         elif name in _CHANGES and not any(isinstance(x, torch.Tensor) and x.dim() for x in others):
             change = getattr(torch.Tensor, name)
+            values = (name, *rest, *options.values())
             for each in own:
-                each._change(name, lambda piece: change(piece, *rest, **options))
+                each._change(name, lambda piece: change(piece, *rest, **options), values)
             return first if first is own[0] else None
         elif name == "_amp_foreach_non_finite_check_and_unscale_":
             return _unscale(own, *rest)
@@ -109,8 +112,13 @@ class SummedGradient(torch.Tensor):
             )
         return self.find_sums() or _refuse(operation, self)
 
-    def _change(self, operation: str, change: Callable[[torch.Tensor], object]) -> None:
-        self._sums(operation)._change_gradient(self.parameter_name, change)
+    def _change(
+        self,
+        operation: str,
+        change: Callable[[torch.Tensor], object],
+        values: Sequence[object] = (),
+    ) -> None:
+        self._sums(operation)._change_gradient(self.parameter_name, change, values)
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"SummedGradient({self.parameter_name!r}, {tuple(self.shape)}, {self.dtype})"

@@ -52,7 +52,7 @@ class Reducer:
         self._in_flight: deque[tuple[Shard, list[bool], Pending]] = deque()
         self._started, self._arrived = 0, set[str]()  # buckets in all rounds; gradients in one
         self.added = set[str]()  # gradients of this rank since the last zero_grad
-        self._replaced = set[str]()  # of these, those that have been set to None
+        self._replaced = set[str]()  # of these, those whose grad was replaced before a backward
         self.arrivals = 0
         self._nodes: list[torch.autograd.graph.Node] = []  # which parameters do not keep
         owner = Owner(self._parameters.values())
@@ -91,19 +91,23 @@ class Reducer:
         """Return the group on which messages travel."""
         return self._group() if self._lane is None else self._lane.group()
 
-    def refuse_set_to_none(self) -> None:
-        """Raise if the ``grad`` of a parameter was set to None, and its gradient not dropped."""
-        now = (name for name in sorted(self.added) if self._parameters[name].grad is None)
+    def refuse_replaced(self) -> None:
+        """Raise if the ``grad`` of a parameter was replaced, and its gradient not dropped."""
+        now = (name for name in sorted(self.added) if self._is_replaced(name))
         for name in (*sorted(self._replaced), *now):
             raise ArgumentError(
-                f"the grad of parameter {name!r} was set to None, as by model.zero_grad(), which "
-                f"leaves its sums over ranks. Call zero_grad() of the {NAME}."
+                f"the grad of parameter {name!r} was set to None, as by model.zero_grad(), or to "
+                f"another tensor, which leaves its sums over ranks. Call zero_grad() of the {NAME} "
+                "before."
             )
+
+    def _is_replaced(self, name: str) -> bool:
+        return self._parameters[name].grad is not self._summed[name]
 
     def refuse_absent(self) -> None:
         """Raise unless each parameter has the ``grad`` that stands for its sum."""
-        for name, parameter in self._parameters.items():
-            if parameter.grad is not self._summed[name]:
+        for name in self._parameters:
+            if self._is_replaced(name):
                 raise ArgumentError(
                     f"the grad of parameter {name!r} was replaced, as by model.zero_grad(). Call "
                     f"zero_grad() of the {NAME} before backward."
@@ -111,7 +115,7 @@ class Reducer:
 
     def _make_way(self, name: str, _: object) -> None:
         """Let backward set ``grad``."""
-        if name in self.added and self._parameters[name].grad is None:
+        if name in self.added and self._is_replaced(name):
             self._replaced.add(name)
         self._take_away(name)
 

@@ -226,7 +226,7 @@ class ShardedGradients(torch.optim.Optimizer):
             self._check()
             if not drop:
                 self._refuse_late()
-                reducer.refuse_set_to_none()
+                reducer.refuse_replaced()
             same = compared()
             if debugging():
                 frozen = [n for n, p in self._given.trained.items() if not p.requires_grad]
@@ -376,17 +376,23 @@ class ShardedGradients(torch.optim.Optimizer):
         return self._norms.pop(name)
 
     @torch.no_grad()
-    def _change_gradient(self, name: str, change: Callable[[torch.Tensor], object]) -> None:
+    def _change_gradient(
+        self, name: str, change: Callable[[torch.Tensor], object], values: Sequence[object] = ()
+    ) -> None:
         """Change this rank's piece of a gradient in place; collective.
 
-        ``grad`` of a parameter calls this. The first call sums all gradients.
+        ``grad`` of a parameter calls this. The first call sums all gradients. Inside ``debug()``
+        ranks compare the `values` of each change.
         """
 
         def same() -> dict[str, object]:
             self._reducer.refuse_absent()
-            return {}
+            if not debugging():
+                return {}
+            plain = [x.tolist() if isinstance(x, torch.Tensor) else x for x in values]
+            return {f"the change of the gradient of {name!r}": str(plain)}
 
-        if not self._continues("change", name):
+        if not self._continues("change", name) or debugging():
             self._reduce("change of grad", compared=same)
         self._pass = "change", self._places[name]
         if name in self._pieces and (grad := self._pieces[name].value.grad) is not None:
