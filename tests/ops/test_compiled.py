@@ -278,7 +278,7 @@ def test_wrong_use_is_an_error(compiling):
             f"{here}the plan of a traced or compiled graph exists no longer, or is of another",
         ]
         if rank:
-            parts.insert(0, f"{here}a graph is compiled before rank 0 can tell what it will send")
+            parts.insert(0, f"{here}a graph is compiled before rank 0 can describe its tensor")
         for part, (of_group, text) in zip(parts, found, strict=True):
             assert part in text
             assert of_group == ("a graph traced" in part or "no such group" in part)

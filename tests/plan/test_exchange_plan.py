@@ -140,8 +140,8 @@ def test_sums_are_the_same_bit_for_bit_whichever_rank_is_late(worlds, ranks):
 
 
 SIGNATURES = {
-    "all_gather_v": "(tensor, sizes, dim=0, use_fp32=True, group=None, *, async_op=False)",
-    "gather_v": "(tensor, sizes, dim=0, dst=0, group=None, *, async_op=False)",
+    "all_gather_v": "(tensor, sizes=None, dim=0, use_fp32=True, group=None, *, async_op=False)",
+    "gather_v": "(tensor, sizes=None, dim=0, dst=0, group=None, *, async_op=False)",
     "scatter_v": "(tensor, sizes, dim=0, src=0, group=None, *, like=None, async_op=False)",
     "indexed_all_to_all_v": (
         "(tensor, indices, sizes, use_fp32=True, dim=0, group=None, *, async_op=False)"
