@@ -191,10 +191,12 @@ def all_gather_v(
         Without `sizes`, on every rank, if ranks differ in structure, dtypes, ``requires_grad``,
         `dim`, or other dimensions.
 
-    Notes ----- Adjoint: :func:`reduce_scatter_v` with the same arguments. Communication: each rank
-    sends its shard to every other rank. For ``dim=0`` nothing is copied, for others once on
-    arrival. From 16 ranks on, CPU shards of up to 4 KiB (mean) travel by levels, as in
-    :func:`reduce_scatter_v`: the same bytes in ``k P^(1/k)`` messages per rank.
+    Notes
+    -----
+    Adjoint: :func:`reduce_scatter_v` with the same arguments.
+    Communication: each rank sends its shard to every other rank. For ``dim=0`` nothing is copied,
+    for others once on arrival. From 16 ranks on, CPU shards of up to 4 KiB (mean) travel by levels,
+    as in :func:`reduce_scatter_v`: the same bytes in ``k P^(1/k)`` messages per rank.
 
     Without `sizes`, ranks first share 1 KiB each in one more round, in backward nothing; large
     structures need a second message. Nested tensors travel in one exchange and are copied on both
