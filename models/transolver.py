@@ -16,6 +16,7 @@ from varcomm.ops.all_reduce import all_reduce
 from varcomm.ops.all_to_all_v import all_to_all_v
 from varcomm.ops.checks import checked_shard
 from varcomm.ops.operator import checking
+from varcomm.ops.reduction import accumulation_dtype
 from varcomm.transport.group import GroupLike, resolve
 
 from .sizes import check_sizes
@@ -57,7 +58,8 @@ class SliceAttention(nn.Module):
         features = self.features(x).unflatten(-1, heads)
         scores = self.assign(self.places(x).unflatten(-1, heads))
         # sharper than 0.1 a softmax hardly learns; fp16 and bf16 would round sums over points
-        scores = (scores / self.temperature.clamp(min=0.1)).to(_wide(x.dtype))
+        wide = accumulation_dtype(x.dtype, True)
+        scores = (scores / self.temperature.clamp(min=0.1)).to(wide)
         weights = scores.softmax(-1)
         counted = torch.cat([features.to(scores.dtype), scores.new_ones(*scores.shape[:-1], 1)], -1)
         sums = torch.einsum("n...m,n...d->...md", weights, counted)
@@ -283,7 +285,7 @@ class PointCrossAttention(nn.Module):
         with checking("PointCrossAttention", ranks) as where:
             given, _ = checked_shard(queries, query_sizes, 0, ranks, where, "query_sizes")
             owned, _ = checked_shard(points, point_sizes, 0, ranks, where, "point_sizes")
-        width, wide = queries.element_size(), _wide(queries.dtype).itemsize
+        width, wide = queries.element_size(), accumulation_dtype(queries.dtype, True).itemsize
         of_queries = sum(given) * (hidden * width + (hidden + self.num_heads) * wide)
         if sum(owned) == 0 or 2 * hidden * sum(owned) * width <= of_queries:
             everywhere = all_gather_v(key_value, owned, group=group)
@@ -300,16 +302,13 @@ class PointCrossAttention(nn.Module):
     def _read(self, query: Tensor, key_value: Tensor) -> tuple[Tensor, Tensor]:
         """Return the attention to these points, and the logarithm of the sum of its weights."""
         key, value = key_value.unflatten(-1, (2, self.num_heads, -1)).unbind(-3)
-        scores = (query @ key.permute(1, 2, 0) / query.shape[-1] ** 0.5).to(_wide(query.dtype))
+        wide = accumulation_dtype(query.dtype, True)
+        scores = (query @ key.permute(1, 2, 0) / query.shape[-1] ** 0.5).to(wide)
         read = scores.softmax(-1).to(value.dtype) @ value.transpose(0, 1)
         return read, scores.logsumexp(-1, keepdim=True)
 
     def _result(self, read: Tensor) -> Tensor:
         return cast(Tensor, self.out(read.transpose(0, 1).flatten(1)))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype.itemsize < 4 else dtype
 
 
 def _check_heads(model: str, hidden_channels: int, num_heads: int) -> None:

@@ -227,7 +227,7 @@ class EdgeShard(Numbering, Shard):
 
     # Methods that operations on edge_index call: see varcomm.graph.index.
 
-    def selected_from(self, kind: Kind, x: torch.Tensor, dim: int, empty: bool) -> torch.Tensor:
+    def selected_from(self, kind: Kind, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return `x`, with the halo's rows appended if sources select."""
         targets = self.layer_counts()[2]
         if x.shape[dim] < targets and self.is_up_to_last(x.shape[dim]):

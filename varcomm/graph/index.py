@@ -44,7 +44,7 @@ class Numbering:
     #: whether a source and a target with the same number are the same node
     has_loops = False
 
-    def selected_from(self, kind: Kind, x: torch.Tensor, dim: int, empty: bool) -> torch.Tensor:
+    def selected_from(self, kind: Kind, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return the rows that numbers of this kind select from, given those of this rank."""
         raise _unknown("selecting rows")
 
@@ -393,8 +393,7 @@ def _rows(func: Callable[..., Any], index: PartitionedIndex, x: torch.Tensor, di
         for owned, rows in index.known:
             if x is owned:
                 return rows
-    empty = index.plain.numel() == 0 if not torch.compiler.is_compiling() else False
-    return index.of.selected_from(index.kind, x, dim % max(1, x.dim()), empty)
+    return index.of.selected_from(index.kind, x, dim % max(1, x.dim()))
 
 
 def _index_select(func: Callable[..., Any], x: Any, dim: int, index: Any) -> Any:

@@ -43,7 +43,7 @@ class Graphs(Numbering):
     #: rows that count, of which halo rows may follow; all, if None
     num_owned: int | None = None
 
-    def selected_from(self, kind: Kind, x: torch.Tensor, dim: int, empty: bool) -> torch.Tensor:
+    def selected_from(self, kind: Kind, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return the rows of all graphs, which every rank has."""
         return x
 
