@@ -269,7 +269,7 @@ def refusals(rank):
         {"skin": 1.0},
         {"cell": None, "pbc": None},
         {"group": other},
-        {"previous": old.to("cpu")},
+        {"previous": old.to("meta")},
         {"pos": pos[:1], "ids": right["ids"][:1]} if rank == 2 else {},
     ):
         refused(ArgumentError, "previous", radius, **(right | {"previous": old} | change))
