@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from varcomm.errors import ArgumentError
 from varcomm.graph.files.cell_lists import CellLists
 from varcomm.graph.files.mesh import Mesh, cell_lists
 from varcomm.graph.files.ragged import Ragged
-from varcomm.graph.files.vtu import Piece, stored, write_collection, write_index, write_piece
+from varcomm.graph.files.vtu import Piece, VtuSeries, stored
+from varcomm.graph.files.xdmf import XdmfSeries
 from varcomm.graph.partitioned_graph import PartitionedGraph
+from varcomm.graph.rows.sources import writing
 from varcomm.graph.shard import described
 from varcomm.ops.gather_v import scatter_v
 from varcomm.plan.exchange_plan import ExchangePlan
@@ -27,6 +30,12 @@ Array = np.ndarray[Any, Any]
 
 _MAKE, _WRITE = "MeshWriter", "MeshWriter.write"
 
+Series = VtuSeries | XdmfSeries
+_FORMATS: dict[str, Callable[[Path, int, Piece], Series]] = {
+    ".pvd": VtuSeries,
+    ".xdmf": XdmfSeries,
+}
+
 
 class MeshWriter:
     """Write results for ParaView as a series in time; every rank writes its own piece.
@@ -36,9 +45,12 @@ class MeshWriter:
     Parameters
     ----------
     path : path
-        The file of the series, ``.pvd``, which ParaView opens; its folder must exist. Beside it, a
-        folder of the same name has an index ``00000.pvtu`` per step, and a file
-        ``00000_<rank>.vtu`` per step and rank that has cells.
+        The file of the series, which ParaView opens; its folder must exist. Beside it, a folder of
+        the same name has the pieces of ranks that have cells:
+
+        - ``.pvd``: ``00000_<rank>.vtu`` per step, and an index ``00000.pvtu``.
+        - ``.xdmf``: ``00000_<rank>.h5`` per step with the fields, and ``mesh_<rank>.h5``, which has
+          the cells once.
     graph : PartitionedGraph
         The partitioned ``mesh.data``.
     mesh : Mesh, optional
@@ -47,8 +59,12 @@ class MeshWriter:
     Raises
     ------
     ArgumentError
-        On every rank, if `path` cannot be written, or `mesh` has another number of nodes than
-        `graph`.
+        On every rank, if `path` has another suffix or cannot be written, or `mesh` has another
+        number of nodes than `graph`.
+    DisagreementError
+        On every rank, if the name of `path` differs across ranks.
+    MissingPackageError
+        On every rank, if h5py is needed and not installed.
 
     See Also
     --------
@@ -83,17 +99,24 @@ class MeshWriter:
     def __init__(
         self, path: str | os.PathLike[str], graph: PartitionedGraph, mesh: Mesh | None = None
     ) -> None:
-        self._path, self._graph, group = Path(path), graph, graph.group
-        self._steps: list[tuple[float, str]] = []
+        if not isinstance(graph, PartitionedGraph):
+            raise ArgumentError(f"graph must be a PartitionedGraph; got {described(graph)}.")
+        self._graph, self._count, group = graph, 0, graph.group
         pg, ranks, device = group.process_group, group.size, group.device()
-        nodes = agree(_MAKE, lambda: graph.nodes, group)
+        nodes, where = agree(_MAKE, lambda: (graph.nodes, _checked_path(path)), group)
+        compare(group, {"operation": _MAKE, "path": where.name})
         mine = torch.full((nodes.num_owned,), group.rank, device=device)
         owner = graph.gather(mine, dst=0).cpu().numpy()
 
         def cut() -> tuple[list[int], list[int], bool, list[Array], list[Array]]:
             if group.rank:
                 return [], [], False, [], []
-            self._prepare()
+            with writing(where):
+                if not where.parent.is_dir():
+                    raise ArgumentError(
+                        f"there is no folder {where.parent}. Create it or pass another path."
+                    )
+                where.with_suffix("").mkdir(exist_ok=True)
             if not isinstance(mesh, Mesh) or mesh.data.num_nodes != graph.num_nodes:
                 got = f"a mesh of {mesh.data.num_nodes}" if isinstance(mesh, Mesh) else repr(mesh)
                 raise ArgumentError(
@@ -116,13 +139,17 @@ class MeshWriter:
         del found
         numbers = scatter_v(whole[0], lengths, src=0, group=pg).cpu().numpy()
         places = scatter_v(whole[1], sizes, src=0, group=pg).cpu().numpy()
-        self._piece, needed = _unpacked(numbers, places)
+        piece, needed = _unpacked(numbers, places)
         self._plan: ExchangePlan | None = None
         if not self._of_cells:
             rows = torch.from_numpy(needed).to(device)
             self._plan = ExchangePlan.from_needed(rows, graph.node_sizes, pg)
-        self._writes = len(self._piece.points) > 0
-        self._names = [_piece_name(rank) for rank in range(ranks) if sizes[rank]]
+        make = _FORMATS[where.suffix.lower()]
+        series, outlines = agree_and_share(
+            _MAKE, lambda: make(where, group.rank, piece), lambda series: series.outline, group
+        )
+        self._series, series.outlines = series, outlines
+        self._where = where
 
     def write(self, time: float | None = None, /, **fields: Any) -> None:
         """Write the values of one time; collective.
@@ -145,7 +172,7 @@ class MeshWriter:
         group = self._graph.group
 
         def check() -> tuple[float, dict[str, Array]]:
-            at = float(len(self._steps) if time is None else time)
+            at = float(self._count if time is None else time)
             if not math.isfinite(at):
                 raise ArgumentError(f"time must be finite; got {time!r}.")
             return at, {name: self._checked(name, value) for name, value in fields.items()}
@@ -157,47 +184,23 @@ class MeshWriter:
             for name in sorted(values):
                 own = torch.from_numpy(values[name]).to(group.device())
                 values[name] = self._plan(own).cpu().numpy()
-        step = f"{len(self._steps):05}"
-        folder = self._path.with_suffix("")
         at_points, at_cells = ({}, values) if self._of_cells else (values, {})
 
         def piece() -> None:
-            if self._writes:
-                where = folder / f"{step}{_piece_name(group.rank)}"
-                try:
-                    write_piece(where, self._piece, at_points, at_cells)
-                except OSError as error:
-                    raise ArgumentError(f"{where} cannot be written: {error}.") from error
+            with writing(self._where):
+                self._series.write(self._count, at_points, at_cells)
 
         def index() -> None:
             if group.rank == 0:
-                names = [f"{step}{name}" for name in self._names]
-                steps = [*self._steps, (at, f"{folder.name}/{step}.pvtu")]
-                where = folder / f"{step}.pvtu"
-                try:
-                    write_index(where, names, self._piece.points, at_points, at_cells)
-                    write_collection(self._path, steps)
-                except OSError as error:
-                    raise ArgumentError(f"{where} cannot be written: {error}.") from error
+                with writing(self._where):
+                    self._series.index(self._count, at, at_points, at_cells)
 
         agree(_WRITE, piece, group)
         agree(_WRITE, index, group)
-        self._steps.append((at, f"{folder.name}/{step}.pvtu"))
-
-    def _prepare(self) -> None:
-        """Make the folder of the pieces."""
-        if self._path.suffix.lower() != ".pvd":
-            raise ArgumentError(f"path must end in .pvd; got {os.fspath(self._path)!r}.")
-        if not self._path.parent.is_dir():
-            raise ArgumentError(
-                f"there is no folder {self._path.parent}. Create it or pass another path."
-            )
-        try:
-            self._path.with_suffix("").mkdir(exist_ok=True)
-        except OSError as error:
-            raise ArgumentError(f"{self._path} cannot be written: {error}.") from error
+        self._count += 1
 
     def _checked(self, name: str, value: Any) -> Array:
+        self._series.check(name)
         rows, owned = stored(value), self._graph.num_owned
         if rows is None or len(rows) != owned:
             raise ArgumentError(
@@ -207,8 +210,11 @@ class MeshWriter:
         return rows
 
 
-def _piece_name(rank: int) -> str:
-    return f"_{rank}.vtu"
+def _checked_path(path: str | os.PathLike[str]) -> Path:
+    where = Path(path)
+    if where.suffix.lower() not in _FORMATS:
+        raise ArgumentError(f"path must end in .pvd or .xdmf; got {os.fspath(path)!r}.")
+    return where
 
 
 def _packed(lists: CellLists, owner: Array, rank: int, order: Array | None) -> tuple[Array, Array]:
