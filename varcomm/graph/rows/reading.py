@@ -66,8 +66,8 @@ class Rows(Dataset[torch.Tensor]):
     axis : int
         The axis of the rows, such as -1 for (T, C, N). The first axis counts samples.
     rows : torch.Tensor, optional
-        The row of the source for each owned node, (n,), of integers. None: the ids of the nodes. Pass
-        it if the source has further rows, such as cells of land, or another order.
+        The row of the source for each owned node, (n,), of integers. None: the ids of the nodes.
+        Pass it if the source has further rows, such as cells of land, or another order.
     dtype : torch.dtype, optional
         The dtype of the tensors; None keeps the dtype of the source. Integers with
         ``scale_factor``, ``add_offset`` or ``_FillValue`` are unpacked to floats, with NaN for
