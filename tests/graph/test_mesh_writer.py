@@ -150,6 +150,7 @@ def assert_xdmf(worlds, folder, file, nodes, ranks):
             arrays = {one.get("Name"): one for one in piece.findall("Attribute")}
             assert arrays.keys() == {"value", "flag"}
             assert arrays["flag"].get("AttributeType") == "Scalar"
+            assert arrays["value"].get("AttributeType") == "Vector"
             assert arrays["value"].get("Center") == {"cells": "Cell", "points": "Node"}[nodes]
             values = item(arrays["value"], folder)
             for i, ids in enumerate(cells):
@@ -255,6 +256,8 @@ def refusals(rank, folder, file):
     in_xdmf = Refused(MeshWriter(f"{folder}/out.xdmf", graph, mesh).write)
     for wrong in ("a/b", "a:b", ".", "", "a "):
         in_xdmf(varcomm.VarcommError, ("name of a field",), 0.0, **{wrong if rank else "a": own})
+    wide = own.numpy().astype(np.uint64)
+    in_xdmf(varcomm.VarcommError, ("uint64",), 0.0, x=wide if rank == 0 else own)
     return make.told + write.told + in_xdmf.told
 
 

@@ -200,13 +200,13 @@ class MeshWriter:
         self._count += 1
 
     def _checked(self, name: str, value: Any) -> Array:
-        self._series.check(name)
         rows, owned = stored(value), self._graph.num_owned
         if rows is None or len(rows) != owned:
             raise ArgumentError(
                 f"{name} must be real numbers, one row for each of the {owned} owned nodes; got "
                 f"{described(value)}."
             )
+        self._series.check(name, rows)
         return rows
 
 

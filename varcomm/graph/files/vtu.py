@@ -115,8 +115,8 @@ class VtuSeries:
         self.outlines: Sequence[bool] = []
         self._steps: list[str] = []
 
-    def check(self, name: str) -> None:
-        """Accept any name of a field."""
+    def check(self, name: str, values: Array) -> None:
+        """Accept any field."""
 
     def write(self, step: int, point_data: Fields, cell_data: Fields) -> None:
         """Write the piece of this rank."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from math import prod
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape, quoteattr
@@ -22,7 +21,6 @@ Fields = Mapping[str, Array]
 
 # XDMF's numbers of kinds of cells by VTK's; up to 3, the number of points follows the kind
 _KINDS = {1: 1, 3: 2, 5: 4, 7: 3, 9: 5, 10: 6, 12: 9, 13: 8, 14: 7, 42: 16}
-_ATTRIBUTES = {1: "Scalar", 3: "Vector", 9: "Tensor"}
 _NAME = re.compile(r"[^\s/:.]([^/:]*[^\s/:])?")
 
 
@@ -41,13 +39,15 @@ class XdmfSeries:
         self.outlines: Sequence[list[int]] = []
         self._steps: list[str] = []
 
-    def check(self, name: str) -> None:
-        """Raise ArgumentError if a field cannot have this name."""
+    def check(self, name: str, values: Array) -> None:
+        """Raise ArgumentError if XDMF cannot have a field of this name or dtype."""
         if not _NAME.fullmatch(name):
             raise ArgumentError(
                 f"{name!r} cannot be the name of a field in XDMF. Pass a name without '/' and ':' "
                 "that does not begin with a dot or end with a space."
             )
+        if values.dtype == np.uint64:  # VTK would read 32 bits
+            raise ArgumentError(f"{name} must not be of uint64 in XDMF. Pass int64.")
 
     def write(self, step: int, point_data: Fields, cell_data: Fields) -> None:
         """Write the piece of this rank."""
@@ -88,7 +88,8 @@ class XdmfSeries:
             )
 
         def attribute(key: str, center: str, values: Array, rows: int) -> str:
-            kind = _ATTRIBUTES.get(prod(values.shape[1:]), "Matrix")
+            # VTK reads a Vector of any length, and no Matrix
+            kind = "Scalar" if values.shape[1:] in ((), (1,)) else "Vector"
             data = item(f"{step:05}", key, values, rows)
             return (
                 f'<Attribute Name={quoteattr(key)} AttributeType="{kind}" Center="{center}">'
