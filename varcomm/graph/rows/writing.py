@@ -40,6 +40,11 @@ class RowWriter:
     The file has its name once :meth:`close` has returned on every rank; until then it is
     ``<path>.part``. All methods are collective, and an error on one rank is raised on all ranks.
 
+    An exception of your own code inside the ``with`` block leaves it without communication, and the
+    file stays ``<path>.part``. If it ends the process of a rank, the next call on the other ranks
+    raises CommunicationError, which names the exception. If the rank catches it and goes on, the
+    other ranks wait for the timeout of the group, or for that of :func:`varcomm.debug`.
+
     Communication: per sample, the rows whose chunks another rank writes, and two small messages per
     rank to agree on errors.
 
