@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 from collections.abc import Callable
@@ -108,9 +109,9 @@ class MeshWriter:
         mine = torch.full((nodes.num_owned,), group.rank, device=device)
         owner = graph.gather(mine, dst=0).cpu().numpy()
 
-        def cut() -> tuple[list[int], list[int], bool, list[Array], list[Array]]:
+        def cut() -> tuple[list[int], bool, list[Array]]:
             if group.rank:
-                return [], [], False, [], []
+                return [], False, []
             with writing(where):
                 if not where.parent.is_dir():
                     raise ArgumentError(
@@ -127,19 +128,13 @@ class MeshWriter:
             lists = cell_lists(mesh)
             order = None if of_cells else np.argsort(owner, kind="stable")
             pieces = [_packed(lists, owner, rank, order) for rank in range(ranks)]
-            lengths, sizes = ([len(piece[k]) for piece in pieces] for k in (0, 1))
-            return lengths, sizes, of_cells, [p[0] for p in pieces], [p[1] for p in pieces]
+            return [len(piece) for piece in pieces], of_cells, pieces
 
-        found, shared = agree_and_share(_MAKE, cut, lambda value: [*value[:3]], group)
-        lengths, sizes, self._of_cells = shared[0]
-        whole = [
-            torch.from_numpy(np.concatenate(parts)).to(device) if parts else None
-            for parts in found[3:]
-        ]
+        found, shared = agree_and_share(_MAKE, cut, lambda value: [*value[:2]], group)
+        lengths, self._of_cells = shared[0]
+        whole = torch.from_numpy(np.concatenate(found[2])).to(device) if found[2] else None
         del found
-        numbers = scatter_v(whole[0], lengths, src=0, group=pg).cpu().numpy()
-        places = scatter_v(whole[1], sizes, src=0, group=pg).cpu().numpy()
-        piece, needed = _unpacked(numbers, places)
+        piece, needed = _unpacked(scatter_v(whole, lengths, src=0, group=pg).cpu().numpy())
         self._plan: ExchangePlan | None = None
         if not self._of_cells:
             rows = torch.from_numpy(needed).to(device)
@@ -217,16 +212,15 @@ def _checked_path(path: str | os.PathLike[str]) -> Path:
     return where
 
 
-def _packed(lists: CellLists, owner: Array, rank: int, order: Array | None) -> tuple[Array, Array]:
-    """Return the piece of a rank as integers and as places of points.
+def _packed(lists: CellLists, owner: Array, rank: int, order: Array | None) -> Array:
+    """Return the piece of a rank, and the numbers of its points, as bytes.
 
-    If points are the nodes, `order` has their ids by owner, and the integers include the places of
-    this rank's points in `order`.
+    If points are the nodes, `order` has their ids by owner; a number is the place of a point in it.
     """
-    none = np.zeros(0, np.int64)
+    needed = np.zeros(0, np.int64)
     if order is None:
         rows = np.flatnonzero(owner == rank)
-        points, needed = np.unique(lists.corners.chosen(rows).values), none
+        points = np.unique(lists.corners.chosen(rows).values)
     else:
         first = lists.corners.values[lists.corners.ends - lists.corners.counts]
         rows = np.flatnonzero(owner[first] == rank)
@@ -235,25 +229,18 @@ def _packed(lists: CellLists, owner: Array, rank: int, order: Array | None) -> t
         needed = np.unique(number[lists.corners.chosen(rows).values])
         points = order[needed]
     piece = Piece.of(lists, rows, points)
-    faces = piece.faces
-    parts = [
-        piece.types,
-        piece.corners.ends,
-        piece.corners.values,
-        needed,
-        none if faces is None else faces.ends,
-        none if faces is None else faces.values,
-    ]
-    lengths = np.array([int(faces is not None), *map(len, parts)])
-    numbers = np.concatenate([lengths, *parts]).astype(np.int64)
-    return numbers, piece.points.reshape(-1)
+    arrays: dict[str, Any] = {"needed": needed, "points": piece.points, "types": piece.types}
+    arrays |= {"ends": piece.corners.ends, "corners": piece.corners.values}
+    if piece.faces is not None:
+        arrays |= {"face_ends": piece.faces.ends, "faces": piece.faces.values}
+    stream = io.BytesIO()
+    np.savez(stream, **arrays)
+    return np.frombuffer(stream.getvalue(), np.uint8)
 
 
-def _unpacked(numbers: Array, places: Array) -> tuple[Piece, Array]:
+def _unpacked(data: Array) -> tuple[Piece, Array]:
     """Return the piece, and the numbers of its points."""
-    has_faces, *lengths = numbers[:7].tolist()
-    ends = np.cumsum(lengths)[:-1]
-    types, corner_ends, corners, needed, face_ends, faces = np.split(numbers[7:], ends)
-    polyhedra = Ragged(face_ends, faces) if has_faces else None
-    points = places.reshape(-1, 3)
-    return Piece(points, types, Ragged(corner_ends, corners), polyhedra), needed
+    arrays = np.load(io.BytesIO(data.tobytes()))
+    corners = Ragged(arrays["ends"], arrays["corners"])
+    faces = Ragged(arrays["face_ends"], arrays["faces"]) if "faces" in arrays else None
+    return Piece(arrays["points"], arrays["types"], corners, faces), arrays["needed"]
