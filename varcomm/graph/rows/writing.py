@@ -42,7 +42,7 @@ class RowWriter:
 
     An exception of your own code inside the ``with`` block leaves it without communication, and the
     file stays ``<path>.part``. If it ends the process of a rank, the next call on the other ranks
-    raises CommunicationError, which names the exception. If the rank catches it and goes on, the
+    raises CommunicationError, which names the exception. If the rank catches it and continues, the
     other ranks wait for the timeout of the group, or for that of :func:`varcomm.debug`.
 
     Communication: per sample, the rows whose chunks another rank writes, and two small messages per
