@@ -239,6 +239,7 @@ def refusals(rank, folder, file):
     for word, args in (
         (".pvd or .xdmf", (f"{folder}/out.vtu", graph, mesh)),
         (".pvd or .xdmf", (f"{folder}/out.{'vtu' if rank else 'pvd'}", graph, mesh)),
+        ("ASCII", (f"{folder}/a:b.xdmf", graph, mesh)),
         ("disagree on path", (f"{folder}/out.{'xdmf' if rank else 'pvd'}", graph, mesh)),
         ("nowhere", (f"{folder}/nowhere/out.pvd", graph, mesh)),
         ("rank 0 must pass", (f"{folder}/out.pvd", graph, other)),
@@ -254,7 +255,7 @@ def refusals(rank, folder, file):
     write(varcomm.VarcommError, ("disagree on time",), float(rank))
     write(varcomm.VarcommError, ("disagree on fields",), 0.0, x=own.double() if rank else own)
     in_xdmf = Refused(MeshWriter(f"{folder}/out.xdmf", graph, mesh).write)
-    for wrong in ("a/b", "a:b", ".", "", "a "):
+    for wrong in ("a/b", "a:b", ".", "", "a ", "\u03b8"):
         in_xdmf(varcomm.VarcommError, ("name of a field",), 0.0, **{wrong if rank else "a": own})
     wide = own.numpy().astype(np.uint64)
     in_xdmf(varcomm.VarcommError, ("uint64",), 0.0, x=wide if rank == 0 else own)

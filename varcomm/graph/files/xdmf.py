@@ -21,7 +21,8 @@ Fields = Mapping[str, Array]
 
 # XDMF's numbers of kinds of cells by VTK's; up to 3, the number of points follows the kind
 _KINDS = {1: 1, 3: 2, 5: 4, 7: 3, 9: 5, 10: 6, 12: 9, 13: 8, 14: 7, 42: 16}
-_NAME = re.compile(r"[^\s/:.]([^/:]*[^\s/:])?")
+# ASCII, without slash, colon, outer spaces and a dot at the beginning; VTK ends at other names
+_NAME = re.compile(r"(?!\.)[!-.0-9;-~]([ -.0-9;-~]*[!-.0-9;-~])?")
 
 
 class XdmfSeries:
@@ -32,6 +33,8 @@ class XdmfSeries:
     """
 
     def __init__(self, path: Path, rank: int, piece: Piece) -> None:
+        if not _NAME.fullmatch(path.stem):
+            raise ArgumentError(f"{path}: its name must be ASCII without ':' or a dot in front.")
         self._path, self._folder, self._rank = path, path.with_suffix(""), rank
         self._h5py = package("h5py", str(path))
         self._cells, self._points = _topology(piece), piece.points
@@ -43,8 +46,8 @@ class XdmfSeries:
         """Raise ArgumentError if XDMF cannot have a field of this name or dtype."""
         if not _NAME.fullmatch(name):
             raise ArgumentError(
-                f"{name!r} cannot be the name of a field in XDMF. Pass a name without '/' and ':' "
-                "that does not begin with a dot or end with a space."
+                f"{name!r} cannot be the name of a field in XDMF. Pass a name in ASCII without '/' "
+                "and ':' that does not begin with a dot or end with a space."
             )
         if values.dtype == np.uint64:  # VTK would read 32 bits
             raise ArgumentError(f"{name} must not be of uint64 in XDMF. Pass int64.")
