@@ -47,9 +47,9 @@ def agreed(
         found = {name: repr(value) for name, value in checked.items()}
         return found, None if of_first is None else of_first()
 
-    checked, told = agree_and_share(what, arguments, described, group)
-    require_equal(what, [given for given, _ in told])
-    return dict(checked), told[0][1]
+    checked, shared = agree_and_share(what, arguments, described, group)
+    require_equal(what, [given for given, _ in shared])
+    return dict(checked), shared[0][1]
 
 
 def checked_number(

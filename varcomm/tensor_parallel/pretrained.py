@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops.digest import differing, digest
-from varcomm.ops.gather_v import gather_v
 from varcomm.sharding import shard_spec
+from varcomm.sharding.tied import named_tensors
 from varcomm.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from varcomm.tensor_parallel.linear import ColumnParallelLinear
 from varcomm.transport.agreement import agree, share
@@ -105,16 +105,14 @@ def _save_pretrained(
 
     With ``is_main_process=False`` this rank takes part and writes nothing.
     """
-    sharded = {n: p for n, p in self.state_dict(keep_vars=True).items() if shard_spec(p)}
-    specs = {name: shard_spec(p) for name, p in sharded.items()}
-    groups = [spec.group for spec in specs.values() if spec is not None]
-    group, main = groups[0], options.pop("is_main_process", True)
-    writes = main and all(one.rank == 0 for one in groups)
+    sharded = [(p, s, names) for p, names in named_tensors(self) if (s := shard_spec(p))]
+    group, main = sharded[0][1].group, options.pop("is_main_process", True)
+    writes = main and all(spec.group.rank == 0 for _, spec, _ in sharded)
 
     def check() -> None:
-        for name, spec in specs.items():
+        for name, spec in ((name, spec) for _, spec, names in sharded for name in names):
             given = None if state_dict is None else state_dict.get(name)
-            if spec is not None and given is not None and given.shape[spec.dim] != spec.total:
+            if given is not None and given.shape[spec.dim] != spec.total:
                 raise ArgumentError(
                     f"state_dict[{name!r}] has shape {tuple(given.shape)}, this rank's part of "
                     f"{spec.total} rows along dim {spec.dim}. Leave out state_dict."
@@ -123,27 +121,15 @@ def _save_pretrained(
     agree("save_pretrained", check, group)
     whole = dict(self.state_dict() if state_dict is None else state_dict)
     if state_dict is None:
-        found: dict[int, Tensor] = {}  # parameters with several names, once
-        for name, parameter in sharded.items():
-            if id(parameter) not in found:
-                found[id(parameter)] = _whole(parameter)
-            whole[name] = found[id(parameter)]
+        for parameter, spec, names in sharded:
+            gathered = spec.gather(parameter.detach(), dst=0)
+            whole |= dict.fromkeys(names, gathered.cpu() if spec.group.rank == 0 else gathered)
 
     def write() -> None:
         if writes:
             type(self).save_pretrained(self, save_directory, state_dict=whole, **options)
 
     agree("save_pretrained", write, group)
-
-
-@torch.no_grad()
-def _whole(parameter: Tensor) -> Tensor:
-    """Return a full parameter on the CPU of the first rank, and no rows on others."""
-    spec = shard_spec(parameter)
-    assert spec is not None
-    pg = spec.group.process_group
-    gathered = gather_v(parameter.detach(), spec.sizes, spec.dim, group=pg)
-    return spec.ordered(gathered, spec.dim).cpu() if spec.group.rank == 0 else gathered
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
