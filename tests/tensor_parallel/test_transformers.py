@@ -30,7 +30,7 @@ pytestmark = [
     ),
 ]
 
-VOCABULARY, HIDDEN, INNER, LAYERS = 131, 40, 53, 2
+VOCABULARY, HIDDEN, INNER, LAYERS, POSITIONS = 131, 40, 53, 2, 64
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": HIDDEN,
@@ -48,7 +48,7 @@ def decoder(name, heads, kv_heads, **options):
     if name == "Olmo2":
         del given["head_dim"]
     config = getattr(transformers, options.pop("config", f"{name}Config"))
-    settings = {**SIZES, "max_position_embeddings": 64, **given, **options}
+    settings = {**SIZES, "max_position_embeddings": POSITIONS, **given, **options}
     return getattr(transformers, f"{name}ForCausalLM")(config(**settings))
 
 
@@ -56,6 +56,7 @@ def gpt2(heads):
     import transformers
 
     sizes = {"n_embd": HIDDEN, "n_layer": LAYERS, "n_head": heads, "n_inner": INNER}
+    sizes["n_positions"] = POSITIONS
     ids = {"bos_token_id": 1, "eos_token_id": 2}
     config = transformers.GPT2Config(vocab_size=VOCABULARY, **sizes, **ids, **NO_DROPOUT)
     return transformers.GPT2LMHeadModel(config)
@@ -67,7 +68,13 @@ def bert(heads, name="Bert", kind="ForMaskedLM", **options):
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     config = getattr(transformers, f"{name}Config")
     return getattr(transformers, f"{name}{kind}")(
-        config(**SIZES, num_attention_heads=heads, **dropout, **options)
+        config(
+            **SIZES,
+            num_attention_heads=heads,
+            max_position_embeddings=POSITIONS,
+            **dropout,
+            **options,
+        )
     )
 
 
@@ -200,9 +207,8 @@ def trained(rank, name, options):
                 own = part(parameter, whole[key].detach())
                 torch.testing.assert_close(parameter.detach(), own, **bound)
         with failures.named("half of the weights are sharded"):
-            assert 2 * count(p for p in model.parameters() if shard_spec(p)) < count(
-                one.parameters()
-            )
+            sharded = (whole[key] for key, p in model.named_parameters() if shard_spec(p))
+            assert 2 * count(sharded) > count(one.parameters())
     return failures
 
 
