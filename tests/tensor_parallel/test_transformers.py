@@ -386,6 +386,11 @@ def refused(rank):
         )
         with in_fp64(), pytest.raises(ArgumentError, match=r"layers\.0\.mlp\.down_proj'.*'row'"):
             model(**batch("Llama"))
+        parallelize(model, {"lm_head": "column"})  # a second plan
+        with pytest.raises(ArgumentError, match="gather_output=True"):
+            model.generate(batch("Llama")["input_ids"])
+        with pytest.raises(ArgumentError, match="input_is_parallel=False"):
+            parallelize(copy.deepcopy(untied), {"lm_head": "row"})(**batch("T5"))
         parts = {"model.embed_tokens": "embedding"}, [3, 3, 3]
         with pytest.raises(ArgumentError, match="every rank would start at 0"):
             parallelize(made("Llama, 5 heads"), *parts, sequence_dim=1)

@@ -95,7 +95,8 @@ def parallelize(
     Without a plan, a forward in training with dropout is refused: ranks would draw other numbers.
     ``generate`` with ``do_sample=True`` needs the same seed on all ranks.
 
-    ``save_pretrained`` of a transformers model becomes collective and writes full tensors.
+    ``save_pretrained`` of a transformers model becomes collective: all ranks call it, and the first
+    one writes full tensors.
     ``resize_token_embeddings`` and adapters (PEFT) are refused: use them before sharding.
 
     Communication: short messages with digests of plans and weights. No weight travels.
