@@ -123,8 +123,8 @@ def save(
         call = {"folder": str(Path(folder)), "async_": async_, "RowsById": rows}
         return token, call, own.brief()
 
-    (target, own), told = ranks.agree(_WHAT, collect, brief)
-    tokens, calls, briefs = zip(*told, strict=True)
+    (target, own), shared = ranks.agree(_WHAT, collect, brief)
+    tokens, calls, briefs = zip(*shared, strict=True)
     require_equal(_WHAT, calls)
     plan = Plan.of(_WHAT, own, briefs, ranks)
     for key, rows in sorted(own.rows.items()):
@@ -371,10 +371,10 @@ def check_copies(
     if not several:
         return  # on all ranks
     own = [crc32(repr(digest(tensors.get(piece))).encode()) for piece, _ in several]
-    _, told = ranks.agree(what, lambda: own)
+    _, digests = ranks.agree(what, lambda: own)
     wrong: dict[str, list[int]] = {}
     for place, ((key, *_), able) in enumerate(several):
-        if others := [rank for rank in able if told[rank][place] != told[able[0]][place]]:
+        if others := [r for r in able if digests[r][place] != digests[able[0]][place]]:
             wrong[key] = others
     if wrong:
         named = few([f"{key!r} on ranks {others}" for key, others in wrong.items()])
