@@ -19,12 +19,14 @@ release = version = "0.1"
 extensions = [
     "docstrings",
     "glossary_links",
-    "math_as_mathml",
+    "math_as_svg",
     "myst_parser",
     "pages_from_outside",
+    "reference_tables",
     "search_words",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
@@ -42,6 +44,7 @@ myst_heading_anchors = 3
 autodoc_typehints = "none"  # docstrings have the types, in words
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
+autosummary_generate = False
 napoleon_google_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = False
@@ -74,4 +77,4 @@ sphinx_gallery_conf = {
     "capture_repr": (),
 }
 
-html_math_renderer = "mathml"
+html_math_renderer = "svg"
