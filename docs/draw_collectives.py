@@ -19,8 +19,8 @@ BLOCKS = [[1, 2, 0], [1, 0, 1], [0, 1, 1]]  # BLOCKS[i][j]: rows from rank i to 
 CHOSEN = [[[], [2, 0], [2]], [[1], [], [1]], [[], [0], []]]  # CHOSEN[i][j]: which ones
 
 # pixels: of the picture, of a bar, between rows, between ranks, of the title
-WIDTH, BAR, HEIGHT, PITCH, GAP, TOP = 720, 150, 20, 24, 16, 30
-LEFT, RIGHT = 80, WIDTH - 80 - BAR
+WIDTH, BAR, HEIGHT, PITCH, GAP, TOP = 520, 112, 20, 24, 16, 30
+LEFT, RIGHT = 62, WIDTH - 62 - BAR
 
 
 def all_to_all(rank, x):
@@ -84,20 +84,21 @@ def entries(x, counts):
 
 
 def bars(x, top, rows, unit):
-    """Yield the rows of one rank as bars with a field per input."""
+    """Yield the rows of one rank as bars with a field per input, or an empty bar for zeros."""
     if not rows:
-        words = f'<text x="{x + BAR / 2:g}" y="{top + 14:g}" class="pale">no rows</text>'
-        yield words
+        yield f'<text x="{x + BAR / 2:g}" y="{top + 14:g}" class="pale">no rows</text>'
     for place, row in enumerate(rows):
         y = top + place * PITCH
         for column, sources in enumerate(row):
-            field = (unit - 2) / len(sources)
-            for part, (rank, number) in enumerate(sources):
+            field = (unit - 2) / max(len(sources), 1)
+            for part, (rank, number) in enumerate(sources or [(None, "0")]):
                 left = x + column * unit + part * field
+                look = 'class="zeros"' if rank is None else f'fill="{figures.RANKS[rank]}"'
+                words = "pale" if rank is None else "on"
                 yield (
                     f'<rect x="{left:g}" y="{y:g}" width="{field - 1:g}" height="{HEIGHT}" rx="3" '
-                    f'fill="{figures.RANKS[rank]}"/><text x="{left + field / 2 - 0.5:g}" '
-                    f'y="{y + 14.5:g}" class="on">{number}</text>'
+                    f'{look}/><text x="{left + field / 2 - 0.5:g}" y="{y + 14.5:g}" '
+                    f'class="{words}">{number}</text>'
                 )
 
 
@@ -140,7 +141,7 @@ def picture(found, dark):
     ink, pale = (figures.ink(colour, dark) for colour in (figures.INK, figures.PALE))
     style = (
         f"text{{font:13px sans-serif;text-anchor:middle;fill:{ink}}}.on{{fill:{figures.INK}}}"
-        f".pale{{fill:{pale}}}path{{fill:none;stroke-width:1.6}}"
+        f".pale{{fill:{pale}}}.zeros{{fill:none;stroke:{pale}}}path{{fill:none;stroke-width:1.6}}"
     )
     parts = [f'<text x="{LEFT + BAR / 2:g}" y="14">before</text>']
     parts.append(f'<text x="{RIGHT + BAR / 2:g}" y="14">after</text>')

@@ -59,6 +59,10 @@ class PartitionedGraph:
         Attributes of the graph as a whole.
     method : str
         The method that assigned the nodes.
+
+    See Also
+    --------
+    partition, from_edges, NodeShard, EdgeShard
     """
 
     node_shards: Mapping[NodeType, NodeShard]

@@ -400,6 +400,10 @@ class NodeShard(Shard):
         Attributes, by their names.
     ids : AscendingIds
         Compressed :attr:`owned_ids`.
+
+    See Also
+    --------
+    EdgeShard, PartitionedGraph
     """
 
     noun = "nodes"
