@@ -17,6 +17,7 @@ copyright = author
 release = version = "0.1"
 
 extensions = [
+    "breakable_names",
     "docstrings",
     "glossary_links",
     "math_as_svg",
@@ -56,7 +57,7 @@ html_css_files = ["varcomm.css"]
 html_show_copyright = False
 html_show_sphinx = False
 html_copy_source = False
-pygments_style = "friendly"
+pygments_style = "a11y-high-contrast-light"
 pygments_dark_style = "github-dark"
 # prompts and the results after them are not what one wants to paste
 copybutton_prompt_text = r">>> |\.\.\. |\$ "

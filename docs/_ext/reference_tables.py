@@ -2,7 +2,7 @@
 
 import re
 
-_MODULE = re.compile(r"^\.\. currentmodule:: \S+\n", re.MULTILINE)
+_MODULE = re.compile(r"^\.\. currentmodule:: (\S+)\n", re.MULTILINE)
 _NAMES = re.compile(r"^\.\. auto(?:function|class|exception):: (\S+)$", re.MULTILINE)
 
 
@@ -10,9 +10,12 @@ def add_table(app, name, source):
     """Insert the table below the line that names the page's module."""
     names = _NAMES.findall(source[0])
     if name.startswith("reference/") and len(names) > 1:
-        lines = [".. autosummary::", "   :nosignatures:", "", *(f"   {one}" for one in names)]
-        table = "\n".join(lines)
-        source[0] = _MODULE.sub(lambda found: f"{found[0]}\n{table}\n", source[0], count=1)
+        module = _MODULE.search(source[0])
+        names = [one.removeprefix(f"{module[1]}.") for one in names]
+        table = "\n".join(
+            [".. autosummary::", "   :nosignatures:", "", *(f"   {n}" for n in names)]
+        )
+        source[0] = source[0].replace(module[0], f"{module[0]}\n{table}\n", 1)
 
 
 def setup(app):
