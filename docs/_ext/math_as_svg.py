@@ -8,7 +8,8 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.path import Path
 from matplotlib.textpath import text_to_path
 
-_SIZE = 100  # units per em
+_SIZE = 100  # units per em of the formula
+_SCALE = 1.2  # ems of the text per em of the formula: its small letters are smaller
 _FONT = FontProperties(family="DejaVu Serif", math_fontfamily="stix", size=_SIZE)
 _LETTERS = {Path.MOVETO: "M", Path.LINETO: "L", Path.CURVE3: "Q", Path.CURVE4: "C"}
 _POINTS = {Path.MOVETO: 1, Path.LINETO: 1, Path.CURVE3: 2, Path.CURVE4: 3}
@@ -39,7 +40,8 @@ def svg_of(formula):
         f"${formula}$", _FONT, ismath=True
     )
     box = f"-4 {depth - height - 4:.0f} {width + 8:.0f} {height + 8:.0f}"
-    size = f"height:{(height + 8) / _SIZE:.2f}em;vertical-align:{-(depth + 4) / _SIZE:.2f}em"
+    em = _SCALE / _SIZE
+    size = f"height:{(height + 8) * em:.2f}em;vertical-align:{-(depth + 4) * em:.2f}em"
     return (
         f'<svg class="formula" role="img" aria-label="{escape(formula)}" viewBox="{box}" '
         f'style="{size}"><path d="{_outline(formula)}"/></svg>'
@@ -52,7 +54,8 @@ def inline(translator, node):
 
 
 def block(translator, node):
-    translator.body.append(f'<div class="math">{svg_of(node.astext())}</div>')
+    formula = node.astext().replace(r"\frac", r"\dfrac")
+    translator.body.append(f'<div class="math">{svg_of(formula)}</div>')
     raise SkipNode
 
 

@@ -39,7 +39,7 @@ CANNOT_FAIL = {
 }
 # Results of calls, whose examples show them; and functions that need a minute, or a file.
 WITHOUT_EXAMPLE = {
-    f"varcomm.graph.{name}" for name in ("Mesh", "NodeShard", "PartitionedGraph")
+    "varcomm.graph.Mesh",
 } | {
     f"varcomm.simulate.{name}"
     for name in (
