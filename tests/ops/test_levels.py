@@ -1,7 +1,9 @@
 """Sums and short all-gathers over 16 and more ranks, which go by levels of few ranks."""
 
+import copy
 import os
 import socket
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import varcomm
+from varcomm.data_parallel import ShardedGradients
 from varcomm.ops import levels
 from varcomm.testing import dot_test, gradcheck, gradgradcheck
 
@@ -126,10 +129,31 @@ def waits(rank, size):
         assert torch.equal(varcomm.all_reduce(y, async_op=True).wait(), of_y)
 
 
+def steps(rank, size):
+    """Two steps of ShardedGradients, as in one process; return messages per bucket gathered."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)).double()
+    twin, rows = copy.deepcopy(model), torch.randn(size, 5, dtype=torch.float64)
+    own = ShardedGradients(model, partial(torch.optim.SGD, lr=0.1), reduce="sum", bucket_bytes=300)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for _ in range(2):
+        model(rows[rank]).square().sum().backward()
+        with varcomm.trace() as trace:
+            own.step()
+        own.zero_grad()
+        optimizer.zero_grad()
+        twin(rows).square().sum().backward()
+        optimizer.step()
+    for parameter, want in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(parameter, want)
+    own.close()
+    return [len(call.sent_to) for call in trace if call.name == "all_gather_v"]
+
+
 def checked(rank, size, node, port):
     if node:
         join_by_torchrun(rank, size, node, port)
-    results = wrong(rank, size)
+    results = *wrong(rank, size), steps(rank, size)
     waits(rank, size)
     return results
 
@@ -147,10 +171,12 @@ def test_values_messages_and_bytes(size, node, merges):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     results = varcomm.launch(checked, size, size, node, port)
-    assert [found for found, _ in results] == [[]] * size
+    assert [found for found, _, _ in results] == [[]] * size
     n = 20_000
-    for rank, (_, counts) in enumerate(results if merges else ()):
+    for rank, (_, counts, gathers) in enumerate(results if merges else ()):
         messages = sum(merged - 1 for merged in merges)
+        assert len(gathers) > len(merges)
+        assert sum(gathers) <= len(gathers) // len(merges) * messages
         assert counts["all_reduce", torch.float32, 100] == (2, messages, 400 * messages)
         calls, sent, nbytes = counts["all_reduce", torch.float32, n]
         assert (calls, sent) == (4, 2 * messages)

@@ -57,7 +57,7 @@ def load(
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
     verify : bool
-        Compare the SHA-256 of every file. Without it, sizes, shapes and dtypes are still checked,
+        Compare the digest of every file. Without it, sizes, shapes and dtypes are still checked,
         and altered values are loaded without an error.
 
     Raises
@@ -74,7 +74,7 @@ def load(
 
     Notes
     -----
-    Each rank verifies the SHA-256 of every P-th file, and reads only the elements that it needs.
+    Each rank verifies the digest of every P-th file, and reads only the elements that it needs.
     Communication: four rounds of small messages; rows of :class:`Rows` travel once.
 
     In one process: the checkpoint of one rank, which any number of ranks can read.

@@ -19,12 +19,6 @@ from varcomm.transport.group import MANY, Group, GroupLike, resolve
 
 __all__ = ["AllGatherV", "ReduceScatterV", "all_gather_v"]
 
-# Mean bytes per shard up to which many ranks gather by levels: more messages cost more than the
-# copies between levels. 16 ranks on 2 cores, Gloo: 47 ms in place of 83 for shards of 1 KiB, 54 in
-# place of 86 for 16 KiB, 139 in place of 126 for 256 KiB; MPI: 47 in place of 31 for 16 KiB. Not
-# measured on GPUs, where NCCL gathers by one call.
-_SHORT = 4096
-
 
 @dataclass(frozen=True)
 class _Sharded(Operator):
@@ -53,8 +47,7 @@ class AllGatherV(_Sharded):
     def prepared(self, x: torch.Tensor) -> Callable[[torch.Tensor], Pending]:
         """Send the shard as it lies in memory; for dim != 0, copy once on arrival."""
         group, sizes, dim, recv = self.group, self.sizes, self.dim, self._counts(x)
-        short = sum(recv) * x.element_size() <= _SHORT * group.size
-        if group.size >= MANY and short and x.device.type == "cpu":
+        if levels.gathers_short(group, sum(recv) * x.element_size(), x.device):
             return self._start_levels
         shape, send = packing.like(x.shape, dim, sum(sizes)), [recv[group.rank]] * group.size
         begin = packing.exchanger(self.name, group, x, send, recv, "all_gather")
@@ -77,9 +70,7 @@ class AllGatherV(_Sharded):
     def _rounds(
         self, values: torch.Tensor, counts: list[int], shape: Sequence[int]
     ) -> levels.Rounds:
-        order = levels.piece_order(self.group)
-        values = yield from levels.all_gather(self.name, self.group, values, counts)
-        values = levels.arranged(values, order, range(self.group.size), counts)
+        values = yield from levels.gather_in_rank_order(self.name, self.group, values, counts)
         return packing.unpack(values, shape, self.sizes, self.dim)
 
     def result(self, x: torch.Tensor) -> torch.Tensor:

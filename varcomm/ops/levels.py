@@ -21,6 +21,12 @@ from varcomm.sizes import ShardSizes
 from varcomm.transport.engine import EngineFailure, Pending, Works, wait_for
 from varcomm.transport.group import MANY, Group, resolve
 
+# Mean bytes per shard up to which many ranks gather by levels: more messages cost more than the
+# copies between levels. 16 ranks on 2 cores, Gloo: 47 ms in place of 83 for shards of 1 KiB, 54 in
+# place of 86 for 16 KiB, 139 in place of 126 for 256 KiB; MPI: 47 in place of 31 for 16 KiB. Not
+# measured on GPUs, where NCCL gathers by one call.
+SHORT = 4096
+
 # A function that yields after the start of each round, and returns its result.
 Rounds: TypeAlias = Generator[Works, None, torch.Tensor]
 
@@ -172,6 +178,20 @@ def all_gather(
             values = arranged(got, level.leaving, level.held, sizes)
         del got
     return values
+
+
+def gathers_short(group: Group, nbytes: int, device: torch.device) -> bool:
+    """Whether shards of `nbytes` in all are gathered by levels: the same on all ranks."""
+    return group.size >= MANY and nbytes <= SHORT * group.size and device.type == "cpu"
+
+
+def gather_in_rank_order(
+    name: str, group: Group, values: torch.Tensor, sizes: Sequence[int]
+) -> Rounds:
+    """Return the pieces of all ranks, in rank order, on every rank."""
+    order = piece_order(group)
+    values = yield from all_gather(name, group, values, sizes)
+    return arranged(values, order, range(group.size), sizes)
 
 
 def all_sum(

@@ -44,8 +44,8 @@ def exchanger(
 ) -> Start:
     """Return the function ``start(out, values)`` for contiguous tensors of the dtype of `x`."""
     width = x.element_size()
-    route = Route(schedule, group, [n * width for n in recv], [n * width for n in send])
-    return prepared(route, x.device, name)
+    counts = [n * width for n in recv], [n * width for n in send]
+    return prepared(Route(schedule, group, *counts, min(width, 8)), x.device, name)
 
 
 def all_gather(

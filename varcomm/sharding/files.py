@@ -1,7 +1,7 @@
 """Folders of safetensors files with one JSON index, written so that a crash leaves them whole.
 
 A save writes its files into a new subfolder. Then one rename replaces the index, which names these
-files with their sizes and SHA-256. Then the subfolder of the earlier save is removed.
+files with their sizes and XXH3 digests. Then the subfolder of the earlier save is removed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialized
+from xxhash import xxh3_128
 
 from varcomm.errors import ArgumentError
 from varcomm.sharding.sharded import check_inside
@@ -42,10 +43,10 @@ __all__ = [
     "write_tensors",
 ]
 
-# Size and SHA-256 of each file, by its path in the folder.
+# Size and digest (XXH3, 128 bits) of each file, by its path in the folder.
 Files = Mapping[str, tuple[int, str]]
 
-_VERSION = 3
+_VERSION = 4
 _CHUNK = 1 << 24  # bytes of one write; the kernel takes fewer than 2 GiB
 _HASHERS = 4  # threads that verify files
 _AGAIN = "Use another copy; nothing has been loaded."
@@ -70,7 +71,7 @@ class FolderSave:
         self._is_new = not folder.exists()
 
     def write(self, rank: int, tensors: Mapping[str, torch.Tensor]) -> str:
-        """Write and sync the file of `rank`; return its SHA-256, or "" if there are no tensors."""
+        """Write and sync the file of `rank`; return its digest, or "" if there are no tensors."""
         if not tensors:
             return ""
         path = self.folder / self._file(rank)
@@ -91,7 +92,7 @@ class FolderSave:
                     f"{name}, which another rank has written, is not in {self.folder}. All ranks "
                     "must write to one folder: on several machines, use a shared file system."
                 )
-            files[name] = {"bytes": path.stat().st_size, "sha256": digest}
+            files[name] = {"bytes": path.stat().st_size, "xxh3_128": digest}
         head = {"format": f"varcomm {self.kind}", "version": _VERSION, "save": self.name}
         index = {**head, **content, "files": files}
         self._coming.write_text(json.dumps({**index, "digest": _digest(index)}) + "\n")
@@ -134,7 +135,7 @@ def is_save_name(name: str, kind: str) -> bool:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
-    """Write a safetensors file, sync it, and return its SHA-256; a thread hashes meanwhile.
+    """Write a safetensors file, sync it, and return its digest.
 
     Complex tensors are stored as pairs of real numbers.
     """
@@ -155,27 +156,18 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
     text = json.dumps(header, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
     parts = [memoryview(len(text).to_bytes(8, "little") + text), *stored]
-    digest = _hashing(parts)
+    digest = xxh3_128()
     try:
         with path.open("wb", buffering=0) as file:
             for part in parts:
                 while part:
-                    part = part[file.write(part[:_CHUNK]) :]
+                    written = file.write(part[:_CHUNK])
+                    digest.update(part[:written])
+                    part = part[written:]
             os.fsync(file.fileno())
     except OSError as error:
         raise OSError(f"{path.name} cannot be written: {error}") from error
-    return digest()
-
-
-def _hashing(parts: Sequence[memoryview]) -> Callable[[], str]:
-    """Begin to hash in a thread, and return the function that waits for the SHA-256."""
-    pool = ThreadPoolExecutor(1, "varcomm.digest")
-    try:
-        return pool.submit(_sha256_of, parts).result
-    except RuntimeError:  # an interpreter that exits starts no threads
-        return lambda: _sha256_of(parts)
-    finally:
-        pool.shutdown(wait=False)
+    return digest.hexdigest()
 
 
 @cache
@@ -235,7 +227,9 @@ def read_index(folder: Path, kind: str) -> tuple[dict[str, Any], Files]:
         raise ArgumentError(f"{path} is damaged or has been altered. {_AGAIN}")
     save, files = str(content.pop("save", "")), content.pop("files", None)
     with reading(path):
-        found = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
+        found = {
+            name: (int(entry["bytes"]), str(entry["xxh3_128"])) for name, entry in files.items()
+        }
     for name in found:
         within, _, file = name.partition("/")
         named = re.fullmatch(r"rank-\d{5,}\.safetensors", file)
@@ -250,16 +244,14 @@ def verify_files(
     """Raise ArgumentError if a file is missing or has changed; hashes every P-th file."""
 
     def verify(number: int, name: str) -> None:
-        path, (size, sha256) = folder / name, files[name]
+        path, (size, written) = folder / name, files[name]
         with reading(path):
             found = path.stat().st_size
             hashed = found == size and number % ranks == rank
-            digest = _sha256(path) if hashed and digests else sha256
-        if (found, digest) != (size, sha256):
-            raise ArgumentError(
-                f"{path} is not the file that was written: it has {found} bytes and not {size}, or "
-                f"another SHA-256. {_AGAIN}"
-            )
+            digest = _digest_of(path) if hashed and digests else written
+        if (found, digest) != (size, written):
+            differs = "its digest differs" if found == size else f"{found} bytes in place of {size}"
+            raise ArgumentError(f"{path} is not the file that was written: {differs}. {_AGAIN}")
 
     with ThreadPoolExecutor(_HASHERS, "varcomm.digest") as pool:
         for _ in pool.map(verify, range(len(files)), sorted(files)):
@@ -337,16 +329,12 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _sha256_of(parts: Iterable[memoryview]) -> str:
-    found = hashlib.sha256()
-    for part in parts:
-        found.update(part)
-    return found.hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _digest_of(path: Path) -> str:
+    digest = xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while part := file.read(_CHUNK):
+            digest.update(part)
+    return digest.hexdigest()
 
 
 def _sync(path: Path) -> None:

@@ -44,13 +44,15 @@ class Route(NamedTuple):
 
     The received bytes lie sender by sender. Empty messages are not sent. An all-gather sends all of
     its data, which may be this rank's place among the received bytes, to every rank; copies go to
-    ranks with a count. A broadcast overwrites its data; its root receives none.
+    ranks with a count. A broadcast overwrites its data; its root receives none. All counts are
+    multiples of `width`, 1 to 8 bytes, which divides that of an element.
     """
 
     schedule: Schedule
     group: Group
     recv: Counts
     send: Counts
+    width: int = 1
 
     @property
     def root(self) -> int:
@@ -184,7 +186,7 @@ def spans(counts: Counts, start: int = 0) -> Spans:
 
 def messages(route: Route) -> tuple[Spans, Spans, Spans]:
     """Return the bytes from and for other ranks, and two spans of those that this rank keeps."""
-    schedule, group, recv, send = route
+    schedule, group, recv, send, _ = route
     rank, arriving, leaving = group.rank, spans(recv, group.rank), spans(send, group.rank)
     if schedule in ("all_gather", "copies"):
         leaving = [(peer, 0, send[peer]) for peer, _, _ in leaving]

@@ -40,25 +40,26 @@ _FEW_RANKS = 4
 # message that is too short, and abort the process for one that is too long.
 _TAG = 1 << 30
 
-
-def _tag(length: int) -> int:
-    return _TAG + length % _TAG
+# A dtype of each width that all of Gloo's calls serve. They only move elements.
+_UNITS = {1: torch.uint8, 2: torch.float16, 4: torch.float32, 8: torch.float64}
 
 
 class Gloo(Engine):
     """Gloo, through torch.distributed."""
 
     def prepare(self, route: Route) -> Start:
-        schedule, group, recv, send = route
-        pg = group.process_group
+        schedule, group, recv, send, width = route
+        pg, units = group.process_group, _Units(width)
         if schedule == "broadcast":
-            return lambda out, data: [_broadcast(pg, as_bytes(data), route.root)]
+            return lambda out, data: [_broadcast(pg, units(data), route.root)]
+        recv, send = [n // width for n in recv], [n // width for n in send]
         if schedule == "all_gather":
-            return partial(_all_gather, pg, group.rank, spans(recv))
+            return partial(_all_gather, pg, units, group.rank, spans(recv))
         if schedule == "all" or (schedule == "neighbours" and group.size <= _FEW_RANKS):
-            counts = list(recv), list(send), dist.AllToAllOptions()
-            return lambda out, data: [pg.alltoall_base(as_bytes(out), as_bytes(data), *counts)]
-        return partial(_messages, group, *messages(route))
+            counts = recv, send, dist.AllToAllOptions()
+            return lambda out, data: [pg.alltoall_base(units(out), units(data), *counts)]
+        places = messages(route._replace(recv=recv, send=send))
+        return partial(_messages, group, units, *places)
 
     def leave(self, group: Group) -> None:
         nothing, pg = torch.empty(1, dtype=torch.uint8), group.process_group
@@ -68,12 +69,32 @@ class Gloo(Engine):
                     pg.recv([nothing], other, _TAG).wait(timedelta(milliseconds=1))
 
 
+class _Units:
+    """A view of contiguous tensors as a flat one, of elements that Gloo serves.
+
+    It costs nothing for a flat tensor of such a dtype; each view takes 2 to 5 us.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.width, self._dtype = width, _UNITS[width]
+
+    def __call__(self, values: Tensor) -> Tensor:
+        if values.dtype != self._dtype:
+            values = as_bytes(values) if values.numel() <= 1 else values
+            values = values.view(self._dtype)
+        return values if values.dim() == 1 else values.view(-1)
+
+
+def _part(values: Tensor, first: int, end: int) -> Tensor:
+    return values if end - first == values.numel() else values[first:end]
+
+
 def _all_gather(
-    pg: dist.ProcessGroup, rank: int, places: Spans, out: Tensor, data: Tensor
+    pg: dist.ProcessGroup, units: _Units, rank: int, places: Spans, out: Tensor, data: Tensor
 ) -> Works:
     """Broadcast each shard, all at the same time."""
-    out, data = as_bytes(out), as_bytes(data)
-    parts = [(src, out[first:end]) for src, first, end in places]
+    out, data = units(out), units(data)
+    parts = [(src, _part(out, first, end)) for src, first, end in places]
     works = [_broadcast(pg, data if src == rank else part, src) for src, part in parts]
     for src, part in parts:
         if src == rank and part.data_ptr() != data.data_ptr():
@@ -88,16 +109,27 @@ def _broadcast(pg: dist.ProcessGroup, data: Tensor, src: int) -> dist.Work:
 
 
 def _messages(
-    group: Group, arriving: Spans, leaving: Spans, own: Spans, out: Tensor, data: Tensor
+    group: Group,
+    units: _Units,
+    arriving: Spans,
+    leaving: Spans,
+    own: Spans,
+    out: Tensor,
+    data: Tensor,
 ) -> Works:
-    pg, out, data = group.process_group, as_bytes(out), as_bytes(data)
-    works = [pg.recv([out[first:end]], peer, _tag(end - first)) for peer, first, end in arriving]
-    works += [pg.send([data[first:end]], peer, _tag(end - first)) for peer, first, end in leaving]
+    pg, tag = group.process_group, partial(_tag, units.width)
+    out, data = units(out), units(data)
+    works = [pg.recv([_part(out, a, b)], peer, tag(b - a)) for peer, a, b in arriving]
+    works += [pg.send([_part(data, a, b)], peer, tag(b - a)) for peer, a, b in leaving]
     if own:
-        kept, piece = (x[first:end] for x, (_, first, end) in zip((out, data), own, strict=True))
+        kept, piece = (_part(x, a, b) for x, (_, a, b) in zip((out, data), own, strict=True))
         if kept.data_ptr() != piece.data_ptr():
             kept.copy_(piece)
     return [_Messages(group, works)] if works else ()
+
+
+def _tag(width: int, length: int) -> int:
+    return _TAG + width * length % _TAG
 
 
 class _Messages:

@@ -74,7 +74,7 @@ class MPIEngine(Engine):
     """Non-blocking messages of MPI, over a communicator of the group's ranks."""
 
     def prepare(self, route: Route) -> Start:
-        schedule, group, recv, send = route
+        schedule, group, recv, send, _ = route
         total, many = sum(recv), group.size >= _MANY_RANKS
         if schedule == "broadcast" and many:
             return partial(_broadcast, route)

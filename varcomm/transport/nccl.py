@@ -24,7 +24,7 @@ class NCCL(Engine):
     """NCCL, through torch.distributed."""
 
     def prepare(self, route: Route) -> Start:
-        schedule, group, recv, send = route
+        schedule, group, recv, send, _ = route
         pg, counts, out_counts, copies = group.process_group, list(send), list(recv), 1
         if schedule == "broadcast":
             return partial(_broadcast, route)

@@ -63,7 +63,7 @@ class Simulated(Engine):
     simulated = True
 
     def prepare(self, route: Route) -> Start:
-        schedule, group, recv, send = route
+        schedule, group, recv, send, _ = route
         own, place = recv[group.rank], sum(recv[: group.rank])
         first = 0 if schedule in ("all_gather", "copies") else sum(send[: group.rank])
 

@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 
 from varcomm.data_parallel.buckets import cut, gradient_dtype, started
 from varcomm.errors import ArgumentError
-from varcomm.ops import packing
+from varcomm.ops import levels, packing
 from varcomm.sizes import ShardSizes
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group
@@ -216,8 +216,18 @@ class Shard:
             self._own.copy_(self._masters)
         # a graph that has saved a parameter for backward must not find other values there
         increment_version(list(self.parameters.values()))
-        arguments = packing.all_gather, self._own, self.split.sizes, self.row
-        return started("all_gather_v", group, *arguments)
+        sizes = self.split.sizes
+        if levels.gathers_short(group, self.row.nbytes, self.row.device):
+            return started("all_gather_v", group, self._begin_levels)
+        return started("all_gather_v", group, packing.all_gather, self._own, sizes, self.row)
+
+    def _begin_levels(self, name: str, group: Group) -> Pending:
+        def rounds() -> levels.Rounds:
+            sizes = self.split.sizes
+            values = yield from levels.gather_in_rank_order(name, group, self._own, sizes)
+            return self.row.copy_(values)
+
+        return levels.InRounds(rounds(), (-1,), self.row.dtype)
 
     @property
     def has_masters(self) -> bool:
