@@ -4,7 +4,7 @@ import re
 
 _CELL = re.compile(r"<td\b.*?</td>", re.DOTALL)
 _NAME = re.compile(r'(?<=<span class="pre">)[^<]+')
-_PLACE = re.compile(r"(?<=[a-z0-9])([_.(=/])(?=[a-z0-9*])")
+_PLACE = re.compile(r"(?<=[a-z0-9_]{4})([_.(=/])(?=[a-z0-9*])")
 
 
 def allow_breaks(app, page, template, context, document):

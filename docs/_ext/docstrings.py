@@ -11,6 +11,7 @@ from pathlib import Path
 
 _STAR = re.compile(r"(``.*?``|`[^`]*`)|\*(?=[A-Z]\b)")
 _REFERENCE = re.compile(r"(?<=\[)(\d+)(?=\]_)|(?<=^\.\. \[)(\d+)(?=\])")
+_FIELD = re.compile(r"(Adjoint|Communication|In one process): ")
 _PICTURES = Path(__file__).parents[1] / "images" / "collectives"
 
 _TORCH = "https://docs.pytorch.org/docs/stable"
@@ -65,6 +66,16 @@ def _linked(lines, of):
         yield line
 
 
+def _paragraphs(lines):
+    """Yield the lines, with each field of the notes as a paragraph of its own."""
+    before = ""
+    for line in lines:
+        if before and not before.startswith("-") and _FIELD.match(line):
+            yield ""
+        yield line
+        before = line
+
+
 def _picture(name, lines):
     """Return the directives that show the rows a collective moves."""
     short = name.rpartition(".")[2]
@@ -79,7 +90,7 @@ def _picture(name, lines):
 
 def prepare(app, what, name, obj, options, lines):
     label = re.sub(r"\W", "_", name)
-    lines[:] = _linked(lines, name)
+    lines[:] = _paragraphs(_linked(lines, name))
     for place, line in enumerate(lines):
         if line.lstrip().startswith((">>>", "...")):
             continue

@@ -21,6 +21,8 @@ no MPI and no second processor: the ranks are processes on this machine.
 # :func:`varcomm.launch` starts them for a single run. Both call the function with the rank's number
 # and return a list with the result of each rank.
 
+import textwrap
+
 import torch
 
 import varcomm as vc
@@ -404,7 +406,7 @@ def prove(rank):
         return str(error)
 
 
-print(ranks.run(prove)[0])
+print(textwrap.fill(ranks.run(prove)[0], 84))
 
 # %%
 # Wrong use is an error
