@@ -283,16 +283,18 @@ class PointCrossAttention(nn.Module):
         -----
         Communication: one gather of points, or two exchanges of queries.
         """
-        query = self.query(queries).unflatten(-1, (self.num_heads, -1)).transpose(0, 1)
-        key_value = self.key_value(points)
         if query_sizes is None or point_sizes is None:
             if query_sizes is not None or point_sizes is not None:
                 raise ArgumentError("PointCrossAttention: pass sizes of queries and of points.")
+            self._check("PointCrossAttention: ", queries=queries, points=points)
+            query, key_value = self._projected(queries, points)
             return self._result(self._read(query, key_value)[0])
-        ranks, hidden = resolve(group), queries.shape[-1]
+        ranks = resolve(group)
         with checking("PointCrossAttention", ranks) as where:
+            self._check(where, queries=queries, points=points)
             given, _ = checked_shard(queries, query_sizes, 0, ranks, where, "query_sizes")
             owned, _ = checked_shard(points, point_sizes, 0, ranks, where, "point_sizes")
+        (query, key_value), hidden = self._projected(queries, points), queries.shape[-1]
         width, wide = queries.element_size(), accumulation_dtype(queries.dtype, True).itemsize
         of_queries = sum(given) * (hidden * width + (hidden + self.num_heads) * wide)
         if sum(owned) == 0 or 2 * hidden * sum(owned) * width <= of_queries:
@@ -306,6 +308,20 @@ class PointCrossAttention(nn.Module):
         parts = received.view(self.num_heads, ranks.size, own, part.shape[-1])
         shares = parts[..., -1:].softmax(1)
         return self._result((parts[..., :-1] * shares).sum(1).to(queries.dtype))
+
+    def _check(self, where: str, **inputs: Tensor) -> None:
+        hidden = self.query.in_features
+        for name, x in inputs.items():
+            if not isinstance(x, Tensor) or x.dim() != 2 or x.shape[1] != hidden:
+                got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                raise ArgumentError(
+                    f"{where}{name} must be a tensor of shape (rows, {hidden}); got {got}. Call "
+                    "the module once per sample."
+                )
+
+    def _projected(self, queries: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
+        query = self.query(queries).unflatten(-1, (self.num_heads, -1)).transpose(0, 1)
+        return query, self.key_value(points)
 
     def _read(self, query: Tensor, key_value: Tensor) -> tuple[Tensor, Tensor]:
         """Return the attention to these points, and the logarithm of the sum of its weights."""

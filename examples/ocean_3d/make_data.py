@@ -1,4 +1,4 @@
-"""Derive ``data/ocean_3d.npz`` from NOAA's Ferret data sets.
+"""Derive ``data/ocean_3d.nc`` from NOAA's Ferret data sets.
 
     python examples/ocean_3d/make_data.py FOLDER
 
@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 from scipy.io import netcdf_file
 
-OUTPUT = Path(__file__).parent / "data" / "ocean_3d.npz"
+OUTPUT = Path(__file__).parent / "data" / "ocean_3d.nc"
+MISSING = -(2**15)
 
 
 def read(folder: Path, name: str, variable: str) -> tuple[np.ndarray, ...]:
@@ -44,17 +45,20 @@ def main() -> None:
         raise SystemExit("there is sea below land")  # then a column would be more than a length
 
     row, column = np.nonzero(sea[0])
-    np.savez_compressed(
-        OUTPUT,
-        depth=depths,
-        row=row.astype(np.int16),
-        column=column.astype(np.int16),
-        levels=sea.sum(axis=0)[row, column].astype(np.int8),
-        surface_salinity=salinity[row, column],
-        # Of a coastal cell that is land on average, the sea is as shallow as can be.
-        floor_depth=np.maximum(-relief[row, column], 0),
-        millidegrees=np.round(1000 * temperature[sea]).astype(np.int16),
-    )
+    # Of a coastal cell that is land on average, the sea is as shallow as can be.
+    floor = np.maximum(-relief[row, column], 0)
+    millidegrees = np.where(sea, np.round(1000 * temperature), MISSING)[:, row, column]
+    with netcdf_file(OUTPUT, "w") as file:
+        for name, size in (("level", len(depths)), ("water", len(row)), ("surface", 1)):
+            file.createDimension(name, size)
+        file.createVariable("depth", "f4", ("level",))[:] = depths
+        for name, values in (("row", row), ("column", column), ("levels", sea.sum(axis=0)[sea[0]])):
+            file.createVariable(name, "i2", ("water",))[:] = values
+        for name, values in (("surface_salinity", salinity[sea[0]]), ("floor_depth", floor)):
+            file.createVariable(name, "f4", ("surface", "water"))[:] = values
+        entry = file.createVariable("millidegrees", "i2", ("level", "water"))
+        entry[:] = millidegrees
+        entry._FillValue = np.int16(MISSING)
     print(f"{len(row):,} columns of at most {len(depths)} levels, {sea.sum():,} sea cells")
     print(f"{OUTPUT}: {OUTPUT.stat().st_size:,} bytes")
 

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch_geometric.data import Data
+from scipy.io import netcdf_file
 
-FILE = Path(__file__).parent / "data" / "ocean_3d.npz"
+import varcomm as vc
+from varcomm.graph import PartitionedGraph
+
+FILE = Path(__file__).parent / "data" / "ocean_3d.nc"
 TILE = 10  # degrees
 RESOLUTIONS = [n for n in range(1, 13) if 180 % n == 0]
 DEPTHS = 20
@@ -29,19 +32,30 @@ def on_log_scale(depth: np.ndarray) -> np.ndarray:
     return np.log1p(depth / 100)
 
 
+def mean(table: np.ndarray) -> np.ndarray:
+    """The mean of each column over the rows of all ranks that are not NaN; collective."""
+    sums = np.stack([np.nansum(table, axis=0), np.isfinite(table).sum(axis=0)])
+    total, count = vc.all_reduce(torch.from_numpy(sums)).numpy()
+    return total / count
+
+
+def moments(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation, as :func:`mean`."""
+    middle = mean(table)
+    return middle, np.sqrt(mean((table - middle) ** 2))
+
+
 class Ocean:
-    """What is known of all columns of sea, and the parts of the graph that are made of it.
+    """The columns of sea, which every rank reads, and edges between nodes.
 
     ``resolution`` is in degrees: k takes every k-th row and column of the grid. ``levels`` are
     taken evenly of the 20, the first and the last among them. Arrays of C columns, L levels:
 
     - ``pos`` (C, 2): latitude north and longitude east, in degrees, from south to north.
+    - ``row`` (C,): of each column in the file, and ``chosen`` (L,): the levels in the file.
     - ``depth`` (L,), in m, and ``levels`` (C,): how many of them a column has, from the top.
     - ``first`` (C,): the number of each column's first node.
-    - ``temperature`` (C, L), in deg C, NaN below the sea floor.
     - ``test`` (C,): whether a column is in a test tile.
-    - ``fit`` (C, L): a linear fit at each level to what the surface shows in the other columns,
-      in deg C, and ``std`` (L,): how far these are from it. The network learns what the fit leaves.
     - ``edges`` (2, e): which columns are neighbours, source above target.
     """
 
@@ -51,84 +65,29 @@ class Ocean:
                 f"need a resolution of {RESOLUTIONS} and 2 to {DEPTHS} levels, "
                 f"got {resolution} and {levels}"
             )
-        with np.load(FILE) as file:
-            field = {name: file[name] for name in file.files}
+        with netcdf_file(FILE) as file:  # a memory map: the fields are not read
+            names = "row", "column", "levels", "depth"
+            row, column, deep, depth = (np.array(file.variables[name].data) for name in names)
         self.resolution = resolution
-        row, column, deep = (field[name].astype(np.int64) for name in ("row", "column", "levels"))
-        known = np.full((DEPTHS, len(row)), np.nan)
-        known[np.arange(DEPTHS)[:, None] < deep] = field["millidegrees"] / 1000
-
-        cells = (row % resolution == 0) & (column % resolution == 0)
-        chosen = np.linspace(0, DEPTHS - 1, levels).round().astype(np.int64)
-        self.depth = field["depth"][chosen].astype(np.float64)
-        self.temperature = known[chosen][:, cells].T
-        self.levels = np.isfinite(self.temperature).sum(axis=1)
+        self.row = np.flatnonzero((row % resolution == 0) & (column % resolution == 0))
+        row, column, deep = (values[self.row].astype(np.int64) for values in (row, column, deep))
+        self.chosen = np.linspace(0, DEPTHS - 1, levels).round().astype(np.int64)
+        self.depth = depth[self.chosen].astype(np.float64)
+        self.levels = np.searchsorted(self.chosen, deep)
         self.first = np.cumsum(self.levels) - self.levels
-        self.pos = np.stack([row - 89.5, column + 20.5], axis=1)[cells]
+        self.pos = np.stack([row - 89.5, column + 20.5], axis=1)
         shape = 180 // resolution, 360 // resolution
-        self.edges = neighbours(row[cells] // resolution, column[cells] // resolution, shape)
+        self.edges = neighbours(row // resolution, column // resolution, shape)
 
         tile_row, tile_column = (self.pos // TILE).astype(np.int64).T
         # A knight's move from one test tile to the next: no two touch, but where the grid ends.
         self.test = (tile_row + 2 * tile_column) % 5 == 0
 
-        phi, theta = np.deg2rad(self.pos).T
-        place = [np.cos(phi) * np.cos(theta), np.cos(phi) * np.sin(theta), np.sin(phi)]
-        salinity, floor = field["surface_salinity"][cells], field["floor_depth"][cells]
-        shown = [self.temperature[:, 0], salinity, on_log_scale(floor)]
-        shown = [(values - values.mean()) / values.std() for values in shown]
-        self.surface = np.stack([*place, *shown], axis=1)  # (C, 6), known everywhere
-        self.fit = self._linear_fit()
-        self.std = np.nanstd((self.temperature - self.fit)[~self.test], axis=0)
-        self.std[0] = 1  # the fit leaves nothing of the surface, which is known
-
     @property
     def num_nodes(self) -> int:
         return int(self.levels.sum())
 
-    def nodes(self, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The nodes of some columns: their numbers, and column and level of each."""
-        column = np.repeat(columns, self.levels[columns])
-        level = counted(self.levels[columns])
-        return self.first[column] + level, column, level
-
-    def part(
-        self, columns: np.ndarray, dtype: torch.dtype = torch.float32
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
-        """The nodes of some columns, and all edges into them; of no other is anything made.
-
-        The numbers of the nodes, (n,); their attributes; edges in the numbers of the whole graph,
-        (2, e); and attributes of the edges, (e, 4): displacement to the east and to the north and
-        distance, in resolutions, and down, on the scale of the depth. Attributes of nodes are
-
-        - ``x`` (n, 7): place on the unit sphere, what the surface above shows (temperature,
-          salinity), depth of the sea floor, and of the node.
-        - ``y`` (n, 1): temperature beyond the linear fit, in standard deviations of the level.
-        - ``train`` (n,): below the surface of no test tile.
-        """
-        number, column, level = self.nodes(columns)
-        y = (self.temperature - self.fit)[column, level] / self.std[level]
-        x = np.column_stack([self.surface[column], on_log_scale(self.depth[level])])
-        attributes = {
-            "x": torch.from_numpy(x).to(dtype),
-            "y": torch.from_numpy(y[:, None]).to(dtype),
-            "train": torch.from_numpy((level > 0) & ~self.test[column]),
-        }
-        along, moved_along = self._along_levels(columns)
-        scale = on_log_scale(self.depth)
-        up, down = level > 0, level + 1 < self.levels[column]
-        across = np.concatenate(
-            [[number[up] - 1, number[up]], [number[down] + 1, number[down]]], axis=1
-        )
-        moved_across = np.zeros((across.shape[1], 4))
-        moved_across[:, 3] = np.concatenate(
-            [scale[level[up]] - scale[level[up] - 1], scale[level[down]] - scale[level[down] + 1]]
-        )
-        edge_index = torch.from_numpy(np.concatenate([along, across], axis=1))
-        moved = torch.from_numpy(np.concatenate([moved_along, moved_across])).to(dtype)
-        return torch.from_numpy(number), attributes, edge_index, moved
-
-    def _along_levels(self, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def along_levels(self, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Edges between neighbours into some columns, and how far they go."""
         source, target = self.edges[:, np.isin(self.edges[1], columns)]
         north, east = (self.pos[target] - self.pos[source]).T
@@ -140,13 +99,83 @@ class Ocean:
         edges = np.stack([self.first[end].repeat(both) + level for end in (source, target)])
         return edges, moved.repeat(both, axis=0)
 
-    def whole(self, dtype: torch.dtype = torch.float32) -> Data:
-        """The whole graph, for one process."""
-        _, attributes, edge_index, edge_attr = self.part(np.arange(len(self.pos)), dtype)
-        return Data(**attributes, edge_index=edge_index, edge_attr=edge_attr)
+
+class Fields:
+    """The fields of the columns that a rank owns, of which it reads no others; collective.
+
+    Arrays of the rank's c columns, L levels:
+
+    - ``ids`` (c,): the columns, ascending.
+    - ``temperature`` (c, L), in deg C, NaN below the sea floor.
+    - ``surface`` (c, 6): the place on the unit sphere, and standardised what the surface shows:
+      temperature, salinity, depth of the sea floor.
+    - ``fit`` (c, L): a linear fit at each level to what the surface shows in all training columns,
+      in deg C, and ``std`` (L,): how far these are from it. The network learns what the fit leaves.
+    """
+
+    def __init__(self, ocean: Ocean, columns: PartitionedGraph) -> None:
+        self.ocean, self.columns = ocean, columns
+        self.ids = columns.owned_ids.numpy()
+        rows = torch.from_numpy(ocean.row)[columns.owned_ids]
+        degrees = vc.graph.Rows(FILE, columns, variable="millidegrees", rows=rows)
+        levels = torch.stack([*degrees.samples(ocean.chosen)], dim=1)
+        self.temperature = levels.double().numpy() / 1000
+        shown = vc.graph.Rows(
+            FILE, columns, variable=["surface_salinity", "floor_depth"], rows=rows
+        )
+        salinity, floor = shown[0].double().numpy().T
+        self.bytes_read = degrees.bytes_read + shown.bytes_read
+
+        phi, theta = np.deg2rad(ocean.pos[self.ids]).T
+        place = [np.cos(phi) * np.cos(theta), np.cos(phi) * np.sin(theta), np.sin(phi)]
+        known = np.column_stack([self.temperature[:, 0], salinity, on_log_scale(floor)])
+        middle, spread = moments(known)
+        self.surface = np.column_stack([*place, (known - middle) / spread])
+        self._train = ~ocean.test[self.ids]
+        self.fit = self._linear_fit()
+        self.std = moments((self.temperature - self.fit)[self._train])[1]
+        self.std[0] = 1  # the fit leaves nothing of the surface, which is known
+
+    def part(
+        self, dtype: torch.dtype = torch.float32
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+        """The nodes of the columns, and all edges into them; of no other is anything made.
+
+        The numbers of the nodes, (n,); their attributes; edges in the numbers of the whole graph,
+        (2, e); and attributes of the edges, (e, 4): displacement to the east and to the north and
+        distance, in resolutions, and down, on the scale of the depth. Attributes of nodes are
+
+        - ``x`` (n, 7): place on the unit sphere, what the surface above shows (temperature,
+          salinity), depth of the sea floor, and of the node.
+        - ``y`` (n, 1): temperature beyond the linear fit, in standard deviations of the level.
+        - ``train`` (n,): below the surface of no test tile.
+        """
+        levels = self.ocean.levels[self.ids]
+        column, level = np.repeat(np.arange(len(levels)), levels), counted(levels)
+        number = self.ocean.first[self.ids][column] + level
+        y = (self.temperature - self.fit)[column, level] / self.std[level]
+        scale = on_log_scale(self.ocean.depth)
+        x = np.column_stack([self.surface[column], scale[level]])
+        attributes = {
+            "x": torch.from_numpy(x).to(dtype),
+            "y": torch.from_numpy(y[:, None]).to(dtype),
+            "train": torch.from_numpy((level > 0) & self._train[column]),
+        }
+        along, moved_along = self.ocean.along_levels(self.ids)
+        up, down = level > 0, level + 1 < levels[column]
+        across = np.concatenate(
+            [[number[up] - 1, number[up]], [number[down] + 1, number[down]]], axis=1
+        )
+        moved_across = np.zeros((across.shape[1], 4))
+        moved_across[:, 3] = np.concatenate(
+            [scale[level[up]] - scale[level[up] - 1], scale[level[down]] - scale[level[down] + 1]]
+        )
+        edge_index = torch.from_numpy(np.concatenate([along, across], axis=1))
+        moved = torch.from_numpy(np.concatenate([moved_along, moved_across])).to(dtype)
+        return torch.from_numpy(number), attributes, edge_index, moved
 
     def celsius(self, prediction: np.ndarray) -> np.ndarray:
-        """Temperatures (C, L) in deg C, of a prediction of `y` at all nodes, (N,).
+        """Temperatures (c, L) in deg C, of a prediction of `y` at the rank's nodes, (n,).
 
         At the surface those that are known.
         """
@@ -157,22 +186,30 @@ class Ocean:
         return table
 
     def _linear_fit(self) -> np.ndarray:
-        known = np.column_stack([self.surface, np.ones(len(self.pos))])
-        fit = np.empty(self.temperature.shape)
-        for level, truth in enumerate(self.temperature.T):
-            used = np.isfinite(truth) & ~self.test
-            fit[:, level] = known @ np.linalg.lstsq(known[used], truth[used])[0]
-        return fit
+        known = np.column_stack([self.surface, np.ones(len(self.ids))])
+        factors = []
+        for truth in self.temperature.T:
+            used = np.isfinite(truth) & self._train
+            table = np.column_stack([known, truth])[used]
+            factors.append(torch.from_numpy(np.linalg.qr(table, mode="r")))
+        # the factors R of all ranks have the least squares of all rows
+        tables = [table.numpy() for table in vc.all_gather_v(factors)]
+        weights = [np.linalg.lstsq(table[:, :-1], table[:, -1])[0] for table in tables]
+        return known @ np.column_stack(weights)
 
     def level_mean(self) -> np.ndarray:
-        """Temperatures (C, L) of which each is the mean of its level, over training columns."""
-        mean = np.nanmean(self.temperature[~self.test], axis=0)
-        return np.broadcast_to(mean, self.temperature.shape)
+        """Temperatures (c, L) of which each is the mean of its level, over training columns."""
+        level = mean(self.temperature[self._train])
+        return np.broadcast_to(level, self.temperature.shape)
 
     def rmse(self, prediction: np.ndarray) -> tuple[np.ndarray, float]:
-        """Errors of temperatures (C, L) in the test tiles, in deg C: at each level, and below 0."""
-        square = (prediction - self.temperature)[self.test] ** 2
-        return np.sqrt(np.nanmean(square, axis=0)), float(np.sqrt(np.nanmean(square[:, 1:])))
+        """Errors of temperatures (c, L) in the test tiles, in deg C: at each level, and below 0."""
+        square = (prediction - self.temperature)[~self._train] ** 2
+        return np.sqrt(mean(square)), float(np.sqrt(mean(square[:, 1:].reshape(-1, 1)))[0])
+
+    def gathered(self, table: np.ndarray) -> np.ndarray:
+        """A table (c, L) for all columns (C, L), on the first rank."""
+        return self.columns.gather(torch.from_numpy(table), dst=0).numpy()
 
 
 def neighbours(row: np.ndarray, column: np.ndarray, shape: tuple[int, int]) -> np.ndarray:

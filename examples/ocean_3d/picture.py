@@ -18,13 +18,20 @@ WEST = 20  # the map begins at this meridian, in Africa, which leaves each ocean
 ATLANTIC = 330  # degrees east: the section, which crosses three test tiles
 
 
-def draw(path: Path | str, ocean: Ocean, rank: np.ndarray, prediction: np.ndarray) -> None:
+def draw(
+    path: Path | str,
+    ocean: Ocean,
+    rank: np.ndarray,
+    truth: np.ndarray,
+    prediction: np.ndarray,
+    rmse: float,
+) -> None:
     """Save a map and three sections as one picture, in the format that the suffix says.
 
-    ``rank`` (C,) says which rank owns a column; ``prediction`` (C, L) is in deg C.
+    ``rank`` (C,) is the owner of each column. Temperatures (C, L) and their error are in deg C.
     """
     shown = Section(ocean)
-    truth, guess = shown.cells(ocean.temperature), shown.cells(prediction)
+    truth, guess = shown.cells(truth), shown.cells(prediction)
     error = guess - truth
     ranks = int(rank.max()) + 1
     celsius = ScalarMappable(Normalize(np.nanmin(truth), np.nanmax(truth)), "plasma")
@@ -51,7 +58,6 @@ def draw(path: Path | str, ocean: Ocean, rank: np.ndarray, prediction: np.ndarra
 
         image = ScalarMappable(Normalize(-limit, limit), "RdBu_r")
         shown.draw(panels[1, 1], error, image)
-        _, rmse = ocean.rmse(prediction)
         panels[1, 1].set_title(f"Error: RMSE {rmse:.2f} °C in all test tiles", loc="left")
         figure.colorbar(image, ax=panels[1, 1], extend="both", label="prediction - truth, °C")
         figure.savefig(path)

@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/ocean_3d/train.py
 
-From what the surface shows it predicts the temperature at 19 depths. Each rank makes its own part
-of the graph alone. With --checkpoint, training goes on from there, on any other number of ranks.
+From what the surface shows it predicts the temperature at 19 depths. Each rank reads its own part
+of the data and makes its own part of the graph. With --checkpoint, training goes on from there,
+on any other number of ranks.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from ocean import CHANNELS, DEPTHS, RESOLUTIONS, Ocean
+from ocean import CHANNELS, DEPTHS, RESOLUTIONS, Fields, Ocean
 from picture import draw
 from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
@@ -34,14 +35,16 @@ def owners(ocean: Ocean, ranks: int) -> torch.Tensor:
     return vc.graph.assign(surface, ranks, node_weight=torch.from_numpy(ocean.levels))
 
 
-def on_ranks(ocean: Ocean, dtype: torch.dtype = torch.float32) -> PartitionedGraph:
-    """The graph; this rank only ever makes its own nodes, and the edges into them."""
+def on_ranks(ocean: Ocean, dtype: torch.dtype = torch.float32) -> tuple[PartitionedGraph, Fields]:
+    """The graph and the fields; a rank only ever reads its own columns and makes their nodes."""
     world = vc.init()
     owner = owners(ocean, world.size)
-    ids, nodes, edge_index, moved = ocean.part(np.flatnonzero(owner == world.rank), dtype)
+    surface = Data(edge_index=torch.from_numpy(ocean.edges), num_nodes=len(owner))
+    fields = Fields(ocean, vc.graph.partition(surface, method=owner))
+    ids, nodes, edge_index, moved = fields.part(dtype)
     sizes = vc.ShardSizes.balanced(ocean.num_nodes, world.size)  # ranges of nodes
     of_nodes = owner.repeat_interleave(torch.from_numpy(ocean.levels))
-    return vc.graph.from_edges(
+    graph = vc.graph.from_edges(
         edge_index,
         sizes,
         node_attrs=nodes,
@@ -49,6 +52,7 @@ def on_ranks(ocean: Ocean, dtype: torch.dtype = torch.float32) -> PartitionedGra
         node_ids=ids,
         method=of_nodes.split(list(sizes))[world.rank],
     )
+    return graph, fields
 
 
 def new_model(options: argparse.Namespace) -> MeshGraphNet:
@@ -132,15 +136,16 @@ def file_in_the_way(folder: Path | None) -> str | None:
     return f"argument --checkpoint: {str(folder)!r} is not a folder"
 
 
-def print_errors(ocean: Ocean, prediction: np.ndarray) -> None:
-    """Print the errors at some depths, and of all nodes below the surface."""
-    found = [ocean.rmse(values) for values in (prediction, ocean.fit, ocean.level_mean())]
-    print("RMSE in the test tiles, in deg C:\n   depth   network  linear fit  mean of the depth")
-    for level in range(1, len(ocean.depth), 3):
+def print_errors(fields: Fields, prediction: np.ndarray) -> None:
+    """Print the errors at some depths, and of all nodes below the surface; collective."""
+    found = [fields.rmse(values) for values in (prediction, fields.fit, fields.level_mean())]
+    depth = fields.ocean.depth
+    say("RMSE in the test tiles, in deg C:\n   depth   network  linear fit  mean of the depth")
+    for level in range(1, len(depth), 3):
         network, linear, mean = (errors[level] for errors, _ in found)
-        print(f"{ocean.depth[level]:6.0f} m {network:9.2f} {linear:11.2f} {mean:18.2f}")
+        say(f"{depth[level]:6.0f} m {network:9.2f} {linear:11.2f} {mean:18.2f}")
     network, linear, mean = (error for _, error in found)
-    print(f"     all {network:9.2f} {linear:11.2f} {mean:18.2f}")
+    say(f"     all {network:9.2f} {linear:11.2f} {mean:18.2f}")
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
@@ -189,7 +194,7 @@ def main(arguments: list[str] | None = None) -> int:
     world = vc.init()
     options = parsed(arguments)
     ocean = Ocean(options.resolution, options.levels)
-    graph = on_ranks(ocean)
+    graph, fields = on_ranks(ocean)
     say(f"{graph.report()}\n")
     run = Training(graph, options)
     if options.checkpoint and is_there(options.checkpoint):
@@ -203,11 +208,12 @@ def main(arguments: list[str] | None = None) -> int:
         say(f"\nloss {run.losses[-1]:.4f} in step {len(run.losses)}; {cost.report()}")
     with torch.no_grad():
         part = run.model(graph.x, graph.edge_index, graph.edge_attr)
-    whole = graph.gather(part, dst=0)
+    prediction = fields.celsius(part[:, 0].numpy())
+    print_errors(fields, prediction)
+    tables = [fields.gathered(table) for table in (fields.temperature, prediction)]
+    _, rmse = fields.rmse(prediction)
     if world.rank == 0:
-        prediction = ocean.celsius(whole[:, 0].numpy())
-        print_errors(ocean, prediction)
-        draw(options.picture, ocean, owners(ocean, world.size).numpy(), prediction)
+        draw(options.picture, ocean, owners(ocean, world.size).numpy(), *tables, rmse)
         print(f"picture: {options.picture}")
     return 0
 

@@ -18,7 +18,7 @@ import torch
 from history import History
 
 import varcomm as vc
-from varcomm.checkpoint import Rows
+from varcomm.checkpoint import RowsById
 from varcomm.graph import PartitionedGraph
 from varcomm.models import MeshGraphNet
 
@@ -57,7 +57,7 @@ class Training:
             "optimizer": self.optimizer,
             "schedule": self.schedule,
             "draws": self.draws,
-            "mean": Rows(self.mean, self.graph.owned_ids, self.graph.node_sizes.total),
+            "mean": RowsById(self.mean, self.graph.owned_ids, self.graph.node_sizes.total),
             "step": self.step,
         }
 

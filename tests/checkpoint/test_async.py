@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import varcomm
 from varcomm import ArgumentError, CommunicationError, DisagreementError, GroupError
-from varcomm.checkpoint import PerRank, Rows, load, read, save
+from varcomm.checkpoint import PerRank, RowsById, load, read, save
 from varcomm.sharding import Sharded, ShardSpec
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +50,8 @@ def during(rank, folder):
     torch.manual_seed(0)
     model = torch.nn.Linear(2, 2)
     ids = torch.arange(rank, 7, 3)
-    state = {"w": Sharded.of(own, spec), "model": model, "u": Rows(ids * 1.0, ids, 7), "log": [1]}
+    rows = RowsById(ids * 1.0, ids, 7)
+    state = {"w": Sharded.of(own, spec), "model": model, "u": rows, "log": [1]}
     weight = model.weight.detach().clone()
     with Held() as held:
         pending = save(state, folder, async_=True)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from varcomm import ArgumentError
-from varcomm.checkpoint import PerRank, Rows, load, read, save
+from varcomm.checkpoint import PerRank, RowsById, load, read, save
 from varcomm.sharding import Sharded, ShardSpec
 
 
@@ -36,7 +36,7 @@ TARGETS = {
     "expanded": lambda: torch.zeros(1, 2).expand(3, 2),
     "inference mode": lambda: in_inference_mode(3, 2),
     "meta": lambda: torch.zeros(3, 2, device="meta"),
-    "expanded tensor": lambda: Rows(torch.zeros(1, 2).expand(3, 2), torch.arange(3), 3),
+    "expanded tensor": lambda: RowsById(torch.zeros(1, 2).expand(3, 2), torch.arange(3), 3),
 }
 
 
@@ -46,7 +46,7 @@ def no_target(rank, folder):
     for word, make in TARGETS.items():
         state = {"a": torch.zeros(2), "b": torch.zeros(3, 2), "s": 0}
         if word == "expanded tensor":
-            state["b"] = Rows(torch.zeros(3, 2), torch.arange(3), 3)
+            state["b"] = RowsById(torch.zeros(3, 2), torch.arange(3), 3)
         if rank == 1:
             state["b"] = make()
         with pytest.raises(ArgumentError, match=rf"refused on rank 1 of 3: 'b' .*{word}"):

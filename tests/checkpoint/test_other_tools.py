@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from varcomm import ArgumentError
-from varcomm.checkpoint import Rows, export, load, read, save
+from varcomm.checkpoint import RowsById, export, load, read, save
 from varcomm.sharding import Sharded, ShardSpec
 from varcomm.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
@@ -39,7 +39,7 @@ def zeroed(model):
 
 def saved(rank, folder):
     ids = torch.arange(rank, 5, 3)
-    save({"model": layers(True), "step": 3, "u": Rows(1.0 * ids, ids, 5)}, folder)
+    save({"model": layers(True), "step": 3, "u": RowsById(1.0 * ids, ids, 5)}, folder)
 
 
 def test_an_exported_file_is_read_by_safetensors(worlds, tmp_path):
@@ -93,7 +93,7 @@ def loaded(rank, folder):
     load({"model": zeroed(model)}, folder / "named.safetensors")
     check()
     ids = torch.arange(rank, 7, 3)
-    state = {"0.weight": Rows(torch.zeros(len(ids), 3), ids, 7), "1.bias": torch.zeros(3)}
+    state = {"0.weight": RowsById(torch.zeros(len(ids), 3), ids, 7), "1.bias": torch.zeros(3)}
     load(state, folder / "two")
     assert torch.equal(state["0.weight"].tensor, whole[0].weight[ids])
     for name, words in (("more", "not in the state: 'more'"), ("cut", "tensors is damaged")):

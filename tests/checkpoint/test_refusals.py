@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from varcomm import ArgumentError, DisagreementError, GroupError
-from varcomm.checkpoint import PerRank, Rows, load, read, save
+from varcomm.checkpoint import PerRank, RowsById, load, read, save
 from varcomm.sharding import Box, Sharded
 
 
@@ -93,7 +93,7 @@ REFUSED = [  # the state of a rank, the error, words of its message
     (lambda rank: {"a.b": 1, "a": {"b": 2}}, wrong, "'a.b'"),
     (key_of_a_box, wrong, r"'w\[0:2, 0:3\]'"),
     (everywhere(o=torch.optim.SGD(nn.Linear(2, 1).parameters())), wrong, "'o': a par"),
-    (everywhere(x=PerRank(Rows(torch.ones(1), torch.zeros(1), 1))), wrong, "'x.0': Rows"),
+    (everywhere(x=PerRank(RowsById(torch.ones(1), torch.zeros(1), 1))), wrong, "'x.0': RowsById"),
     (everywhere(x=PerRank(PerRank(5))), wrong, "'x.0': PerRank"),
     (everywhere(x=PerRank(part)), wrong, "'x.0'"),
 ]

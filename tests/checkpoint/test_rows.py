@@ -5,7 +5,7 @@ import torch
 from torch_geometric.data import Data
 
 from varcomm import ArgumentError, DisagreementError
-from varcomm.checkpoint import Rows, load, read, save
+from varcomm.checkpoint import RowsById, load, read, save
 from varcomm.graph import partition
 
 N = 17
@@ -24,13 +24,13 @@ def state_of(rank, ranks, loading):
     owner[owner == ranks - 2] = ranks - 1
     ids = order[owner == rank].to(torch.int32 if loading else torch.int64)
     made = torch.zeros_like if loading else torch.clone
-    fields = {str(d): Rows(made(whole(d, ids.long())), ids, N) for d in DTYPES}
+    fields = {str(d): RowsById(made(whole(d, ids.long())), ids, N) for d in DTYPES}
     edges = torch.stack([torch.arange(N), (torch.arange(N) + 1) % N])
     method = torch.arange(N) * 5 % ranks
     graph = partition(Data(edge_index=edges, x=torch.arange(N * 1.0)), method=method)
     field = torch.nn.Parameter(made(10 * graph.x))
-    state = {"none": Rows(torch.zeros(0, 3), torch.zeros(0).long(), 0), "fields": fields}
-    return state | {"graph": Rows(field, graph.owned_ids, N)}, graph
+    state = {"none": RowsById(torch.zeros(0, 3), torch.zeros(0).long(), 0), "fields": fields}
+    return state | {"graph": RowsById(field, graph.owned_ids, N)}, graph
 
 
 def saved(rank, ranks, folder):
@@ -60,18 +60,18 @@ def test_saved_on_some_ranks_and_loaded_on_others(worlds, tmp_path, before, afte
 
 def test_in_one_process_without_ranks(tmp_path):
     ids = torch.tensor([2, 0, 1])
-    save({"u": Rows(ids * 1.0, ids, 3)}, tmp_path)
+    save({"u": RowsById(ids * 1.0, ids, 3)}, tmp_path)
     assert read(tmp_path)["u"].tolist() == [0, 1, 2]
-    other = Rows(torch.zeros(4), torch.tensor([1, 1, 2, 0]), 3)  # a row may be wanted twice
+    other = RowsById(torch.zeros(4), torch.tensor([1, 1, 2, 0]), 3)  # a row may be wanted twice
     load({"u": other}, tmp_path)
     assert other.tensor.tolist() == [1, 1, 2, 0]
 
 
 def rows(values, ids, total=3):
-    return {"u": Rows(torch.tensor(values), torch.tensor(ids), total)}
+    return {"u": RowsById(torch.tensor(values), torch.tensor(ids), total)}
 
 
-NONE = {"u": Rows(torch.zeros(0), torch.zeros(0).long(), 3)}
+NONE = {"u": RowsById(torch.zeros(0), torch.zeros(0).long(), 3)}
 REFUSED = [  # state of rank 0, state of the others, error, word of the message
     (rows([1.0, 2.0, 3.0], [0, 1, 1]), NONE, ArgumentError, "row 1 of 3 is given 2"),
     (rows([1.0, 2.0], [0, 1]), NONE, ArgumentError, "row 2 of 3 is given 0 times"),
@@ -79,9 +79,9 @@ REFUSED = [  # state of rank 0, state of the others, error, word of the message
     (rows([1.0], [0, 1]), NONE, ArgumentError, "ids"),
     (rows([1.0], [0.0]), NONE, ArgumentError, "ids"),
     (rows([1.0], [0], -1), NONE, ArgumentError, "total"),
-    (rows(1.0, [0]), NONE, ArgumentError, "tensor of Rows"),
-    (NONE, {"u": 5}, DisagreementError, "Rows"),
-    (NONE, rows([1.0], [0], 4), DisagreementError, "Rows"),
+    (rows(1.0, [0]), NONE, ArgumentError, "tensor of RowsById"),
+    (NONE, {"u": 5}, DisagreementError, "RowsById"),
+    (NONE, rows([1.0], [0], 4), DisagreementError, "RowsById"),
 ]
 
 
@@ -91,8 +91,8 @@ def refused(rank, folder):
             save(others if rank else first, folder)
         assert not any(folder.iterdir()), word
     save({"u": torch.zeros(3), "v": torch.zeros(3)}, folder)
-    state = {"u": torch.zeros(3) if rank else Rows(torch.zeros(3), torch.arange(3), 3)}
-    with pytest.raises(DisagreementError, match="Rows"):
+    state = {"u": torch.zeros(3) if rank else RowsById(torch.zeros(3), torch.arange(3), 3)}
+    with pytest.raises(DisagreementError, match="RowsById"):
         load({**state, "v": torch.zeros(3)}, folder)
 
 

@@ -1,47 +1,69 @@
 """The ocean in three dimensions: a graph made in parts, and training that continues on others."""
 
-from functools import cache
-
 import numpy as np
 import pytest
 import torch
+from scipy.io import netcdf_file
+from torch_geometric.data import Data
 
 from tests.examples.loading import example
 from tests.graph.graphs import WORLDS
 
 SMALL = ["--resolution", "12", "--levels", "5", "--hidden", "8", "--blocks", "2"]
+SHOWN = "surface_salinity", "floor_depth"
 ocean = example("ocean_3d", "ocean")
 
 
-@cache
-def load(resolution=12, levels=5):
-    return ocean.Ocean(resolution, levels)
+def in_one_process(sea):
+    """Return temperature and linear fit (C, L), and features of the surface (C, 6)."""
+    with netcdf_file(ocean.FILE, mmap=False) as file:
+        raw = {name: file.variables[name].data for name in file.variables}
+    table = raw["millidegrees"][sea.chosen][:, sea.row].T / 1000
+    table[table < -32] = np.nan
+    phi, theta = np.deg2rad(sea.pos).T
+    place = [np.cos(phi) * np.cos(theta), np.cos(phi) * np.sin(theta), np.sin(phi)]
+    salinity, floor = (raw[name][0, sea.row].astype(float) for name in SHOWN)
+    shown = [table[:, 0], salinity, np.log1p(floor / 100)]
+    surface = np.stack([*place, *((x - x.mean()) / x.std() for x in shown)], axis=1)
+    known, fit = np.column_stack([surface, np.ones(len(surface))]), np.empty_like(table)
+    for level, truth in enumerate(table.T):
+        used = np.isfinite(truth) & ~sea.test
+        fit[:, level] = known @ np.linalg.lstsq(known[used], truth[used])[0]
+    return table, fit, surface
 
 
-def own_part(rank):
-    """Return the columns and nodes that a rank makes, and whether its rows are the graph's."""
+def own_part(rank, ranks):
+    """Compare the fields of a rank's columns with those of one process; return their number."""
     train, sea = example("ocean_3d", "train"), ocean.Ocean(6, 20)
-    made = []
-    whole, part = sea.whole(), sea.part
-    sea.part = lambda columns, dtype: made.append(len(columns)) or part(columns, dtype)
-    graph = train.on_ranks(sea)
+    graph, fields = train.on_ranks(sea, torch.float64)
+    own, (table, fit, surface) = fields.ids, in_one_process(sea)
+    assert fields.bytes_read == len(own) * (20 * 2 + 2 * 4)
+    np.testing.assert_array_equal(fields.temperature, table[own])
+    np.testing.assert_allclose(fields.surface, surface[own], rtol=0, atol=1e-13)
+    np.testing.assert_allclose(fields.fit, fit[own], rtol=0, atol=1e-11)
+    std = np.nanstd((table - fit)[~sea.test], axis=0)
+    np.testing.assert_allclose(fields.std[1:], std[1:], rtol=1e-12)
+    y = graph.gather(graph.y)[:, 0]
+    expected = ((table - fit) / [1, *std[1:]])[np.isfinite(table)]
+    np.testing.assert_allclose(y, expected, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(fields.celsius(graph.y[:, 0].numpy()), table[own], atol=1e-12)
+    errors, below = fields.rmse(fields.fit)
+    squares = (fit - table)[sea.test] ** 2
+    np.testing.assert_allclose(errors, np.sqrt(np.nanmean(squares, axis=0)), atol=1e-11)
+    np.testing.assert_allclose(below, np.sqrt(np.nanmean(squares[:, 1:])))
     source, target = graph.edge_index.plain
     across = graph.edge_attr[:, 3] != 0
     assert (source[across] < graph.num_owned).all(), "columns are whole"
     assert (target < graph.num_owned).all()
-    for name in ("x", "y"):
-        assert torch.equal(graph[name], whole[name][graph.owned_ids])
-    return sum(made), graph.num_owned
+    assert graph.num_owned < 1.1 * sea.num_nodes / ranks
+    assert graph.num_nodes == sea.num_nodes == np.isfinite(table).sum()
+    return len(own), len(sea.pos)
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
-def test_a_rank_makes_its_own_columns_and_no_others(worlds, ranks):
-    sea = load(6, 20)
-    assert len(sea.part(np.flatnonzero([]))[0]) == 0
-    columns, owned = zip(*worlds.run(ranks, own_part), strict=True)
-    assert sum(columns) == len(sea.pos), "each column once"
-    assert sum(owned) == sea.num_nodes
-    assert max(owned) < 1.1 * sea.num_nodes / ranks
+def test_a_rank_reads_and_makes_its_own_columns_and_no_others(worlds, ranks):
+    columns, total = zip(*worlds.run(ranks, own_part, ranks), strict=True)
+    assert sum(columns) == total[0], "each column once"
 
 
 def options(*more):
@@ -50,7 +72,10 @@ def options(*more):
 
 def alone(rank, steps):
     """Return losses and first gradients in one process, without varcomm."""
-    train, data = example("ocean_3d", "train"), load().whole(torch.float64)
+    train = example("ocean_3d", "train")
+    _, fields = train.on_ranks(ocean.Ocean(12, 5), torch.float64)
+    _, attributes, edge_index, edge_attr = fields.part(torch.float64)
+    data = Data(**attributes, edge_index=edge_index, edge_attr=edge_attr)
     model = train.new_model(options()).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, train.rate)
@@ -70,7 +95,8 @@ def alone(rank, steps):
 def together(rank, steps, *more):
     """Return losses and first gradients on ranks."""
     train, chosen = example("ocean_3d", "train"), options("--steps", str(steps), *more)
-    run = train.Training(train.on_ranks(load(), torch.float64), chosen)
+    graph, _ = train.on_ranks(ocean.Ocean(12, 5), torch.float64)
+    run = train.Training(graph, chosen)
     gradients = []
     for _ in run.run(chosen):
         gradients = gradients or [p.grad.clone() for p in run.model.parameters()]

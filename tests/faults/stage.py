@@ -24,7 +24,7 @@ from torch_geometric.data import Data
 import varcomm
 from varcomm import ExchangePlan
 from varcomm.checkpoint import save
-from varcomm.graph import PartitionedGraph, distribute, partition
+from varcomm.graph import PartitionedGraph, RowWriter, distribute, partition
 from varcomm.transport.engine import engine_for
 from varcomm.transport.group import resolve
 
@@ -115,6 +115,17 @@ def migrate():
     return call
 
 
+def writer():
+    here = graph()
+    writer = RowWriter(Path(os.environ["SCENE"]) / "out.npy", here, 1, (3,))
+
+    def call():
+        with writer as out:
+            out.write(0, here.x)
+
+    return call
+
+
 PLACES = {
     "forward": forward,
     "backward": backward,
@@ -122,6 +133,7 @@ PLACES = {
     "partition": lambda: graph,
     "migrate": migrate,
     "checkpoint": checkpoint,
+    "writer": writer,
 }
 
 

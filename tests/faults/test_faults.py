@@ -16,6 +16,7 @@ SCENES = (  # each fault once, each place once; `make fuzz` plays all combinatio
     "close in plan on 1 after 1 rounds",
     "kill in migrate on 1 after 1 rounds",
     "exhaust in checkpoint on 1 after 1 rounds",
+    "fail in writer on 2 after 0 rounds",
 )
 
 

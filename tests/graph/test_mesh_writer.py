@@ -3,6 +3,7 @@
 from pathlib import Path
 from xml.etree import ElementTree
 
+import h5py
 import meshio
 import numpy as np
 import pytest
@@ -20,12 +21,12 @@ def field_of(places):
     return torch.stack([places.sum(1), places.prod(1)], dim=1)
 
 
-def written(rank, folder, file, nodes, owners):
+def written(rank, folder, file, nodes, owners, name="out.pvd"):
     """Write two steps; the mesh is on rank 0 alone."""
     mesh = read_mesh(file, nodes, src=0)
     owner = torch.tensor(owners) if rank == 0 else None
     graph = partition(mesh.data if mesh else None, method=owner, src=0)
-    writer = MeshWriter(Path(folder) / "out.pvd", graph, mesh)
+    writer = MeshWriter(Path(folder) / name, graph, mesh)
     for time in (0.0, 0.25):
         values = field_of(graph.pos) + time
         writer.write(time, value=values.view(-1, 1, 2), flag=values[:, 0] > 0)
@@ -88,13 +89,158 @@ def test_pieces_of_an_openfoam_case(worlds, tmp_path, nodes):
     assert_pieces(worlds, tmp_path, case, nodes, 3)
 
 
+# kinds of XDMF as meshio's, with the order of their corners in meshio
+XDMF = {4: ("triangle", 3), 5: ("quad", 4), 6: ("tetra", 4), 7: ("pyramid", 5), 8: ("wedge", 6)}
+XDMF[9] = ("hexahedron", 8)
+
+
+def item(element, folder):
+    """Return the array of an element, whose shape and dtype the file describes."""
+    data = element.find("DataItem")
+    file, key = data.text.split(":")
+    with h5py.File(folder / file) as heavy:
+        values = heavy[key][:]
+    assert data.get("Dimensions") == " ".join(map(str, values.shape))
+    kinds = {"f": "Float", "i": "Int", "u": "UInt"}
+    assert data.get("NumberType") == kinds[values.dtype.kind]
+    assert data.get("Precision") == str(values.dtype.itemsize)
+    return values
+
+
+def corners_in(stream):
+    """Return the points of each cell of a mixed topology, in meshio's order."""
+    found, at = [], 0
+    while at < len(stream):
+        kind, at = stream[at], at + 1
+        if kind == 16:
+            faces, at = stream[at], at + 1
+            cell = []
+            for _ in range(faces):
+                cell += [*stream[at + 1 : at + 1 + stream[at]]]
+                at += 1 + stream[at]
+        else:
+            cell = stream[at : at + XDMF[kind][1]]
+            cell = cell[[0, 2, 1, 3, 5, 4]] if kind == 8 else cell
+            at += XDMF[kind][1]
+        found.append(np.array(cell))
+    return found
+
+
+def assert_xdmf(worlds, folder, file, nodes, ranks):
+    mesh = read_mesh(file, nodes)
+    count = mesh.data.num_nodes
+    owners = [i * i % max(1, ranks - 1) for i in range(count)]  # the last of several owns nothing
+    sizes = worlds.run(ranks, written, str(folder), str(file), nodes, owners, "out.xdmf")
+    (series,) = ElementTree.parse(folder / "out.xdmf").getroot().findall("Domain/Grid")
+    assert series.get("CollectionType") == "Temporal"
+    steps = series.findall("Grid")
+    assert [step.find("Time").get("Value") for step in steps] == ["0.0", "0.25"]
+    for time, step in zip((0.0, 0.25), steps, strict=True):
+        mesh.write(folder / "one.vtu", value=field_of(mesh.data.pos) + time)
+        expected = meshio.read(folder / "one.vtu")
+        fields = "cell_data" if nodes == "cells" else "point_data"
+        whole = cells_of(expected, getattr(expected, fields)["value"], nodes == "cells")
+        assert step.get("CollectionType") == "Spatial"
+        pieces, found = step.findall("Grid"), []
+        assert len(pieces) == sum(size > 0 for size in sizes)
+        for piece in pieces:
+            points = item(piece.find("Geometry"), folder)
+            cells = corners_in(item(piece.find("Topology"), folder))
+            assert piece.find("Topology").get("NumberOfElements") == str(len(cells))
+            arrays = {one.get("Name"): one for one in piece.findall("Attribute")}
+            assert arrays.keys() == {"value", "flag"}
+            assert arrays["flag"].get("AttributeType") == "Scalar"
+            assert arrays["value"].get("AttributeType") == "Vector"
+            assert arrays["value"].get("Center") == {"cells": "Cell", "points": "Node"}[nodes]
+            values = item(arrays["value"], folder)
+            for i, ids in enumerate(cells):
+                rows = values[i] if nodes == "cells" else values[ids]
+                found.append((np.round(points[ids], 9).tolist(), rows.tolist()))
+        assert sorted(found) == sorted(whole)
+    return steps
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+@pytest.mark.parametrize("nodes", ["cells", "points"])
+def test_pieces_in_xdmf_are_the_mesh(worlds, tmp_path, ranks, nodes):
+    for at, (shape, kinds) in enumerate(MESHES[:: 1 if ranks == 3 else 2]):
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        file = saved(folder, *box(shape, kinds))
+        steps = assert_xdmf(worlds, folder, file, nodes, ranks)
+    # meshio reads a piece alone
+    piece = ElementTree.tostring(steps[1].find("Grid"), encoding="unicode")
+    text = f'<Xdmf Version="3.0"><Domain>{piece}</Domain></Xdmf>'
+    (folder / "piece.xdmf").write_text(text)
+    read = meshio.read(folder / "piece.xdmf")
+    if nodes == "points":
+        expected = field_of(torch.from_numpy(read.points)) + 0.25
+        np.testing.assert_array_equal(read.point_data["value"], expected)
+    assert {block.type for block in read.cells} <= {kind for kind, _ in XDMF.values()}
+
+
+def test_polyhedra_in_xdmf(worlds, tmp_path):
+    case = write_case(tmp_path / "case", (3, 2, 2))
+    assert_xdmf(worlds, tmp_path, case, "cells", 3)
+
+
+def lines_in_xdmf(rank, folder, file):
+    mesh = read_mesh(file)
+    writer = MeshWriter(f"{folder}/out.xdmf", partition(mesh.data, method="block"), mesh)
+    writer.write()
+
+
+def test_kinds_without_a_number_of_points(worlds, tmp_path):
+    points = np.array([[0.0, 0, 0], [1, 0, 0], [2, 1, 0]])
+    file = saved(tmp_path, points, [("line", [[0, 1], [1, 2]]), ("vertex", [[2]])])
+    worlds.run(1, lines_in_xdmf, str(tmp_path), str(file))
+    with h5py.File(tmp_path / "out" / "mesh_0.h5") as heavy:
+        assert heavy["cells"][:].tolist() == [2, 2, 0, 1, 2, 2, 1, 2, 1, 1, 2]
+
+
+def interrupted(rank, folder, file, name):
+    """Write a step; the next one fails on a rank, and the writer goes on."""
+    mesh = read_mesh(file, nodes="cells")
+    graph = partition(mesh.data, method="block")
+    writer = MeshWriter(f"{folder}/{name}", graph, mesh)
+    writer.write(0.0, x=graph.pos)
+    suffix = {"out.pvd": "vtu", "out.xdmf": "h5"}[name]
+    blocked = Path(folder) / "out" / f"00001_1.{suffix}"
+    if rank == 1:
+        blocked.mkdir()
+    write = Refused(writer.write)
+    write(varcomm.ArgumentError, ("rank 1 of 2", "cannot be written"), 1.0, x=graph.pos)
+    text = (Path(folder) / name).read_text()
+    varcomm.all_reduce(torch.zeros(1))  # all have read
+    if rank == 1:
+        blocked.rmdir()
+    writer.write(2.0, x=graph.pos)
+    return text, write.told
+
+
+@pytest.mark.parametrize("name", ["out.pvd", "out.xdmf"])
+def test_a_failed_step_leaves_the_series_as_it_was(worlds, tmp_path, name):
+    file = saved(tmp_path, *box((2, 2), ["quad"]))
+    (text, told), (_, other) = worlds.run(2, interrupted, str(tmp_path), str(file), name)
+    assert_told([told, other])
+    assert text.count("00000")
+    assert not text.count("00001")
+    ElementTree.fromstring(text)
+    after = (tmp_path / name).read_text()
+    assert "2.0" in after
+    assert "00001" in after
+
+
 def refusals(rank, folder, file):
     mesh = read_mesh(file)
     graph = partition(mesh.data, method="block")
     other = read_mesh(file, nodes="cells")
     make = Refused(lambda *args: MeshWriter(*args))
     for word, args in (
-        ("pvd", (f"{folder}/out.vtu", graph, mesh)),
+        (".pvd or .xdmf", (f"{folder}/out.vtu", graph, mesh)),
+        (".pvd or .xdmf", (f"{folder}/out.{'vtu' if rank else 'pvd'}", graph, mesh)),
+        ("ASCII", (f"{folder}/a:b.xdmf", graph, mesh)),
+        ("disagree on path", (f"{folder}/out.{'xdmf' if rank else 'pvd'}", graph, mesh)),
         ("nowhere", (f"{folder}/nowhere/out.pvd", graph, mesh)),
         ("rank 0 must pass", (f"{folder}/out.pvd", graph, other)),
         ("None", (f"{folder}/out.pvd", graph, None if rank == 0 else mesh)),
@@ -108,7 +254,12 @@ def refusals(rank, folder, file):
     write(varcomm.VarcommError, ("finite",), float("nan"))
     write(varcomm.VarcommError, ("disagree on time",), float(rank))
     write(varcomm.VarcommError, ("disagree on fields",), 0.0, x=own.double() if rank else own)
-    return make.told + write.told
+    in_xdmf = Refused(MeshWriter(f"{folder}/out.xdmf", graph, mesh).write)
+    for wrong in ("a/b", "a:b", ".", "", "a ", "\u03b8"):
+        in_xdmf(varcomm.VarcommError, ("name of a field",), 0.0, **{wrong if rank else "a": own})
+    wide = own.numpy().astype(np.uint64)
+    in_xdmf(varcomm.VarcommError, ("uint64",), 0.0, x=wide if rank == 0 else own)
+    return make.told + write.told + in_xdmf.told
 
 
 def test_refused_on_all_ranks(worlds, tmp_path):

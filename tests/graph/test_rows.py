@@ -105,6 +105,10 @@ def test_every_format_and_partition(worlds, ranks, files):
     worlds.run(ranks, read_all, ranks, str(files))
 
 
+# arrays of zarr v2: xarray stores the value of missing data as the fill value
+V2 = {"bare": {}, "scaled": {"scale_factor": 0.5}, "xarray": {"_ARRAY_DIMENSIONS": ["t", "n", "c"]}}
+
+
 def columns_of(rank, folder):
     graph = partition(wild(NODES), method="random")
     ids, array = graph.owned_ids, values()
@@ -121,6 +125,12 @@ def columns_of(rank, folder):
         packed = Rows(f"{folder}/{name}", graph)
         assert packed[0].dtype == torch.float32
         torch.testing.assert_close(packed[0][:, 0], expected, equal_nan=True, check_dtype=False)
+    for name, attributes in V2.items():
+        found = Rows(f"{folder}/{name}.zarr", graph)[0][:, 0]
+        scale, is_missing = attributes.get("scale_factor", 1), "_ARRAY_DIMENSIONS" in attributes
+        assert found.is_floating_point() == bool(attributes)
+        expected = torch.where((ids == 0) & is_missing, torch.nan, ids * scale)
+        torch.testing.assert_close(found, expected, equal_nan=True, check_dtype=False)
     assert packed.chunk == 1  # one chunk has all rows
 
 
@@ -133,7 +143,43 @@ def test_variables_axes_and_packed_values(worlds, files):
     made = second.create_array("x", shape=packed.shape, dtype=packed.dtype, fill_value=fill)
     made[:] = packed
     made.attrs.update(more)
+    zeros = np.arange(NODES, dtype=np.int16).reshape(1, -1, 1)
+    for name, attributes in V2.items():  # with the fill value that zarr writes by default
+        second = zarr.open_group(files / f"{name}.zarr", mode="w", zarr_format=2)
+        made = second.create_array("x", shape=zeros.shape, dtype=zeros.dtype, fill_value=0)
+        made[:] = zeros
+        made.attrs.update(attributes)
     worlds.run(3, columns_of, str(files))
+
+
+def chosen_rows(rank, folder):
+    """Rows of a larger source, in another order than the nodes, some twice."""
+    graph, array = partition(wild(12), method="random"), torch.from_numpy(values())
+    of_nodes = torch.tensor([23, 5, 5, 0, 22, 7, 8, 9, 3, 1, 2, 17])
+    own = of_nodes[graph.owned_ids]
+    known = of_nodes[torch.cat([graph.owned_ids, graph.halo_ids])]
+    for name in ("plain.zarr", "chunked.h5", "array.npy"):
+        for halo in (None, "read", "exchange"):
+            rows = Rows(f"{folder}/{name}", graph, rows=own, halo=halo)
+            assert (rows.shape, rows.chunk) == ((SAMPLES, 12, WIDTH), 1)
+            expected = array[2, known if halo else own]
+            torch.testing.assert_close(rows[2], expected, rtol=0, atol=0, equal_nan=True)
+    assert rows.bytes_read == len(own.unique()) * WIDTH * 4
+    last = rank == 2
+    for wrong, message in [
+        (own[:-1], "11|row of each of the"),
+        (own + 1, "out of range for 24 rows"),
+        (own.float(), "torch.int64"),
+        (own.tolist(), "must be a torch.Tensor"),
+    ]:
+        with pytest.raises(ArgumentError, match=f"rank 2 of 3.*({message})"):
+            Rows(array, graph, rows=wrong if last else own)
+    with pytest.raises(DisagreementError, match="rows="):
+        Rows(array[:, :12], graph, rows=None if last else own % 12)
+
+
+def test_rows_of_a_larger_source(worlds, files):
+    worlds.run(3, chosen_rows, str(files))
 
 
 def bytes_of(rank, folder):
@@ -247,6 +293,11 @@ def loaded(rank, folder):
         rows.loader(sampler=DistributedSampler(rows, 3, rank))
     with pytest.raises(ArgumentError, match="exchange"):
         Rows(array, graph, halo="exchange").loader(num_workers=1)
+    last = rank == 2
+    with pytest.raises(ArgumentError, match="rank 2 of 3: batch_size"):
+        rows.loader(0 if last else 1)
+    with pytest.raises(ArgumentError, match="rank 2 of 3: seed"):
+        rows.loader(seed="a" if last else 0)
     with pytest.raises(DisagreementError, match="seed"):
         rows.loader(seed=rank)
     with pytest.raises(DisagreementError, match="samples"):

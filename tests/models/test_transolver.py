@@ -126,6 +126,12 @@ def refused(rank):
         model(torch.rand(2, 3), [1, 1, 1])
     with pytest.raises(ArgumentError, match="sizes of queries and of points"):
         PointCrossAttention(4, 2)(torch.rand(1, 4), torch.rand(1, 4), [1, 1, 1])
+    attention, ones = PointCrossAttention(4, 2), torch.ones(1, 4)
+    for sizes in ((), ([1, 1, 1], [1, 1, 1])):
+        with pytest.raises(ArgumentError, match=r"points must be .*\(rows, 4\).*once per sample"):
+            attention(ones, torch.ones(1, 2, 4), *sizes)
+    with pytest.raises(ArgumentError, match=r"queries must be .*; got \(1, 3\)"):
+        attention(torch.ones(1, 3), ones)
     with pytest.raises(ArgumentError, match="multiple of num_heads"):
         Transolver(3, 1, hidden_channels=5, num_blocks=1, num_heads=2, num_slices=2)
 

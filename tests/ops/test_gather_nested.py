@@ -105,10 +105,24 @@ def test_second_derivatives(worlds):
     worlds.run(3, derivatives)
 
 
+class Same(str):
+    """A key whose text is that of another key."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other):
+        return self is other
+
+
 def refused(rank):
     ones = torch.ones(2)
     graded = ones.clone().requires_grad_(rank == 0)
+    around = {"a": ones}
+    around["b"] = [around] if rank == 1 else ones
     for wrong, word in (
+        (around, r"value at \['b'\]\[0\] contains itself"),
+        ({"1": ones, **({Same("1"): ones} if rank else {})}, "must differ as text"),
         (None if rank == 1 else ones, "must be a tensor"),
         ({"a": None if rank == 1 else ones}, r"kind of \['a'\]"),
         ([ones] * (rank + 1), r"kind of \[1\]"),

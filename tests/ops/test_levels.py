@@ -129,6 +129,19 @@ def waits(rank, size):
         assert torch.equal(varcomm.all_reduce(y, async_op=True).wait(), of_y)
 
 
+def nested(rank, size):
+    """Gather tensors of two dtypes in one exchange; return messages."""
+    x, rows = torch.ones(rank % 3, 2, dtype=torch.float64).requires_grad_(), rank + 1
+    with varcomm.trace() as trace:
+        got = varcomm.all_gather_v({"x": x * rank, "n": torch.full((rows,), rank)})
+    want = [torch.full((other % 3, 2), float(other)) for other in range(size)]
+    assert torch.equal(got["x"], torch.cat(want).double())
+    assert got["n"].tolist() == [other for other in range(size) for _ in range(other + 1)]
+    got["x"].sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, size * rank))
+    return sum(len(call.sent_to) for call in trace if call.name == "all_gather_v")
+
+
 def steps(rank, size):
     """Two steps of ShardedGradients, as in one process; return messages per bucket gathered."""
     torch.manual_seed(0)
@@ -153,7 +166,7 @@ def steps(rank, size):
 def checked(rank, size, node, port):
     if node:
         join_by_torchrun(rank, size, node, port)
-    results = *wrong(rank, size), steps(rank, size)
+    results = *wrong(rank, size), steps(rank, size), nested(rank, size)
     waits(rank, size)
     return results
 
@@ -171,10 +184,11 @@ def test_values_messages_and_bytes(size, node, merges):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     results = varcomm.launch(checked, size, size, node, port)
-    assert [found for found, _, _ in results] == [[]] * size
+    assert [found for found, *_ in results] == [[]] * size
     n = 20_000
-    for rank, (_, counts, gathers) in enumerate(results if merges else ()):
+    for rank, (_, counts, gathers, of_nested) in enumerate(results if merges else ()):
         messages = sum(merged - 1 for merged in merges)
+        assert of_nested == messages
         assert len(gathers) > len(merges)
         assert sum(gathers) <= len(gathers) // len(merges) * messages
         assert counts["all_reduce", torch.float32, 100] == (2, messages, 400 * messages)

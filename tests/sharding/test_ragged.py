@@ -140,6 +140,8 @@ def refused(rank):
             spec.wrap(torch.zeros(2, spec.local_shape[0]).t())
     with pytest.raises(ArgumentError, match="target must have shape"):
         spec.redistribute(part, RaggedSpec.of((6, 1), (0,), (1, 1, 1)))
+    with pytest.raises(ArgumentError, match="target must be a RaggedSpec; got 'b'"):
+        spec.redistribute(part, "b")
     with pytest.raises(ArgumentError, match=r"the tensor has shape \(6, 2\)"):
         spec.shard(torch.zeros(2, 6))
     other = RaggedSpec.of((6, 2), (0,), (1, 1, 1) if rank else (3, 0, 0))

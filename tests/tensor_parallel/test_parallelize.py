@@ -120,6 +120,23 @@ def test_heads_stay_whole(worlds):
     assert worlds.run(2, cut) == [8, 4]
 
 
+def half(rank):
+    """A layer that is left out of a plan refuses a part of its inputs, and can be sharded later."""
+    one, model = made(False), made(False)
+    x = torch.ones(2, WIDTH, dtype=torch.float64)
+    parallelize(model, {"blocks.*.up": "column"})
+    with pytest.raises(ArgumentError, match=r"'blocks\.0\.down' is not sharded.*'row' to the plan"):
+        model.blocks[0](x)
+    parallelize(model, {"blocks.*.down": "row"})
+    torch.testing.assert_close(model.blocks[0](x), one.blocks[0](x))
+    with pytest.raises(ArgumentError, match="input_is_parallel=False"):
+        model.blocks[0].down(torch.ones(2, HIDDEN, dtype=torch.float64))
+
+
+def test_a_plan_of_every_second_layer(worlds):
+    worlds.run(2, half)
+
+
 def summed_already(rank):
     model = nn.Sequential(nn.LayerNorm(4), sequence_parallel(nn.LayerNorm(4)))
     with pytest.raises(ArgumentError, match="summed already"):

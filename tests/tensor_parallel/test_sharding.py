@@ -33,6 +33,8 @@ def sharded_and_back(rank, ranks):
             assert [part.shape[dim] for part in parts] == [block[rank] for block in blocks]
             assert torch.equal(own, torch.cat(parts, dim))
             assert torch.equal(spec.gather(own), whole)
+            last = spec.gather(own, dst=ranks - 1)
+            assert torch.equal(last, whole if rank == ranks - 1 else whole.narrow(dim, 0, 0))
             gradgradcheck(lambda x, spec=spec: spec.gather(x) ** 2, own, fast_mode=True)
             own += 1  # a copy: the whole does not change with it
             assert torch.equal(whole, drawn(1, *shape))

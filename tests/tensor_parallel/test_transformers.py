@@ -30,7 +30,7 @@ pytestmark = [
     ),
 ]
 
-VOCABULARY, HIDDEN, INNER, LAYERS = 131, 40, 53, 2
+VOCABULARY, HIDDEN, INNER, LAYERS, POSITIONS = 131, 40, 53, 2, 64
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": HIDDEN,
@@ -48,7 +48,7 @@ def decoder(name, heads, kv_heads, **options):
     if name == "Olmo2":
         del given["head_dim"]
     config = getattr(transformers, options.pop("config", f"{name}Config"))
-    settings = {**SIZES, "max_position_embeddings": 64, **given, **options}
+    settings = {**SIZES, "max_position_embeddings": POSITIONS, **given, **options}
     return getattr(transformers, f"{name}ForCausalLM")(config(**settings))
 
 
@@ -56,27 +56,35 @@ def gpt2(heads):
     import transformers
 
     sizes = {"n_embd": HIDDEN, "n_layer": LAYERS, "n_head": heads, "n_inner": INNER}
+    sizes["n_positions"] = POSITIONS
     ids = {"bos_token_id": 1, "eos_token_id": 2}
     config = transformers.GPT2Config(vocab_size=VOCABULARY, **sizes, **ids, **NO_DROPOUT)
     return transformers.GPT2LMHeadModel(config)
 
 
-def bert(heads):
+def bert(heads, name="Bert", kind="ForMaskedLM", **options):
     import transformers
 
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return transformers.BertForMaskedLM(
-        transformers.BertConfig(**SIZES, num_attention_heads=heads, **dropout)
+    config = getattr(transformers, f"{name}Config")
+    return getattr(transformers, f"{name}{kind}")(
+        config(
+            **SIZES,
+            num_attention_heads=heads,
+            max_position_embeddings=POSITIONS,
+            **dropout,
+            **options,
+        )
     )
 
 
-def t5(heads):
+def t5(heads, name="T5"):
     import transformers
 
     sizes = {"d_model": HIDDEN, "d_kv": 8, "d_ff": INNER, "num_layers": LAYERS, "num_heads": heads}
     more = {"feed_forward_proj": "gated-gelu", "dropout_rate": 0.0, "decoder_start_token_id": 0}
-    config = transformers.T5Config(vocab_size=VOCABULARY, **sizes, **more)
-    return transformers.T5ForConditionalGeneration(config)
+    config = getattr(transformers, f"{name}Config")(vocab_size=VOCABULARY, **sizes, **more)
+    return getattr(transformers, f"{name}ForConditionalGeneration")(config)
 
 
 def vit(heads):
@@ -105,12 +113,19 @@ MODELS = {
         decoder, "Mixtral", 5, 5, num_local_experts=4, experts_implementation="eager"
     ),
     "OLMo2, 5 heads": partial(decoder, "Olmo2", 5, 5),
+    "Phi-3, 4 heads, 2 of keys": partial(decoder, "Phi3", 4, 2, pad_token_id=0),
     "GPT-2, 5 heads": partial(gpt2, 5),
     "GPT-2, 2 heads": partial(gpt2, 2),
     "BERT, 5 heads": partial(bert, 5),
     "BERT, 2 heads": partial(bert, 2),
+    "BERT decoder, 5 heads": partial(
+        bert, 5, kind="LMHeadModel", is_decoder=True, add_cross_attention=True
+    ),
+    "RoBERTa, 5 heads": partial(bert, 5, "Roberta"),
+    "ELECTRA, 5 heads": partial(bert, 5, "Electra", embedding_size=24),
     "T5, 5 heads": partial(t5, 5),
     "T5, 2 heads": partial(t5, 2),
+    "mT5, 5 heads": partial(t5, 5, "MT5"),
     "ViT, 5 heads": partial(vit, 5),
     "ViT, 2 heads": partial(vit, 2),
 }
@@ -142,7 +157,7 @@ def made(name, dtype=torch.float64):
     model = MODELS[name]().to(dtype)
     # so that norms, biases and padding matter; T5, whose scores are not scaled, amplifies
     # rounding: with 0.3, weights that differ by 2e-16 give 4e-9 in gradients of the fifth step
-    spread = 0.1 if name.startswith("T5") else 0.3
+    spread = 0.1 if "T5" in name else 0.3
     for parameter in model.parameters():
         nn.init.normal_(parameter, float(parameter.dim() == 1), spread)
     return model
@@ -154,6 +169,9 @@ def batch(name, dtype=torch.float64):
     if name.startswith("ViT"):
         pixels = torch.randn(2, 3, 8, 8, generator=generator, dtype=dtype)
         return {"pixel_values": pixels, "labels": torch.tensor([1, 3])}
+    if name.startswith("BERT decoder"):
+        read = torch.randn(2, 5, HIDDEN, generator=generator, dtype=dtype)
+        return {"input_ids": ids, "labels": ids.roll(1, 1), "encoder_hidden_states": read}
     return {"input_ids": ids, "labels": ids.roll(1, 1)}
 
 
@@ -189,9 +207,8 @@ def trained(rank, name, options):
                 own = part(parameter, whole[key].detach())
                 torch.testing.assert_close(parameter.detach(), own, **bound)
         with failures.named("half of the weights are sharded"):
-            assert 2 * count(p for p in model.parameters() if shard_spec(p)) < count(
-                one.parameters()
-            )
+            sharded = (whole[key] for key, p in model.named_parameters() if shard_spec(p))
+            assert 2 * count(sharded) > count(one.parameters())
     return failures
 
 
@@ -210,7 +227,15 @@ def test_five_steps_are_those_of_one_process(worlds, name):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
-@pytest.mark.parametrize("name", ["Qwen3, 4 heads, 2 of keys", "GPT-2, 5 heads"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Llama, 4 heads, 2 of keys, tied",
+        "Qwen3, 4 heads, 2 of keys",
+        "GPT-2, 5 heads",
+        "T5, 5 heads",
+    ],
+)
 def test_five_steps_on_other_numbers_of_ranks(worlds, ranks, name):
     assert_none(worlds.run(ranks, trained, name, {}, timeout=200))
 
@@ -284,6 +309,9 @@ def with_dropout(rank, name):
     model = copy.deepcopy(parallelize(model))
     with pytest.raises(ArgumentError, match=rf"dropout \(.*Set {found} to 0"):
         model.train()(**ids)
+    inner = model.get_encoder() if name == "T5" else model.base_model
+    with pytest.raises(ArgumentError, match=rf"dropout \(.*Set {found} to 0"):
+        inner(ids["input_ids"])
     model.eval()(**ids).loss.backward()
     for layer in model.train().modules():
         for key, value in vars(layer).items():
@@ -342,6 +370,30 @@ def refused(rank):
             parallelize(made("Llama, 5 heads"), {"*.q_proj": "column", "*.o_proj": "row"})
         with pytest.raises(ArgumentError, match=r"shared\.weight and .*embed_tokens\.weight"):
             parallelize(made("T5, 5 heads"), {"lm_head": "column"})
+        untied = t5(5).double()
+        untied.lm_head.weight = nn.Parameter(untied.shared.weight.detach().clone())
+        whole = partial(ColumnParallelLinear.from_linear, gather_output=True)
+        for how in ("column", whole):
+            model = parallelize(copy.deepcopy(untied), {"lm_head": how})
+            if how is whole:
+                torch.testing.assert_close(model(**batch("T5")).loss, untied(**batch("T5")).loss)
+                continue
+            model(**batch("T5") | {"labels": None, "decoder_input_ids": torch.tensor([[0], [0]])})
+            with pytest.raises(ArgumentError, match=r"head 'lm_head'.*gather_output=True"):
+                model(**batch("T5"))
+        model = parallelize(
+            made("Llama, 5 heads"), {"*.gate_proj": "column", "*.up_proj": "column"}
+        )
+        with in_fp64(), pytest.raises(ArgumentError, match=r"layers\.0\.mlp\.down_proj'.*'row'"):
+            model(**batch("Llama"))
+        parallelize(model, {"lm_head": "column"})  # a second plan
+        with pytest.raises(ArgumentError, match="gather_output=True"):
+            model.generate(batch("Llama")["input_ids"])
+        with pytest.raises(ArgumentError, match="input_is_parallel=False"):
+            parallelize(copy.deepcopy(untied), {"lm_head": "row"})(**batch("T5"))
+        parts = {"model.embed_tokens": "embedding"}, [3, 3, 3]
+        with pytest.raises(ArgumentError, match="every rank would start at 0"):
+            parallelize(made("Llama, 5 heads"), *parts, sequence_dim=1)
         with pytest.raises(ArgumentError, match="Leave out gather_output"):
             parallelize(made("T5, 5 heads"), gather_output=False)
         for plan, words in (
@@ -357,8 +409,9 @@ def refused(rank):
                 parallelize(model)
         with pytest.raises(ArgumentError, match="has no tp_plan"):
             parallelize(nn.Linear(2, 2))
-        with pytest.raises(ArgumentError, match="sequence_sizes need a plan"):
-            parallelize(made(name), sequence_sizes=[1, 1, 1])
+        for options in ({"sequence_sizes": [1, 1, 1]}, {"sequence_dim": 1}):
+            with pytest.raises(ArgumentError, match="need a plan"):
+                parallelize(made(name), **options)
 
 
 def test_refusals(worlds):

@@ -2,14 +2,14 @@
 
 from varcomm.checkpoint.full import full_state_dict
 from varcomm.checkpoint.load import export, load, read
-from varcomm.checkpoint.parts import PerRank, Rows
+from varcomm.checkpoint.parts import PerRank, RowsById
 from varcomm.checkpoint.save import PendingSave, save
 from varcomm.checkpoint.weights import load_safetensors
 
 __all__ = [
     "PendingSave",
     "PerRank",
-    "Rows",
+    "RowsById",
     "export",
     "full_state_dict",
     "load",

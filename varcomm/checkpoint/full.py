@@ -15,6 +15,7 @@ from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.digest import require_equal
 from varcomm.ops.gather_v import gather_v
+from varcomm.sharding.tied import named_tensors
 from varcomm.sizes import checked_rank
 from varcomm.transport.group import GroupLike
 from varcomm.transport.serialization import decoded, dtype_of
@@ -89,12 +90,13 @@ def full_state_dict(
         if dst is not None:
             checked_rank(dst, ranks.size, "dst")
         own = State(model, ranks)
-        for name, first in tied_names(model).items():
-            own.common[name]["tied"] = first
+        for _, (first, *others) in named_tensors(model):
+            for name in others:
+                own.common[name]["tied"] = first
         return own
 
-    own, told = ranks.agree(_WHAT, collect, lambda own: ({"dst": dst}, own.brief()))
-    calls, briefs = zip(*told, strict=True)
+    own, shared = ranks.agree(_WHAT, collect, lambda own: ({"dst": dst}, own.brief()))
+    calls, briefs = zip(*shared, strict=True)
     require_equal(_WHAT, calls)
     plan = Plan.of(_WHAT, own, briefs, ranks)
     check_copies(_WHAT, own.tensors, plan, ranks)
@@ -115,18 +117,6 @@ def full_state_dict(
             found[entry["path"]] = own.values.get(key, decoded(entry["value"]))
     whole: dict[str, Any] = nested(found)
     return whole if dst in (None, ranks.rank) else {}
-
-
-def tied_names(model: torch.nn.Module) -> dict[str, str]:
-    """Return the further names of each tensor in a state dict, with its first name."""
-    first: dict[int, str] = {}
-    tensors = {
-        name: value
-        for name, value in model.state_dict(keep_vars=True).items()
-        if isinstance(value, torch.Tensor)
-    }
-    names = {name: first.setdefault(id(value), name) for name, value in tensors.items()}
-    return {name: other for name, other in names.items() if name != other}
 
 
 def _gathered(

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from varcomm.checkpoint.index import Checkpoint, Keys, joined, nested
-from varcomm.checkpoint.parts import Ranks, Rows, alone, boxes_of, few, row_block
+from varcomm.checkpoint.parts import Ranks, RowsById, alone, boxes_of, few, row_block
 from varcomm.checkpoint.save import finish_pending
 from varcomm.checkpoint.state import Holder, Leaf, Walk, checked_state, is_bare
 from varcomm.errors import ArgumentError
@@ -75,7 +75,7 @@ def load(
     Notes
     -----
     Each rank verifies the digest of every P-th file, and reads only the elements that it needs.
-    Communication: four rounds of small messages; rows of :class:`Rows` travel once.
+    Communication: four rounds of small messages; rows of :class:`RowsById` travel once.
 
     In one process: the checkpoint of one rank, which any number of ranks can read.
 
@@ -114,7 +114,7 @@ def load(
 
     def overwrite() -> None:
         for key, target in targets.targets.items():
-            if not isinstance(target, Rows):
+            if not isinstance(target, RowsById):
                 found.read(key, boxes_of(key, target))
         for key, block, _ in blocks:
             found.read(key, [block])
@@ -248,7 +248,7 @@ def _read_all(
 def _check_fit(found: Checkpoint, fits: Sequence[Any]) -> None:
     """Raise, the same on all ranks, if the states of all ranks together do not match."""
     within, asked, problems, rows = zip(*fits, strict=True)
-    require_equal(_WHAT, [{"the keys of Rows": own} for own in rows])
+    require_equal(_WHAT, [{"the keys of RowsById": own} for own in rows])
     left = reduce(or_, within) & ~reduce(or_, asked)
     unexpected = [repr(key) for bit, key in enumerate(sorted(found.paths)) if left >> bit & 1]
     given = [*dict.fromkeys(chain.from_iterable(problems))]
@@ -267,7 +267,7 @@ class _Targets(Walk):
     def __init__(self, state: Any, found: Checkpoint, rank: int) -> None:
         super().__init__(state, rank)
         self.found = found
-        self.targets: dict[str, torch.Tensor | Rows] = {}
+        self.targets: dict[str, torch.Tensor | RowsById] = {}
         self.puts: list[Callable[[], None]] = []
         self.problems: list[str] = []
         self.asked: set[str] = set()
@@ -284,10 +284,10 @@ class _Targets(Walk):
         )
         return within, asked, self.problems, sorted(self.rows())
 
-    def rows(self) -> dict[str, Rows]:
-        """Return the targets that are Rows, in one order on all ranks."""
+    def rows(self) -> dict[str, RowsById]:
+        """Return the targets that are RowsById, in one order on all ranks."""
         found = sorted(self.targets.items())
-        return {key: value for key, value in found if isinstance(value, Rows)}
+        return {key: value for key, value in found if isinstance(value, RowsById)}
 
     def opens(self, holder: Holder, path: Keys) -> bool:
         saved = self.found.at(path, _ABSENT)
@@ -310,7 +310,7 @@ class _Targets(Walk):
         if isinstance(value, Holder):
             self.puts.append(partial(value.take, key))
             return
-        if not isinstance(value, torch.Tensor | Rows):
+        if not isinstance(value, torch.Tensor | RowsById):
             saved = self.found.at(leaf.path, _ABSENT)
             if value == {} and saved != {}:
                 return
@@ -320,7 +320,7 @@ class _Targets(Walk):
             else:
                 self.puts.append(partial(leaf.put, saved))
             return
-        tensor = value.tensor if isinstance(value, Rows) else value
+        tensor = value.tensor if isinstance(value, RowsById) else value
         shape, stored = tuple(value.shape), self.found.tensors.get(key)
         if tensor.is_meta:
             raise ArgumentError(f"{key!r} is on the meta device. Call to_empty(device=...) first.")

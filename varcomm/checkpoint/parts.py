@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 @dataclass(eq=False)
-class Rows:
+class RowsById:
     r"""Rows of a larger tensor by their ids, such as a field on the nodes of a partitioned graph.
 
     A checkpoint holds the full tensor in the order of ids, so that ranks with other rows load it.
@@ -45,8 +45,8 @@ class Rows:
     Examples
     --------
     >>> import torch
-    >>> from varcomm.checkpoint import Rows
-    >>> Rows(torch.tensor([20.0, 0.0]), torch.tensor([2, 0]), total=3).shape
+    >>> from varcomm.checkpoint import RowsById
+    >>> RowsById(torch.tensor([20.0, 0.0]), torch.tensor([2, 0]), total=3).shape
     (3,)
     """
 
@@ -156,24 +156,24 @@ def few(items: Sequence[str]) -> str:
     return f"{', '.join(items[:5])}{', ...' if len(items) > 5 else ''}"
 
 
-def checked_rows(key: str, rows: Rows) -> Rows:
-    """Return Rows with int64 ids on the device of their tensor, or raise ArgumentError."""
+def checked_rows(key: str, rows: RowsById) -> RowsById:
+    """Return RowsById with int64 ids on the device of their tensor, or raise ArgumentError."""
     tensor, ids, total = rows.tensor, rows.ids, exact_int(rows.total)
     if not isinstance(tensor, torch.Tensor) or not tensor.dim() or not is_whole(tensor):
-        raise ArgumentError(f"{key!r}: tensor of Rows must be a plain tensor with rows.")
+        raise ArgumentError(f"{key!r}: tensor of RowsById must be a plain tensor with rows.")
     integers = isinstance(ids, torch.Tensor) and ids.dtype in (torch.int32, torch.int64)
     if total is None or not integers or ids.shape != tensor.shape[:1]:
         raise ArgumentError(
-            f"{key!r}: ids of Rows must be {len(tensor)} integers in a tensor, and total an int; "
+            f"{key!r}: ids of RowsById must be {len(tensor)} integers in a tensor, total an int; "
             f"got {ids!r} and {rows.total!r}."
         )
     if (len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < total) or total < 0:
-        raise ArgumentError(f"{key!r}: ids of Rows must be 0 ... total - 1, of {total} rows.")
-    return Rows(tensor.detach(), ids.to(tensor.device, torch.int64), total)
+        raise ArgumentError(f"{key!r}: ids of RowsById must be 0 ... total - 1, of {total} rows.")
+    return RowsById(tensor.detach(), ids.to(tensor.device, torch.int64), total)
 
 
-def sorted_rows(what: str, key: str, rows: Rows, ranks: Ranks) -> torch.Tensor:
-    """Send Rows to the ranks that write them, and return this rank's block; collective."""
+def sorted_rows(what: str, key: str, rows: RowsById, ranks: Ranks) -> torch.Tensor:
+    """Send RowsById to the ranks that write them, and return this rank's block; collective."""
     sizes = ShardSizes.balanced(rows.total, ranks.size)
     ids, tensor = rows.ids, signed(rows.tensor)
     if ranks.group is not None:
@@ -189,7 +189,7 @@ def sorted_rows(what: str, key: str, rows: Rows, ranks: Ranks) -> torch.Tensor:
         for row in (copies != 1).nonzero()[:1, 0].tolist():
             raise ArgumentError(
                 f"{key!r}: row {first + row} of {rows.total} is given {int(copies[row])} times by "
-                "all ranks together. The ids of Rows must have each row once."
+                "all ranks together. The ids of RowsById must have each row once."
             )
 
     ranks.agree(what, check)
@@ -198,7 +198,7 @@ def sorted_rows(what: str, key: str, rows: Rows, ranks: Ranks) -> torch.Tensor:
     return block.view(rows.tensor.dtype)
 
 
-def row_block(rows: Rows, ranks: Ranks) -> tuple[Box, Callable[[], None]]:
+def row_block(rows: RowsById, ranks: Ranks) -> tuple[Box, Callable[[], None]]:
     """Return a block to read, and the call that sends all blocks to the rows; collective."""
     sizes = ShardSizes.balanced(rows.total, ranks.size)
     block = rows.tensor.new_empty((sizes[ranks.rank], *rows.tensor.shape[1:]))

@@ -18,7 +18,7 @@ import torch
 from varcomm.checkpoint.index import KIND, part_name
 from varcomm.checkpoint.parts import (
     Ranks,
-    Rows,
+    RowsById,
     alone,
     boxes_of,
     few,
@@ -44,7 +44,7 @@ _WHAT = "checkpoint.save"
 
 _FIX = (
     "Values must be identical on all ranks (varcomm.data_parallel.sum_gradients keeps them so) "
-    "unless wrapped in varcomm.sharding.Sharded, Rows or PerRank. Of a module or an optimizer "
+    "unless wrapped in varcomm.sharding.Sharded, RowsById or PerRank. Of a module or an optimizer "
     "save the object itself, not its state_dict()."
 )
 
@@ -65,7 +65,7 @@ def save(
     ----------
     state : dict
         Values by name, in nested dicts and lists. Tensors are identical on all ranks. Each rank has
-        a part of :class:`~varcomm.sharding.Sharded`, DTensor and :class:`Rows`. Also modules,
+        a part of :class:`~varcomm.sharding.Sharded`, DTensor and :class:`RowsById`. Also modules,
         optimizers, generators, objects with ``state_dict`` and ``load_state_dict``, plain values,
         and :class:`PerRank` around values that differ between ranks.
     folder : str or path
@@ -124,11 +124,11 @@ def save(
     def brief(found: tuple[Path, State]) -> tuple[Any, ...]:
         own = found[1]
         rows = sorted((key, str(rows.tensor.dtype), rows.shape) for key, rows in own.rows.items())
-        call = {"folder": str(Path(folder)), "async_": async_, "Rows": rows}
+        call = {"folder": str(Path(folder)), "async_": async_, "RowsById": rows}
         return token, call, own.brief()
 
-    (target, own), told = ranks.agree(_WHAT, collect, brief)
-    tokens, calls, briefs = zip(*told, strict=True)
+    (target, own), shared = ranks.agree(_WHAT, collect, brief)
+    tokens, calls, briefs = zip(*shared, strict=True)
     require_equal(_WHAT, calls)
     plan = Plan.of(_WHAT, own, briefs, ranks)
     for key, rows in sorted(own.rows.items()):
@@ -219,7 +219,7 @@ class State:
     def __init__(self, state: Any, ranks: Ranks) -> None:
         self._ranks = ranks
         self.tensors: dict[Piece, torch.Tensor] = {}
-        self.rows: dict[str, Rows] = {}  # the same on all ranks
+        self.rows: dict[str, RowsById] = {}  # the same on all ranks
         self.common: dict[str, _Entry] = {}  # mostly the same on all ranks
         self.per_rank: dict[str, _Entry] = {}
         self.values: dict[str, Any] = {}  # plain ones
@@ -238,14 +238,14 @@ class State:
         """Return the message to other ranks: a digest of common keys, and this rank's parts."""
         return crc32(_in_order(self.common).encode()), self.per_rank, self.parts
 
-    def place(self, key: str, rows: Rows) -> Piece:
+    def place(self, key: str, rows: RowsById) -> Piece:
         """Return the rows of a full tensor that this rank writes."""
         block = ShardSizes.balanced(rows.total, self._ranks.size).range(self._ranks.rank)
         return key, (block.start, *(0,) * (len(rows.shape) - 1)), (len(block), *rows.shape[1:])
 
     def _entry(self, key: str, leaf: Leaf) -> _Entry:
         value = leaf.value
-        if isinstance(value, Rows):
+        if isinstance(value, RowsById):
             self.rows[key] = value
             self.parts.append(self.place(key, value))
             return _described(value.tensor.dtype, value.shape, "parts")
@@ -379,10 +379,10 @@ def check_copies(
     if not several:
         return  # on all ranks
     own = [crc32(repr(digest(tensors.get(piece))).encode()) for piece, _ in several]
-    _, told = ranks.agree(what, lambda: own)
+    _, digests = ranks.agree(what, lambda: own)
     wrong: dict[str, list[int]] = {}
     for place, ((key, *_), able) in enumerate(several):
-        if others := [rank for rank in able if told[rank][place] != told[able[0]][place]]:
+        if others := [r for r in able if digests[r][place] != digests[able[0]][place]]:
             wrong[key] = others
     if wrong:
         named = few([f"{key!r} on ranks {others}" for key, others in wrong.items()])

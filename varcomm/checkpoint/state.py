@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from varcomm.checkpoint.index import Keys, at, joined
-from varcomm.checkpoint.parts import PerRank, Rows, checked_rows, is_whole, wrapped
+from varcomm.checkpoint.parts import PerRank, RowsById, checked_rows, is_whole, wrapped
 from varcomm.errors import ArgumentError
 from varcomm.sharding.optimizer_state import OptimizerStates, Part
 
@@ -21,7 +21,7 @@ _Modules = Mapping[Keys, torch.nn.Module]
 
 @dataclass(frozen=True)
 class Leaf:
-    """A value in a walk; at its end a tensor, Rows, a plain value, or a Holder after its leaves."""
+    """A value in a walk; at its end a tensor, RowsById, plain value, or Holder after its leaves."""
 
     value: Any
     path: Keys = ()
@@ -52,13 +52,13 @@ class Walk:
     def leaves(self, here: Leaf) -> Iterator[Leaf]:
         """Yield the leaves of a value, or raise ArgumentError."""
         value, path = here.value, here.path
-        if here.own and isinstance(value, PerRank | Rows):
+        if here.own and isinstance(value, PerRank | RowsById):
             raise ArgumentError(f"{here.key!r}: {type(value).__name__} cannot be inside PerRank.")
         if isinstance(value, PerRank):
             if self.enters(path):
                 put, path = partial(setattr, value, "value"), (*path, str(self.rank))
                 yield from self.leaves(Leaf(value.value, path, put, own=True))
-        elif isinstance(value, Rows):
+        elif isinstance(value, RowsById):
             yield replace(here, value=checked_rows(here.key, value))
         elif isinstance(value, torch.Tensor):
             yield replace(here, value=wrapped(value))
@@ -92,7 +92,7 @@ def checked_state(state: Any) -> dict[str, Any]:
 
 def is_bare(value: Any) -> bool:
     """Return whether a value has only plain values in it."""
-    if isinstance(value, torch.Tensor | Rows | PerRank) or _is_stateful(value):
+    if isinstance(value, torch.Tensor | RowsById | PerRank) or _is_stateful(value):
         return False
     return all(is_bare(inner) for _, inner in _items(value))
 

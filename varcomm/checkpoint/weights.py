@@ -19,6 +19,7 @@ from varcomm.ops.checks import checked_flag
 from varcomm.ops.digest import require_equal
 from varcomm.sharding import Box
 from varcomm.sharding.sharded import refuse_unwritable
+from varcomm.sharding.tied import named_tensors
 from varcomm.transport.group import GroupLike
 
 __all__ = ["load_safetensors"]
@@ -158,18 +159,16 @@ class _Weights:
         self.used: set[str] = set()
         # by the id of a tensor of the model: the tensor to load, and its names in the files
         self.loads: dict[int, tuple[torch.Tensor, list[str]]] = {}
-        shared: dict[int, tuple[torch.Tensor, list[str]]] = {}
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            if isinstance(tensor, torch.Tensor):
-                shared.setdefault(id(tensor), (tensor, []))[1].append(name)
-        for key, (tensor, own) in shared.items():
+        named = named_tensors(model)
+        for tensor, own in named:
             given = [_renamed(name, names) for name in own]
             present = [name for name in dict.fromkeys(given) if name in found.tensors]
             self.used.update(present)
             if self._fits(own, given, present, tensor):
-                self.loads[key] = _on(device, tensor), present
+                self.loads[id(tensor)] = _on(device, tensor), present
+        saved = {id(tensor) for tensor, _ in named}
         for name, tensor in _tensors(model):
-            if tensor.is_meta and id(tensor) not in shared:
+            if tensor.is_meta and id(tensor) not in saved:
                 self.problems.append(
                     f"{name!r} is on the meta device and not in the state dict, so no file has its "
                     "values; compute them before"

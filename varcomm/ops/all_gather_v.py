@@ -17,7 +17,7 @@ from varcomm.ops.reduction import sum_in_rank_order
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import MANY, Group, GroupLike, resolve
 
-__all__ = ["AllGatherV", "ReduceScatterV", "all_gather_v"]
+__all__ = ["AllGatherV", "ReduceScatterV", "all_gather_operator", "all_gather_v"]
 
 
 @dataclass(frozen=True)
@@ -215,15 +215,22 @@ def all_gather_v(
     if sizes is None:
 
         def one(x: torch.Tensor, rows: Sequence[int], at: int) -> TensorOrHandle:
-            return call(_operator, ranks, x, rows, (at, use_fp32), async_op)
+            return call(all_gather_operator, ranks, x, rows, (at, use_fp32), async_op)
 
         how = dim, None, use_fp32, async_op
         return gather_without_sizes("all_gather_v", ranks, tensor, *how, one)
-    return call(_operator, ranks, tensor, sizes, (dim, use_fp32), async_op)
+    return call(all_gather_operator, ranks, tensor, sizes, (dim, use_fp32), async_op)
 
 
-def _operator(
-    ranks: Group, x: torch.Tensor, sizes: Sequence[int], dim: int, use_fp32: bool, async_op: bool
+def all_gather_operator(
+    ranks: Group,
+    x: torch.Tensor,
+    sizes: Sequence[int],
+    dim: int,
+    use_fp32: bool,
+    async_op: bool,
+    name: str = "all_gather_v",
 ) -> AllGatherV:
-    with checking("all_gather_v", ranks, use_fp32=use_fp32, async_op=async_op) as where:
+    """Return the operator of a call; errors have the `name` of the called function."""
+    with checking(name, ranks, use_fp32=use_fp32, async_op=async_op) as where:
         return AllGatherV(ranks, *checked_shard(x, sizes, dim, ranks, where), use_fp32)

@@ -17,7 +17,14 @@ from varcomm.sizes import checked_sizes
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
 
-__all__ = ["AllToAllV", "TransposeV", "all_to_all_v", "transpose_v"]
+__all__ = [
+    "AllToAllV",
+    "TransposeV",
+    "all_to_all_operator",
+    "all_to_all_v",
+    "transpose_operator",
+    "transpose_v",
+]
 
 
 @torch_operator
@@ -129,30 +136,35 @@ def all_to_all_v(
     if type(send_sizes) in (list, tuple) and type(recv_sizes) in (list, tuple):
         both = *send_sizes, *recv_sizes
         return call(_operator, ranks, tensor, both, (len(send_sizes), dim), async_op)
-    return run(_checked(ranks, tensor, send_sizes, recv_sizes, dim, async_op), tensor, async_op)
+    operator = all_to_all_operator(ranks, tensor, send_sizes, recv_sizes, dim, async_op)
+    return run(operator, tensor, async_op)
 
 
 def _operator(
     ranks: Group, x: torch.Tensor, both: Sequence[int], sent: int, dim: int, async_op: bool
 ) -> AllToAllV:
-    return _checked(ranks, x, list(both[:sent]), list(both[sent:]), dim, async_op)
+    return all_to_all_operator(ranks, x, list(both[:sent]), list(both[sent:]), dim, async_op)
 
 
-def _checked(
+def all_to_all_operator(
     ranks: Group,
     x: torch.Tensor,
     send_sizes: Sequence[int],
     recv_sizes: Sequence[int],
     dim: int,
-    async_op: bool,
+    async_op: bool = False,
+    name: str = "all_to_all_v",
+    words: tuple[str, str] = ("send_sizes", "recv_sizes"),
 ) -> AllToAllV:
-    with checking("all_to_all_v", ranks, async_op=async_op) as where:
-        sends, dim = checked_whole(x, send_sizes, dim, ranks, where, "send_sizes")
-        receives = checked_sizes(recv_sizes, "recv_sizes", ranks.size, where)
+    """Return the operator of a call; errors have the names of the function and its sizes."""
+    sent, received = words
+    with checking(name, ranks, async_op=async_op) as where:
+        sends, dim = checked_whole(x, send_sizes, dim, ranks, where, sent)
+        receives = checked_sizes(recv_sizes, received, ranks.size, where)
         if sends[ranks.rank] != receives[ranks.rank]:
             raise ArgumentError(
-                f"{where}this rank sends {sends[ranks.rank]} rows to itself (send_sizes), but "
-                f"expects {receives[ranks.rank]} from itself (recv_sizes)."
+                f"{where}this rank sends {sends[ranks.rank]} rows to itself ({sent}), but "
+                f"expects {receives[ranks.rank]} from itself ({received})."
             )
     return AllToAllV(ranks, dim, sends, dim, receives)
 
@@ -225,15 +237,28 @@ def transpose_v(
     >>> varcomm.launch(fn, 2)
     [tensor([[0, 1, 2]]), tensor([[3, 4, 5]])]
     """
-    ranks = resolve(group)
-    with checking("transpose_v", ranks, async_op=async_op) as where:
-        splits, split = checked_whole(tensor, split_sizes, split_dim, ranks, where, "split_sizes")
-        concats, concat = checked_shard(
-            tensor, concat_sizes, concat_dim, ranks, where, "concat_sizes"
-        )
+    splits, concats = (split_dim, split_sizes), (concat_dim, concat_sizes)
+    operator = transpose_operator(resolve(group), tensor, splits, concats, async_op)
+    return run(operator, tensor, async_op)
+
+
+def transpose_operator(
+    ranks: Group,
+    x: torch.Tensor,
+    splits: tuple[int, Sequence[int]],
+    concats: tuple[int, Sequence[int]],
+    async_op: bool = False,
+    name: str = "transpose_v",
+    words: tuple[str, str] = ("split_sizes", "concat_sizes"),
+) -> TransposeV:
+    """Return the operator of a call; errors have the names of the function and its sizes."""
+    (split_dim, split_sizes), (concat_dim, concat_sizes) = splits, concats
+    with checking(name, ranks, async_op=async_op) as where:
+        split_sizes, split = checked_whole(x, split_sizes, split_dim, ranks, where, words[0])
+        concat_sizes, concat = checked_shard(x, concat_sizes, concat_dim, ranks, where, words[1])
         if split == concat:
             raise ArgumentError(
-                f"{where}split_dim={split_dim} and concat_dim={concat_dim} are the same dimension "
-                f"of a tensor of shape {tuple(tensor.shape)}; use all_to_all_v."
+                f"{where}dimension {split_dim} to split and {concat_dim} to concatenate are the "
+                f"same dimension of a tensor of shape {tuple(x.shape)}; use all_to_all_v."
             )
-    return run(TransposeV(ranks, split, splits, concat, concats), tensor, async_op)
+    return TransposeV(ranks, split, split_sizes, concat, concat_sizes)

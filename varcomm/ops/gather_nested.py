@@ -12,7 +12,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from varcomm.errors import ArgumentError
-from varcomm.ops import packing
+from varcomm.ops import levels, packing
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.compilation import kept_from_compilation
 from varcomm.ops.digest import require_equal
@@ -48,27 +48,29 @@ def gather_without_sizes(
 
     All ranks raise if they disagree on anything but the numbers of rows.
     """
+    is_tensor = isinstance(value, Tensor)
+    own: Any = None
+    found: dict[str, Any] = {}
+    failure: ArgumentError | None = None
     with checking(name, group, use_fp32=use_fp32, async_op=async_op) as where:
-        leaves = sorted(_leaves(value), key=lambda pair: pair[0])
-        found = dict(leaves)
-        if len(found) < len(leaves):
-            raise ArgumentError(f"{where}keys of a dictionary must differ as text. Rename them.")
+        try:
+            leaves = sorted(_leaves(value), key=lambda pair: pair[0])
+            found = dict(leaves)
+            if len(found) < len(leaves):
+                raise ArgumentError("keys of a dictionary must differ as text. Rename them.")
+            if async_op and not is_tensor:
+                raise ArgumentError("async_op=True needs one tensor. Gather nested ones without.")
+            if root is not None:
+                checked_rank(root, group.size, "dst")
+            # here: transforms and grad mode belong to this thread
+            own = _described(found, dim, root)
+        except ArgumentError as error:
+            failure = error  # of all ranks, below
         if any(in_graph(x) for x in found.values() if isinstance(x, Tensor)):
             raise ArgumentError(
                 f"{where}ranks cannot exchange sizes while a graph is recorded. Pass sizes, as "
                 "ShardSizes.from_local returns before."
             )
-    is_tensor = isinstance(value, Tensor)
-    own: Any = None
-    failure: ArgumentError | None = None
-    try:
-        if async_op and not is_tensor:
-            raise ArgumentError("async_op=True needs one tensor. Gather nested ones without it.")
-        if root is not None:
-            checked_rank(root, group.size, "dst")
-        own = _described(found, dim, root)  # here: transforms and grad mode belong to this thread
-    except ArgumentError as error:
-        failure = error
 
     def described() -> Any:
         if failure is not None:
@@ -108,8 +110,10 @@ def _gathered(
     return list(_Unpack.apply(parts, operator.ranks, apply(operator, own)))  # type: ignore[no-untyped-call]
 
 
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each leaf beside its place, as ``['scores'][0]``."""
+def _leaves(value: Any, path: str = "", around: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield each leaf beside its place, as ``['scores'][0]``; `around` are ids of containers."""
+    if id(value) in around:
+        raise ArgumentError(f"the value at {path} contains itself. Pass a value without cycles.")
     if isinstance(value, Mapping):
         pairs = [(repr(key), each) for key, each in value.items()]
     elif isinstance(value, tuple | list):
@@ -118,7 +122,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
         return
     for key, each in pairs:
-        yield from _leaves(each, f"{path}[{key}]")
+        yield from _leaves(each, f"{path}[{key}]", (*around, id(value)))
 
 
 def _rebuilt(value: Any, results: Mapping[str, Tensor], path: str = "") -> Any:
@@ -289,6 +293,11 @@ class _Packed(Operator):
         return packing.exchange(self.name, self.group, values, send, recv, schedule)
 
 
+def _viewed(rounds: levels.Rounds) -> levels.Rounds:
+    values = yield from rounds
+    return values.view(CARRIER)
+
+
 class _Gather(_Packed):
     """From the packed rows of each rank to those of all, on every rank or at the root."""
 
@@ -296,6 +305,10 @@ class _Gather(_Packed):
         group, own = self.group, x.numel()
         send = [own * (self.root in (None, rank)) for rank in range(group.size)]
         total = [sum(part.nbytes(rank) for part in self.parts) for rank in range(group.size)]
+        if self.root is None and levels.gathers_short(group, sum(total), x.device):
+            values = packing.plain(x.view(torch.uint8))
+            rounds = levels.gather_in_rank_order(self.name, group, values, total)
+            return levels.InRounds(_viewed(rounds), (-1,), CARRIER)
         recv = [count * bool(self.ranks) for count in total]
         works, out = self._moved(x, send, recv, "all_gather" if self.root is None else "one")
         return Pending(works, lambda: out.view(CARRIER))

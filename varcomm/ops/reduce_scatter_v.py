@@ -12,7 +12,7 @@ from varcomm.ops.operator import TensorOrHandle, call, checking
 from varcomm.ops.reduction import checked_summable
 from varcomm.transport.group import Group, GroupLike, resolve
 
-__all__ = ["reduce_scatter_v"]
+__all__ = ["reduce_scatter_operator", "reduce_scatter_v"]
 
 
 def reduce_scatter_v(
@@ -71,12 +71,20 @@ def reduce_scatter_v(
     >>> varcomm.launch(fn, 2)
     [tensor([3]), tensor([ 30, 300])]
     """
-    return call(_operator, resolve(group), tensor, sizes, (dim, use_fp32), async_op)
+    how = dim, use_fp32
+    return call(reduce_scatter_operator, resolve(group), tensor, sizes, how, async_op)
 
 
-def _operator(
-    ranks: Group, x: torch.Tensor, sizes: Sequence[int], dim: int, use_fp32: bool, async_op: bool
+def reduce_scatter_operator(
+    ranks: Group,
+    x: torch.Tensor,
+    sizes: Sequence[int],
+    dim: int,
+    use_fp32: bool,
+    async_op: bool,
+    name: str = "reduce_scatter_v",
 ) -> ReduceScatterV:
-    with checking("reduce_scatter_v", ranks, use_fp32=use_fp32, async_op=async_op) as where:
+    """Return the operator of a call; errors have the `name` of the called function."""
+    with checking(name, ranks, use_fp32=use_fp32, async_op=async_op) as where:
         checked_summable(x, where, use_fp32)
         return ReduceScatterV(ranks, *checked_whole(x, sizes, dim, ranks, where), use_fp32)

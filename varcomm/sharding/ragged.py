@@ -117,13 +117,13 @@ class RaggedSpec:
                 raise ArgumentError(f"sharded must be a Sharded tensor; got {kind}.")
             return _run_of(sharded)
 
-        def told(found: tuple[int, int]) -> Any:
+        def described(found: tuple[int, int]) -> Any:
             return {"the shape": tuple(sharded.shape), "the dtype": str(sharded.dtype)}, found
 
-        _, all_told = agree_and_share(what, run, told, ranks)
-        require_equal(what, [words for words, _ in all_told])
+        _, shared = agree_and_share(what, run, described, ranks)
+        require_equal(what, [words for words, _ in shared])
         shape, end = tuple(sharded.shape), 0
-        for rank, (_, (start, length)) in enumerate(all_told):
+        for rank, (_, (start, length)) in enumerate(shared):
             if length and start != end:
                 raise ArgumentError(
                     f"{what}: rank {rank} has elements from {start} on, and the ranks before have "
@@ -135,7 +135,7 @@ class RaggedSpec:
                 f"{what}: ranks have {end} of the {prod(shape)} elements of a tensor of shape "
                 f"{shape}."
             )
-        lengths = [length for _, (_, length) in all_told]
+        lengths = [length for _, (_, length) in shared]
         common, number = gcd(*lengths), len(shape)
         if not common:  # no elements
             return cls.of(shape, range(number), [0] * ranks.size, group)
@@ -202,12 +202,18 @@ class RaggedSpec:
         torch.Tensor
             This rank's part of `target`, of its `local_shape`.
         """
-        flat = self._flat(local, "RaggedSpec.redistribute")
-        if (target.shape, target.group) != (self.shape, self.group):
-            raise ArgumentError(
-                f"RaggedSpec.redistribute: target must have shape {self.shape} and the same group; "
-                f"got {target}."
-            )
+        what = "RaggedSpec.redistribute"
+        flat = self._flat(local, what)
+        with checking(what, self.group) as where:
+            if not isinstance(target, RaggedSpec):
+                raise ArgumentError(
+                    f"{where}target must be a RaggedSpec; got {target!r}. Make it with "
+                    "RaggedSpec.of(shape, dims, local_units, group)."
+                )
+            if (target.shape, target.group) != (self.shape, self.group):
+                raise ArgumentError(
+                    f"{where}target must have shape {self.shape} and the same group; got {target}."
+                )
         rank, before, after = self.group.rank, self.sizes, target.sizes
         send = [_common(before.range(rank), after.range(peer)) for peer in range(len(after))]
         recv = [_common(before.range(peer), after.range(rank)) for peer in range(len(after))]

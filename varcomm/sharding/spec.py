@@ -11,6 +11,7 @@ import torch
 from varcomm.errors import ArgumentError, GroupError
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.checks import checked_tensor
+from varcomm.ops.gather_v import gather_v
 from varcomm.ops.operator import checking
 from varcomm.sizes import ShardSizes, checked_dim, checked_sizes, exact_int
 from varcomm.transport.group import Group, GroupLike, resolve
@@ -108,12 +109,19 @@ class ShardSpec:
         ranges = self.ranges(self.group.rank)
         return torch.cat([whole.narrow(self.dim, a, b - a) for a, b in ranges], self.dim)
 
-    def gather(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the full tensor on every rank by one all-gather; collective, differentiable."""
+    def gather(self, local: torch.Tensor, dst: int | None = None) -> torch.Tensor:
+        """Return the full tensor on every rank, or on rank `dst`; collective, differentiable.
+
+        Other ranks than `dst` get zero rows, as from :func:`varcomm.gather_v`.
+        """
         with checking("ShardSpec.gather", self.group):
             self.check_local(local)
-        whole = all_gather_v(local, self.sizes, self.dim, group=self.group.process_group)
-        return self.ordered(whole, self.dim)
+        pg = self.group.process_group
+        if dst is None:
+            whole = all_gather_v(local, self.sizes, self.dim, group=pg)
+        else:
+            whole = gather_v(local, self.sizes, self.dim, dst, group=pg)
+        return self.ordered(whole, self.dim) if dst in (None, self.group.rank) else whole
 
     def ordered(self, by_rank: torch.Tensor, dim: int) -> torch.Tensor:
         """Reorder rows along `dim` from rank by rank to block by block."""

@@ -55,10 +55,10 @@ _STYLES = {
 # Models without a plan: `row of heads` are rows whose inputs are heads of another module, `bias of
 # heads` is a table with a column per head.
 _BERT = {
-    "*.attention.self.query": "column",
-    "*.attention.self.key": "column",
-    "*.attention.self.value": "column",
-    "*.attention.output.dense": "row of heads",
+    "*attention.self.query": "column",  # also crossattention
+    "*attention.self.key": "column",
+    "*attention.self.value": "column",
+    "*attention.output.dense": "row of heads",
     "*.intermediate.dense": "column",
     "*.layer.*[0-9].output.dense": "row",  # not crossattention.output
 }

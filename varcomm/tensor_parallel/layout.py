@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any, ClassVar, Self
 
@@ -47,9 +48,9 @@ def agreed(
         found = {name: repr(value) for name, value in checked.items()}
         return found, None if of_first is None else of_first()
 
-    checked, told = agree_and_share(what, arguments, described, group)
-    require_equal(what, [given for given, _ in told])
-    return dict(checked), told[0][1]
+    checked, shared = agree_and_share(what, arguments, described, group)
+    require_equal(what, [given for given, _ in shared])
+    return dict(checked), shared[0][1]
 
 
 def checked_number(
@@ -67,8 +68,33 @@ def checked_choice(value: object, name: str, where: str, choices: Sequence[objec
         raise ArgumentError(f"{where}{name} must be {allowed}; got {value!r}.")
 
 
+def _entries(layer: nn.Module, key: str) -> list[Any]:
+    """Return the entries of a dictionary of a layer, such as hooks, except those of this module."""
+    found = vars(layer).get(key) or {}
+    return [each for each in found.values() if not isinstance(each, FeatureCheck)]
+
+
 def random_seed() -> int:
     return int(torch.randint(2**63 - 1, (), device="cpu"))
+
+
+@dataclass(frozen=True)
+class FeatureCheck:
+    """Pre-hook of a plain linear layer in a sharded model: refuse this rank's part of features."""
+
+    name: str  # of the layer
+    widths: frozenset[int]  # of this rank's outputs of layers that have as many features
+
+    def __call__(self, layer: nn.Linear, args: tuple[Any, ...]) -> None:
+        x = args[0] if args else None
+        width = x.shape[-1] if isinstance(x, Tensor) and x.dim() else None
+        if width != layer.in_features and width in self.widths:
+            raise ArgumentError(
+                f"{self.name!r} is not sharded and has {layer.in_features} inputs; got {width}, "
+                "this rank's outputs of a column-parallel layer. Add "
+                f"{self.name!r}: 'row' to the plan, or plan the column-parallel layer as "
+                "functools.partial(ColumnParallelLinear.from_linear, gather_output=True)."
+            )
 
 
 class MarkedModule(nn.Module):
@@ -203,7 +229,7 @@ class ShardedModule(MarkedModule):
                 raise ArgumentError(f"{word} must be a torch.nn.{kind.__name__}; got {got}.")
             # dictionaries that are empty in a plain layer, as those of hooks are
             plain = vars(kind(1, 1, device="meta"))
-            lost = [key for key, usual in plain.items() if usual == {} and vars(layer).get(key)]
+            lost = [key for key, usual in plain.items() if usual == {} and _entries(layer, key)]
             if lost or parametrize.is_parametrized(layer) or type(layer).forward != kind.forward:
                 raise ArgumentError(
                     f"{word}, of class {type(layer).__name__}, has hooks, other state ({lost}), a "

@@ -501,6 +501,13 @@ class RowParallelLinear(_ParallelLinear):
         if not self.input_is_parallel:
             x = self.spec.by_rank(x, -1)
             x = scatter_to_tensor_model_parallel_region(x, self.spec.sizes, -1, pg)
+        elif x.shape[-1:] == (self.in_features,) != (self.spec.local,):
+            with checking("RowParallelLinear", self.group) as where:
+                raise ArgumentError(
+                    f"{where}x has all {self.in_features} features; this rank has "
+                    f"{self.spec.local} of them ({self.spec.sizes}). Pass the outputs of a "
+                    "column-parallel layer, or make this layer with input_is_parallel=False."
+                )
         return row_parallel_linear(
             x,
             self.weight,

@@ -15,12 +15,12 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from varcomm.errors import ArgumentError
-from varcomm.ops.all_gather_v import AllGatherV, ReduceScatterV
-from varcomm.ops.all_to_all_v import AllToAllV, TransposeV
+from varcomm.ops.all_gather_v import all_gather_operator
+from varcomm.ops.all_to_all_v import all_to_all_operator, transpose_operator
 from varcomm.ops.checks import checked_shard, checked_tensor, checked_whole
 from varcomm.ops.compilation import uncompiled
 from varcomm.ops.operator import Operator, apply, checking
+from varcomm.ops.reduce_scatter_v import reduce_scatter_operator
 from varcomm.ops.reduction import checked_summable
 from varcomm.ops.replicated import ReplicatedGather, ReplicatedShard, ReplicatedSum, ReplicatedUse
 from varcomm.sizes import ShardSizes, checked_dim, checked_sizes
@@ -343,15 +343,9 @@ def all_to_all(
     sends = _whole_sizes(name, tensor, input_split_sizes, dim, ranks)
     if output_split_sizes is None:
         output_split_sizes = _asked_counts(name, sends, ranks)
-    with checking(name, ranks) as where:
-        sends, dim = checked_whole(tensor, sends, dim, ranks, where, "input_split_sizes")
-        receives = checked_sizes(output_split_sizes, "output_split_sizes", ranks.size, where)
-        if sends[ranks.rank] != receives[ranks.rank]:
-            raise ArgumentError(
-                f"{where}this rank sends {sends[ranks.rank]} rows to itself (input_split_sizes), "
-                f"but expects {receives[ranks.rank]} from itself (output_split_sizes)."
-            )
-    return apply(AllToAllV(ranks, dim, sends, dim, receives), tensor)
+    words = "input_split_sizes", "output_split_sizes"
+    how = sends, output_split_sizes, dim
+    return apply(all_to_all_operator(ranks, tensor, *how, name=name, words=words), tensor)
 
 
 @_documented
@@ -378,9 +372,9 @@ def all_to_all_sp2hp(
     name, ranks = "all_to_all_sp2hp", resolve(group)
     rows = shard_sizes(name, tensor, sequence_sizes, 0, ranks, "sequence_sizes")
     columns = _whole_sizes(name, tensor, hidden_sizes, -1, ranks)
-    return _transposed(
-        name, tensor, (-1, columns, "hidden_sizes"), (0, rows, "sequence_sizes"), ranks
-    )
+    words = "hidden_sizes", "sequence_sizes"
+    how = (-1, columns), (0, rows)
+    return apply(transpose_operator(ranks, tensor, *how, name=name, words=words), tensor)
 
 
 @_documented
@@ -407,9 +401,9 @@ def all_to_all_hp2sp(
     name, ranks = "all_to_all_hp2sp", resolve(group)
     columns = shard_sizes(name, tensor, hidden_sizes, -1, ranks, "hidden_sizes")
     rows = _whole_sizes(name, tensor, sequence_sizes, 0, ranks)
-    return _transposed(
-        name, tensor, (0, rows, "sequence_sizes"), (-1, columns, "hidden_sizes"), ranks
-    )
+    words = "sequence_sizes", "hidden_sizes"
+    how = (0, rows), (-1, columns)
+    return apply(transpose_operator(ranks, tensor, *how, name=name, words=words), tensor)
 
 
 @_documented
@@ -585,9 +579,7 @@ def _all_gathered(
 ) -> Tensor:
     ranks = resolve(group)
     sizes = shard_sizes(name, tensor, sizes, dim, ranks)
-    with checking(name, ranks, use_fp32=use_fp32) as where:
-        plain = checked_shard(tensor, sizes, dim, ranks, where)
-    return apply(AllGatherV(ranks, *plain, use_fp32), tensor)
+    return apply(all_gather_operator(ranks, tensor, sizes, dim, use_fp32, False, name), tensor)
 
 
 def _reduce_scattered(
@@ -600,27 +592,8 @@ def _reduce_scattered(
 ) -> Tensor:
     ranks = resolve(group)
     sizes = _whole_sizes(name, tensor, sizes, dim, ranks)
-    with checking(name, ranks, use_fp32=use_fp32) as where:
-        checked_summable(tensor, where, use_fp32)
-        plain = checked_whole(tensor, sizes, dim, ranks, where)
-    return apply(ReduceScatterV(ranks, *plain, use_fp32), tensor)
-
-
-def _transposed(
-    name: str,
-    tensor: Tensor,
-    split: tuple[int, Sequence[int], str],
-    concat: tuple[int, Sequence[int], str],
-    ranks: Group,
-) -> Tensor:
-    """Split one of the first and the last dimension over ranks, and gather the other."""
-    (dim, sizes, what), (other, others, of_other) = split, concat
-    with checking(name, ranks) as where:
-        splits = checked_whole(tensor, sizes, dim, ranks, where, what)
-        concats = checked_shard(tensor, others, other, ranks, where, of_other)
-        if tensor.dim() < 2:
-            raise ArgumentError(f"{where}the tensor must have at least two dimensions; it has one.")
-    return apply(TransposeV(ranks, splits[1], splits[0], concats[1], concats[0]), tensor)
+    how = sizes, dim, use_fp32
+    return apply(reduce_scatter_operator(ranks, tensor, *how, False, name), tensor)
 
 
 def _scattered(

@@ -16,7 +16,7 @@ from varcomm.ops.digest import digest
 from varcomm.sharding import shard_spec
 from varcomm.tensor_parallel.embedding import VocabParallelEmbedding
 from varcomm.tensor_parallel.families import Family, head_dim, is_projection, needs_sum
-from varcomm.tensor_parallel.layout import agreed
+from varcomm.tensor_parallel.layout import FeatureCheck, agreed
 from varcomm.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from varcomm.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from varcomm.tensor_parallel.pretrained import guard, has_causal_loss, refuse_dropout
@@ -99,7 +99,8 @@ def parallelize(
     Without a plan, a forward in training with dropout is refused: ranks would draw other numbers.
     ``generate`` with ``do_sample=True`` needs the same seed on all ranks.
 
-    ``save_pretrained`` of a transformers model becomes collective and writes full tensors.
+    ``save_pretrained`` of a transformers model becomes collective: all ranks call it, and the first
+    one writes full tensors.
     ``resize_token_embeddings`` and adapters (PEFT) are refused: use them before sharding.
 
     Communication: short messages with digests of plans and weights. No weight travels.
@@ -129,10 +130,10 @@ def parallelize(
         checked_flag(replicate_kv, "replicate_kv", "")
         checked_flag(gather_output, "gather_output", "")
         if plan is None and isinstance(module, nn.Module):
-            if sequence_sizes is not None:
+            if sequence_sizes is not None or sequence_dim != 0:
                 raise ArgumentError(
-                    "sequence_sizes need a plan: which modules run on parts of a sequence is not "
-                    "in a model's tp_plan. Pass plan."
+                    "sequence_sizes and sequence_dim need a plan: which modules run on parts of a "
+                    "sequence is not in a model's tp_plan. Pass plan."
                 )
             if not gather_output and not has_causal_loss(module):
                 raise ArgumentError(
@@ -166,6 +167,7 @@ def parallelize(
     def alike() -> dict[str, Any]:
         follow.update(_tied(module, made, followers))
         _check_heads(module, chosen, made)
+        _check_positions(module, made)
         return {"what modules become": [type(layer).__name__ for layer in made.values()]}
 
     agreed(_WHAT, alike, ranks)
@@ -179,6 +181,8 @@ def parallelize(
         module.get_submodule(parent).register_parameter(own, parameter)
     for one in family:
         one.finish()
+    if not family:
+        _check_features(module, made)
     guard(module)
     if family and ranks.size > 1:
         refuse_dropout(module)
@@ -217,6 +221,32 @@ def _check_heads(
                     f"{name!r} works on this rank's heads, so the gradients of its parameters are "
                     f"parts. Add {pattern!r}: 'sequence' to the plan, or pass no plan."
                 )
+
+
+def _check_positions(module: nn.Module, made: Mapping[int, nn.Module]) -> None:
+    """Raise ArgumentError if a transformers model would count positions in parts of a sequence."""
+    models: Any = ((n, m) for n, m in module.named_modules() if hasattr(m, "save_pretrained"))
+    for name, model in models:
+        table = getattr(model, "get_input_embeddings", lambda: None)()
+        if getattr(made.get(id(table)), "sequence_sizes", None) is not None:
+            raise ArgumentError(
+                f"{name or 'module'}, a {type(model).__name__}, counts positions from the rows of "
+                "its embedding, so with sequence_sizes every rank would start at 0. Leave out "
+                "sequence_sizes, which are for modules whose forward is written for parts."
+            )
+
+
+def _check_features(module: nn.Module, made: Mapping[int, nn.Module]) -> None:
+    """Let unsharded linear layers refuse this rank's outputs of column-parallel layers."""
+    columns = [new for new in made.values() if isinstance(new, ColumnParallelLinear)]
+    widths: dict[int, set[int]] = {}
+    for new in columns:
+        if not new.gather_output:
+            widths.setdefault(new.out_features, set()).add(new.spec.local)
+    for name, layer in module.named_modules():
+        if type(layer) is nn.Linear and layer.in_features in widths:
+            check = FeatureCheck(name, frozenset(widths[layer.in_features]))
+            layer.register_forward_pre_hook(check)
 
 
 def _chosen(module: Any, plan: Any) -> dict[str, tuple[nn.Module, str | Make]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from types import MethodType
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch.nn import functional
 
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops.digest import differing, digest
-from varcomm.ops.gather_v import gather_v
 from varcomm.sharding import shard_spec
+from varcomm.sharding.tied import named_tensors
 from varcomm.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from varcomm.tensor_parallel.linear import ColumnParallelLinear
 from varcomm.transport.agreement import agree, share
@@ -35,9 +36,8 @@ def guard(module: nn.Module) -> None:
     """
     models: Iterator[Any] = module.modules()
     for model in models:
-        if not hasattr(model, "save_pretrained") or "save_pretrained" in vars(model):
-            continue
-        if not any(shard_spec(parameter) for parameter in model.parameters()):
+        sharded = any(shard_spec(parameter) for parameter in model.parameters())
+        if not sharded or not hasattr(model, "save_pretrained"):
             continue
         methods: dict[str, Any] = {"save_pretrained": _save_pretrained}
         if hasattr(model, "generate"):
@@ -48,6 +48,9 @@ def guard(module: nn.Module) -> None:
             methods["generate"] = _refuse_to_generate
             if has_causal_loss(model):
                 model.loss_function = _CausalLoss(head)
+            else:
+                (name,) = (name for name, layer in model.named_modules() if layer is head)
+                model.register_forward_pre_hook(partial(_refuse_labels, name), with_kwargs=True)
         for name, method in methods.items():
             vars(model)[name] = MethodType(method, model)
 
@@ -61,41 +64,52 @@ def has_causal_loss(model: Any) -> bool:
 def refuse_dropout(module: nn.Module) -> None:
     """Refuse forwards with active dropout, which would draw other numbers on each rank.
 
-    Values are read in each forward, so that they can be changed after sharding.
+    Each module that reads a rate refuses, its own or that of a child, so that calls of inner
+    modules are refused too. Rates are read in each forward: they can be changed after sharding.
     """
-    places: list[tuple[str, str]] = []
+    model = type(module).__name__, getattr(module, "config", module)
     for name, layer in module.named_modules():
-        if isinstance(layer, _DROPOUTS):
-            places.append((name, "p"))
-        found = (key for key, value in vars(layer).items() if isinstance(value, float))
-        places += [(name, key) for key in found if _is_dropout(key)]
-    if places:
-        module.register_forward_pre_hook(partial(_check_dropout, places))
+        rates = [("", key) for key, rate in vars(layer).items() if isinstance(rate, float)]
+        places = [place for place in rates if _is_dropout(place[1])]
+        children = layer.named_children()
+        places += [(child, "p") for child, inner in children if isinstance(inner, _DROPOUTS)]
+        places += [("", "p")] * isinstance(layer, _DROPOUTS)
+        if places:
+            layer.register_forward_pre_hook(partial(_check_dropout, *model, name, places))
 
 
 def _is_dropout(name: str) -> bool:
     return any(word in name for word in ("dropout", "pdrop", "layerdrop"))
 
 
-def _check_dropout(places: Sequence[tuple[str, str]], model: Any, args: Any) -> None:
-    """Raise ArgumentError if dropout is active in one of the `places`: modules and attributes."""
-    if not model.training:
-        return
-    active = []
-    for name, key in places:
-        layer = model.get_submodule(name)
-        if layer.training and getattr(layer, key) > 0:
-            active.append(f"{name}.{key}" if name else key)
-    if not active:
-        return
-    config = vars(getattr(model, "config", model))
-    fields = [k for k, v in config.items() if _is_dropout(k) and isinstance(v, float) and v > 0]
-    more = f" and {len(active) - 3} more" if len(active) > 3 else ""
-    raise ArgumentError(
-        f"{type(model).__name__} is sharded and trains with dropout ({', '.join(active[:3])}{more})"
-        ", for which each rank draws other numbers, so that replicated activations would differ. "
-        f"Set {', '.join(fields) or 'dropout'} to 0 in the config before you make the model."
-    )
+def _check_dropout(
+    model: str, config: Any, name: str, places: Sequence[tuple[str, str]], layer: Any, args: Any
+) -> None:
+    """Raise ArgumentError if dropout is active in one of the `places`: children and attributes."""
+    for child, key in places:
+        owner = getattr(layer, child) if child else layer
+        if not owner.training or getattr(owner, key) <= 0:
+            continue
+        rates = vars(config).items()
+        fields = [k for k, v in rates if _is_dropout(k) and isinstance(v, float) and v > 0]
+        place = ".".join(word for word in (name, child, key) if word)
+        raise ArgumentError(
+            f"{model} is sharded and trains with dropout ({place}), for which each rank draws "
+            "other numbers, so that replicated activations would differ. Set "
+            f"{', '.join(fields) or 'dropout'} to 0 in the config before you make the model."
+        )
+
+
+def _refuse_labels(name: str, model: Any, args: Any, kwargs: Any) -> None:
+    """Refuse labels of a model that computes its loss from the logits of all ids."""
+    given = signature(type(model).forward).bind_partial(model, *args, **kwargs).arguments
+    if given.get("labels") is not None:
+        raise ArgumentError(
+            f"{type(model).__name__}: labels would be compared with the logits of this rank's ids, "
+            f"because the plan shards the head {name!r}. Plan it as functools.partial("
+            "ColumnParallelLinear.from_linear, gather_output=True), or leave out labels and pass "
+            "the logits to vocab_parallel_cross_entropy."
+        )
 
 
 def _save_pretrained(
@@ -105,16 +119,14 @@ def _save_pretrained(
 
     With ``is_main_process=False`` this rank takes part and writes nothing.
     """
-    sharded = {n: p for n, p in self.state_dict(keep_vars=True).items() if shard_spec(p)}
-    specs = {name: shard_spec(p) for name, p in sharded.items()}
-    groups = [spec.group for spec in specs.values() if spec is not None]
-    group, main = groups[0], options.pop("is_main_process", True)
-    writes = main and all(one.rank == 0 for one in groups)
+    sharded = [(p, s, names) for p, names in named_tensors(self) if (s := shard_spec(p))]
+    group, main = sharded[0][1].group, options.pop("is_main_process", True)
+    writes = main and all(spec.group.rank == 0 for _, spec, _ in sharded)
 
     def check() -> None:
-        for name, spec in specs.items():
+        for name, spec in ((name, spec) for _, spec, names in sharded for name in names):
             given = None if state_dict is None else state_dict.get(name)
-            if spec is not None and given is not None and given.shape[spec.dim] != spec.total:
+            if given is not None and given.shape[spec.dim] != spec.total:
                 raise ArgumentError(
                     f"state_dict[{name!r}] has shape {tuple(given.shape)}, this rank's part of "
                     f"{spec.total} rows along dim {spec.dim}. Leave out state_dict."
@@ -123,27 +135,15 @@ def _save_pretrained(
     agree("save_pretrained", check, group)
     whole = dict(self.state_dict() if state_dict is None else state_dict)
     if state_dict is None:
-        found: dict[int, Tensor] = {}  # parameters with several names, once
-        for name, parameter in sharded.items():
-            if id(parameter) not in found:
-                found[id(parameter)] = _whole(parameter)
-            whole[name] = found[id(parameter)]
+        for parameter, spec, names in sharded:
+            gathered = spec.gather(parameter.detach(), dst=0)
+            whole |= dict.fromkeys(names, gathered.cpu() if spec.group.rank == 0 else gathered)
 
     def write() -> None:
         if writes:
             type(self).save_pretrained(self, save_directory, state_dict=whole, **options)
 
     agree("save_pretrained", write, group)
-
-
-@torch.no_grad()
-def _whole(parameter: Tensor) -> Tensor:
-    """Return a full parameter on the CPU of the first rank, and no rows on others."""
-    spec = shard_spec(parameter)
-    assert spec is not None
-    pg = spec.group.process_group
-    gathered = gather_v(parameter.detach(), spec.sizes, spec.dim, group=pg)
-    return spec.ordered(gathered, spec.dim).cpu() if spec.group.rank == 0 else gathered
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,10 @@ from varcomm.errors import ArgumentError
 from varcomm.graph.files.cell_lists import CellLists
 from varcomm.graph.files.mesh import Mesh, cell_lists
 from varcomm.graph.files.ragged import Ragged
-from varcomm.graph.files.vtu import Piece, stored, write_collection, write_index, write_piece
+from varcomm.graph.files.vtu import Piece, VtuSeries, stored
+from varcomm.graph.files.xdmf import XdmfSeries
 from varcomm.graph.partitioned_graph import PartitionedGraph
+from varcomm.graph.rows.sources import writing
 from varcomm.graph.shard import described
 from varcomm.ops.gather_v import scatter_v
 from varcomm.plan.exchange_plan import ExchangePlan
@@ -27,6 +31,12 @@ Array = np.ndarray[Any, Any]
 
 _MAKE, _WRITE = "MeshWriter", "MeshWriter.write"
 
+Series = VtuSeries | XdmfSeries
+_FORMATS: dict[str, Callable[[Path, int, Piece], Series]] = {
+    ".pvd": VtuSeries,
+    ".xdmf": XdmfSeries,
+}
+
 
 class MeshWriter:
     """Write results for ParaView as a series in time; every rank writes its own piece.
@@ -36,9 +46,12 @@ class MeshWriter:
     Parameters
     ----------
     path : path
-        The file of the series, ``.pvd``, which ParaView opens; its folder must exist. Beside it, a
-        folder of the same name has an index ``00000.pvtu`` per step, and a file
-        ``00000_<rank>.vtu`` per step and rank that has cells.
+        The file of the series, which ParaView opens; its folder must exist. Beside it, a folder of
+        the same name has the pieces of ranks that have cells:
+
+        - ``.pvd``: ``00000_<rank>.vtu`` per step, and an index ``00000.pvtu``.
+        - ``.xdmf``: ``00000_<rank>.h5`` per step with the fields, and ``mesh_<rank>.h5``, which has
+          the cells once.
     graph : PartitionedGraph
         The partitioned ``mesh.data``.
     mesh : Mesh, optional
@@ -47,8 +60,12 @@ class MeshWriter:
     Raises
     ------
     ArgumentError
-        On every rank, if `path` cannot be written, or `mesh` has another number of nodes than
-        `graph`.
+        On every rank, if `path` has another suffix or cannot be written, or `mesh` has another
+        number of nodes than `graph`.
+    DisagreementError
+        On every rank, if the name of `path` differs across ranks.
+    MissingPackageError
+        On every rank, if h5py is needed and not installed.
 
     See Also
     --------
@@ -83,17 +100,24 @@ class MeshWriter:
     def __init__(
         self, path: str | os.PathLike[str], graph: PartitionedGraph, mesh: Mesh | None = None
     ) -> None:
-        self._path, self._graph, group = Path(path), graph, graph.group
-        self._steps: list[tuple[float, str]] = []
+        if not isinstance(graph, PartitionedGraph):
+            raise ArgumentError(f"graph must be a PartitionedGraph; got {described(graph)}.")
+        self._graph, self._count, group = graph, 0, graph.group
         pg, ranks, device = group.process_group, group.size, group.device()
-        nodes = agree(_MAKE, lambda: graph.nodes, group)
+        nodes, where = agree(_MAKE, lambda: (graph.nodes, _checked_path(path)), group)
+        compare(group, {"operation": _MAKE, "path": where.name})
         mine = torch.full((nodes.num_owned,), group.rank, device=device)
         owner = graph.gather(mine, dst=0).cpu().numpy()
 
-        def cut() -> tuple[list[int], list[int], bool, list[Array], list[Array]]:
+        def cut() -> tuple[list[int], bool, list[Array]]:
             if group.rank:
-                return [], [], False, [], []
-            self._prepare()
+                return [], False, []
+            with writing(where):
+                if not where.parent.is_dir():
+                    raise ArgumentError(
+                        f"there is no folder {where.parent}. Create it or pass another path."
+                    )
+                where.with_suffix("").mkdir(exist_ok=True)
             if not isinstance(mesh, Mesh) or mesh.data.num_nodes != graph.num_nodes:
                 got = f"a mesh of {mesh.data.num_nodes}" if isinstance(mesh, Mesh) else repr(mesh)
                 raise ArgumentError(
@@ -104,25 +128,23 @@ class MeshWriter:
             lists = cell_lists(mesh)
             order = None if of_cells else np.argsort(owner, kind="stable")
             pieces = [_packed(lists, owner, rank, order) for rank in range(ranks)]
-            lengths, sizes = ([len(piece[k]) for piece in pieces] for k in (0, 1))
-            return lengths, sizes, of_cells, [p[0] for p in pieces], [p[1] for p in pieces]
+            return [len(piece) for piece in pieces], of_cells, pieces
 
-        found, shared = agree_and_share(_MAKE, cut, lambda value: [*value[:3]], group)
-        lengths, sizes, self._of_cells = shared[0]
-        whole = [
-            torch.from_numpy(np.concatenate(parts)).to(device) if parts else None
-            for parts in found[3:]
-        ]
+        found, shared = agree_and_share(_MAKE, cut, lambda value: [*value[:2]], group)
+        lengths, self._of_cells = shared[0]
+        whole = torch.from_numpy(np.concatenate(found[2])).to(device) if found[2] else None
         del found
-        numbers = scatter_v(whole[0], lengths, src=0, group=pg).cpu().numpy()
-        places = scatter_v(whole[1], sizes, src=0, group=pg).cpu().numpy()
-        self._piece, needed = _unpacked(numbers, places)
+        piece, needed = _unpacked(scatter_v(whole, lengths, src=0, group=pg).cpu().numpy())
         self._plan: ExchangePlan | None = None
         if not self._of_cells:
             rows = torch.from_numpy(needed).to(device)
             self._plan = ExchangePlan.from_needed(rows, graph.node_sizes, pg)
-        self._writes = len(self._piece.points) > 0
-        self._names = [_piece_name(rank) for rank in range(ranks) if sizes[rank]]
+        make = _FORMATS[where.suffix.lower()]
+        series, outlines = agree_and_share(
+            _MAKE, lambda: make(where, group.rank, piece), lambda series: series.outline, group
+        )
+        self._series, series.outlines = series, outlines
+        self._where = where
 
     def write(self, time: float | None = None, /, **fields: Any) -> None:
         """Write the values of one time; collective.
@@ -145,7 +167,7 @@ class MeshWriter:
         group = self._graph.group
 
         def check() -> tuple[float, dict[str, Array]]:
-            at = float(len(self._steps) if time is None else time)
+            at = float(self._count if time is None else time)
             if not math.isfinite(at):
                 raise ArgumentError(f"time must be finite; got {time!r}.")
             return at, {name: self._checked(name, value) for name, value in fields.items()}
@@ -157,45 +179,20 @@ class MeshWriter:
             for name in sorted(values):
                 own = torch.from_numpy(values[name]).to(group.device())
                 values[name] = self._plan(own).cpu().numpy()
-        step = f"{len(self._steps):05}"
-        folder = self._path.with_suffix("")
         at_points, at_cells = ({}, values) if self._of_cells else (values, {})
 
         def piece() -> None:
-            if self._writes:
-                where = folder / f"{step}{_piece_name(group.rank)}"
-                try:
-                    write_piece(where, self._piece, at_points, at_cells)
-                except OSError as error:
-                    raise ArgumentError(f"{where} cannot be written: {error}.") from error
+            with writing(self._where):
+                self._series.write(self._count, at_points, at_cells)
 
         def index() -> None:
             if group.rank == 0:
-                names = [f"{step}{name}" for name in self._names]
-                steps = [*self._steps, (at, f"{folder.name}/{step}.pvtu")]
-                where = folder / f"{step}.pvtu"
-                try:
-                    write_index(where, names, self._piece.points, at_points, at_cells)
-                    write_collection(self._path, steps)
-                except OSError as error:
-                    raise ArgumentError(f"{where} cannot be written: {error}.") from error
+                with writing(self._where):
+                    self._series.index(self._count, at, at_points, at_cells)
 
         agree(_WRITE, piece, group)
         agree(_WRITE, index, group)
-        self._steps.append((at, f"{folder.name}/{step}.pvtu"))
-
-    def _prepare(self) -> None:
-        """Make the folder of the pieces."""
-        if self._path.suffix.lower() != ".pvd":
-            raise ArgumentError(f"path must end in .pvd; got {os.fspath(self._path)!r}.")
-        if not self._path.parent.is_dir():
-            raise ArgumentError(
-                f"there is no folder {self._path.parent}. Create it or pass another path."
-            )
-        try:
-            self._path.with_suffix("").mkdir(exist_ok=True)
-        except OSError as error:
-            raise ArgumentError(f"{self._path} cannot be written: {error}.") from error
+        self._count += 1
 
     def _checked(self, name: str, value: Any) -> Array:
         rows, owned = stored(value), self._graph.num_owned
@@ -204,23 +201,26 @@ class MeshWriter:
                 f"{name} must be real numbers, one row for each of the {owned} owned nodes; got "
                 f"{described(value)}."
             )
+        self._series.check(name, rows)
         return rows
 
 
-def _piece_name(rank: int) -> str:
-    return f"_{rank}.vtu"
+def _checked_path(path: str | os.PathLike[str]) -> Path:
+    where = Path(path)
+    if where.suffix.lower() not in _FORMATS:
+        raise ArgumentError(f"path must end in .pvd or .xdmf; got {os.fspath(path)!r}.")
+    return where
 
 
-def _packed(lists: CellLists, owner: Array, rank: int, order: Array | None) -> tuple[Array, Array]:
-    """Return the piece of a rank as integers and as places of points.
+def _packed(lists: CellLists, owner: Array, rank: int, order: Array | None) -> Array:
+    """Return the piece of a rank, and the numbers of its points, as bytes.
 
-    If points are the nodes, `order` has their ids by owner, and the integers include the places of
-    this rank's points in `order`.
+    If points are the nodes, `order` has their ids by owner; a number is the place of a point in it.
     """
-    none = np.zeros(0, np.int64)
+    needed = np.zeros(0, np.int64)
     if order is None:
         rows = np.flatnonzero(owner == rank)
-        points, needed = np.unique(lists.corners.chosen(rows).values), none
+        points = np.unique(lists.corners.chosen(rows).values)
     else:
         first = lists.corners.values[lists.corners.ends - lists.corners.counts]
         rows = np.flatnonzero(owner[first] == rank)
@@ -229,25 +229,18 @@ def _packed(lists: CellLists, owner: Array, rank: int, order: Array | None) -> t
         needed = np.unique(number[lists.corners.chosen(rows).values])
         points = order[needed]
     piece = Piece.of(lists, rows, points)
-    faces = piece.faces
-    parts = [
-        piece.types,
-        piece.corners.ends,
-        piece.corners.values,
-        needed,
-        none if faces is None else faces.ends,
-        none if faces is None else faces.values,
-    ]
-    lengths = np.array([int(faces is not None), *map(len, parts)])
-    numbers = np.concatenate([lengths, *parts]).astype(np.int64)
-    return numbers, piece.points.reshape(-1)
+    arrays: dict[str, Any] = {"needed": needed, "points": piece.points, "types": piece.types}
+    arrays |= {"ends": piece.corners.ends, "corners": piece.corners.values}
+    if piece.faces is not None:
+        arrays |= {"face_ends": piece.faces.ends, "faces": piece.faces.values}
+    stream = io.BytesIO()
+    np.savez(stream, **arrays)
+    return np.frombuffer(stream.getvalue(), np.uint8)
 
 
-def _unpacked(numbers: Array, places: Array) -> tuple[Piece, Array]:
+def _unpacked(data: Array) -> tuple[Piece, Array]:
     """Return the piece, and the numbers of its points."""
-    has_faces, *lengths = numbers[:7].tolist()
-    ends = np.cumsum(lengths)[:-1]
-    types, corner_ends, corners, needed, face_ends, faces = np.split(numbers[7:], ends)
-    polyhedra = Ragged(face_ends, faces) if has_faces else None
-    points = places.reshape(-1, 3)
-    return Piece(points, types, Ragged(corner_ends, corners), polyhedra), needed
+    arrays = np.load(io.BytesIO(data.tobytes()))
+    corners = Ragged(arrays["ends"], arrays["corners"])
+    faces = Ragged(arrays["face_ends"], arrays["faces"]) if "faces" in arrays else None
+    return Piece(arrays["points"], arrays["types"], corners, faces), arrays["needed"]

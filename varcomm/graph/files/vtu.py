@@ -18,9 +18,10 @@ import torch
 from varcomm.graph.files.cell_lists import CellLists
 from varcomm.graph.files.ragged import Ragged
 
-__all__ = ["Piece", "stored", "write_collection", "write_index", "write_piece"]
+__all__ = ["Piece", "VtuSeries", "replace", "stored", "write_piece"]
 
 Array = np.ndarray[Any, Any]
+Fields = Mapping[str, Array]
 
 _NAMES = {"f": "Float", "i": "Int", "u": "UInt"}
 
@@ -102,34 +103,47 @@ def write_piece(
         file.write("</Piece>\n</UnstructuredGrid>\n</VTKFile>\n")
 
 
-def write_index(
-    path: Path,
-    pieces: Sequence[str],
-    points: Array,
-    point_data: Mapping[str, Array],
-    cell_data: Mapping[str, Array],
-) -> None:
-    """Write a PVTU file of pieces; of arrays, dtype and columns count."""
-    lines = [_head("PUnstructuredGrid", ' GhostLevel="0"')]
-    parts: dict[str, Mapping[str, Array]] = {
-        "PPointData": point_data,
-        "PCellData": cell_data,
-        "PPoints": {"Points": points},
-    }
-    for part, fields in parts.items():
-        arrays = [f"<PDataArray {_described(name, field)}/>\n" for name, field in fields.items()]
-        lines += [f"<{part}>\n", *arrays, f"</{part}>\n"]
-    lines += [f"<Piece Source={quoteattr(name)}/>\n" for name in pieces]
-    _replace(path, [*lines, "</PUnstructuredGrid>\n</VTKFile>\n"])
+class VtuSeries:
+    """A PVD file of times, an index PVTU for each, and a VTU file for each and each rank.
 
+    `outline` is whether this rank has a piece; `outlines` is that of all ranks.
+    """
 
-def write_collection(path: Path, steps: Sequence[tuple[float, str]]) -> None:
-    """Write a PVD file: a file for each time."""
-    lines = [
-        f'<DataSet timestep="{time!r}" group="" part="0" file={quoteattr(name)}/>\n'
-        for time, name in steps
-    ]
-    _replace(path, [_head("Collection"), *lines, "</Collection>\n</VTKFile>\n"])
+    def __init__(self, path: Path, rank: int, piece: Piece) -> None:
+        self._path, self._folder, self._rank = path, path.with_suffix(""), rank
+        self._piece, self.outline = piece, len(piece.points) > 0
+        self.outlines: Sequence[bool] = []
+        self._steps: list[str] = []
+
+    def check(self, name: str, values: Array) -> None:
+        """Accept any field."""
+
+    def write(self, step: int, point_data: Fields, cell_data: Fields) -> None:
+        """Write the piece of this rank."""
+        if self.outline:
+            path = self._folder / f"{step:05}_{self._rank}.vtu"
+            write_piece(path, self._piece, point_data, cell_data)
+
+    def index(self, step: int, time: float, point_data: Fields, cell_data: Fields) -> None:
+        """Write the index of a step and the series up to it; of arrays, dtype and columns count."""
+        lines = [_head("PUnstructuredGrid", ' GhostLevel="0"')]
+        parts = {
+            "PPointData": point_data,
+            "PCellData": cell_data,
+            "PPoints": {"Points": self._piece.points},
+        }
+        for part, fields in parts.items():
+            arrays = [f"<PDataArray {_described(name, v)}/>\n" for name, v in fields.items()]
+            lines += [f"<{part}>\n", *arrays, f"</{part}>\n"]
+        ranks = [rank for rank, has_piece in enumerate(self.outlines) if has_piece]
+        lines += [f'<Piece Source="{step:05}_{rank}.vtu"/>\n' for rank in ranks]
+        index = self._folder / f"{step:05}.pvtu"
+        replace(index, [*lines, "</PUnstructuredGrid>\n</VTKFile>\n"])
+        name = quoteattr(f"{self._folder.name}/{index.name}")
+        line = f'<DataSet timestep="{time!r}" group="" part="0" file={name}/>\n'
+        steps = [*self._steps, line]
+        replace(self._path, [_head("Collection"), *steps, "</Collection>\n</VTKFile>\n"])
+        self._steps = steps
 
 
 def _head(kind: str, more: str = "") -> str:
@@ -146,7 +160,7 @@ def _described(name: str, values: Array) -> str:
     return f'type="{kind}" Name={quoteattr(name)}{columns}'
 
 
-def _replace(path: Path, lines: Sequence[str]) -> None:
+def replace(path: Path, lines: Sequence[str]) -> None:
     """Write a file at once, so that a reader never sees half of it."""
     half = path.with_name(path.name + ".part")
     half.write_text("".join(lines), encoding="utf-8")

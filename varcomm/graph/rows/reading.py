@@ -19,6 +19,7 @@ from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
 from varcomm.graph.rows.sources import StoredArray
 from varcomm.graph.shard import NodeShard, described
 from varcomm.ops.digest import digest, require_equal
+from varcomm.plan.checks import checked_index
 from varcomm.transport.agreement import agree, agree_and_share, compare, debugging
 from varcomm.transport.group import Group
 
@@ -39,9 +40,9 @@ class Rows(Dataset[torch.Tensor]):
     are one request. A chunk of several samples is read once for consecutive samples. The partition
     decides how many chunks several ranks read: see the argument `chunk` of :func:`partition`.
 
-    Communication: a description of a few hundred bytes per rank when it is made. With
-    ``halo="exchange"``, per sample the halo's rows and one small message per rank to agree on read
-    errors, which are raised on all ranks; otherwise none.
+    Communication: a description of a few hundred bytes per rank when it is made, and the halo's
+    entries of `rows`. With ``halo="exchange"``, per sample the halo's rows and one small message
+    per rank to agree on read errors, which are raised on all ranks; otherwise none.
 
     In one process: ``torch.from_numpy(array[t])``.
 
@@ -64,6 +65,9 @@ class Rows(Dataset[torch.Tensor]):
         The type of edges that has the halo, in a graph with several types.
     axis : int
         The axis of the rows, such as -1 for (T, C, N). The first axis counts samples.
+    rows : torch.Tensor, optional
+        The row of the source for each owned node, (n,), of integers. None: the ids of the nodes.
+        Pass it if the source has further rows, such as cells of land, or another order.
     dtype : torch.dtype, optional
         The dtype of the tensors; None keeps the dtype of the source. Integers with
         ``scale_factor``, ``add_offset`` or ``_FillValue`` are unpacked to floats, with NaN for
@@ -82,8 +86,8 @@ class Rows(Dataset[torch.Tensor]):
     Raises
     ------
     ArgumentError
-        On every rank, if a source cannot be read, has another number of rows than the graph has
-        nodes, or does not hold numbers.
+        On every rank, if a source cannot be read or does not hold numbers, or if `rows` is invalid.
+        Without `rows`, also if the source has another number of rows than the graph has nodes.
     DisagreementError
         On every rank, if the sources of ranks have different shapes or dtypes.
     MissingPackageError
@@ -123,6 +127,7 @@ class Rows(Dataset[torch.Tensor]):
         halo: Literal["exchange", "read"] | None = None,
         edge_type: EdgeType = None,
         axis: int = 1,
+        rows: torch.Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         if not isinstance(graph, PartitionedGraph):
@@ -139,12 +144,19 @@ class Rows(Dataset[torch.Tensor]):
                 raise ArgumentError(f"edge_type must be one of {graph.edge_types}.")
             self._arrays = [StoredArray(source, name, axis) for name in names]
             self._row = _joined([array.row for array in self._arrays], dtype)
-            samples, count = self._arrays[0].shape[:2]
+            samples, count = self._arrays[0].shape[0], shard.sizes.total
             for array in self._arrays:
-                if array.shape[1] != shard.sizes.total:
+                if rows is not None:
+                    place = checked_index(rows, array.shape[1], "rows", f"rows of {array.name}")
+                    if len(place) != shard.num_owned:
+                        raise ArgumentError(
+                            f"rows must have the row of each of the {shard.num_owned} owned nodes; "
+                            f"got {len(place)}."
+                        )
+                elif array.shape[1] != count:
                     raise ArgumentError(
                         f"{array.name} has {array.shape[1]} rows along axis {axis}, and the graph "
-                        f"has {shard.sizes.total} nodes. Pass their axis, or another file."
+                        f"has {count} nodes. Pass their axis, another file, or rows=."
                     )
                 if array.shape[0] != samples:
                     raise ArgumentError(
@@ -157,6 +169,8 @@ class Rows(Dataset[torch.Tensor]):
         def outline(_: object) -> dict[str, object]:
             return {
                 "shape": list(self.shape),
+                "rows of the source": [array.shape[1] for array in self._arrays],
+                "rows=": rows is not None,
                 "dtype": str(self._row.dtype),
                 "halo": halo,
                 "variable": str(names),
@@ -166,13 +180,13 @@ class Rows(Dataset[torch.Tensor]):
         require_equal(_WHAT, outlines)
         # a chunk of all rows must not place all nodes on one rank
         chunks = (array.chunk for array in self._arrays if array.chunk < array.shape[1])
-        self.chunk = max(chunks, default=1)
+        self.chunk = max(chunks, default=1) if rows is None else 1
         self._device = shard.ids.gaps.device
         self._edges = edges if halo == "exchange" else None
         self._exchanges = halo == "exchange"
-        ids = shard.owned_ids
+        ids = shard.owned_ids if rows is None else rows.to(self._device, torch.int64)
         if edges is not None and halo == "read":
-            ids = torch.cat([ids, edges.halo_ids])
+            ids = torch.cat([ids, edges.halo_ids]) if rows is None else edges.rows_and_halo(ids)
         needed, place = ids.cpu().unique(return_inverse=True)
         in_order = bool((place == torch.arange(len(place))).all())
         self._place = None if in_order else place
@@ -273,8 +287,8 @@ class Rows(Dataset[torch.Tensor]):
         Raises
         ------
         ArgumentError
-            On every rank, for a sampler, a generator, a sample out of range, or worker processes
-            with ``halo="exchange"``.
+            On every rank, for an invalid batch size or seed, a sampler, a generator, a sample out
+            of range, or worker processes with ``halo="exchange"``.
         DisagreementError
             On every rank, if arguments differ across ranks.
         """
@@ -283,6 +297,9 @@ class Rows(Dataset[torch.Tensor]):
             raise ArgumentError(f"{what}: call it in the process that made the Rows.")
 
         def check() -> list[int]:
+            at_least(1, batch_size, "batch_size")
+            if exact_int(seed) is None:
+                raise ArgumentError(f"seed must be an integer; got {seed!r}.")
             for name in ("sampler", "batch_sampler", "generator"):
                 if options.get(name) is not None:
                     raise ArgumentError(

@@ -7,7 +7,8 @@ import struct
 import threading
 import warnings
 from base64 import b64decode
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -22,7 +23,7 @@ import torch
 from varcomm.errors import ArgumentError, MissingPackageError
 from varcomm.graph.shard import described
 
-__all__ = ["Array", "StoredArray", "package"]
+__all__ = ["Array", "StoredArray", "package", "writing"]
 
 Array = np.ndarray[Any, Any]
 
@@ -182,6 +183,18 @@ def package(name: str, use: str) -> Any:
         raise MissingPackageError(f"{use} needs {top}: pip install {top}.") from error
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise the error of any library as an ArgumentError that names the file."""
+    try:
+        yield
+    except (ArgumentError, MissingPackageError):
+        raise
+    except Exception as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ArgumentError(f"{path} cannot be written: {reason}.") from error
+
+
 def _opener(source: Any, variable: str | None) -> tuple[Callable[[], _Opened], str]:
     """Return the function that opens an array, for any process, and its name for messages."""
     if isinstance(source, str | os.PathLike):
@@ -251,8 +264,9 @@ def _zarr(path: str, variable: str | None) -> _Opened:
 def _of_zarr(array: Any) -> _Opened:
     attributes = dict(array.attrs)
     is_packed = "scale_factor" in attributes or "add_offset" in attributes
-    if is_packed and array.metadata.zarr_format == 2 and array.fill_value is not None:
-        # xarray writes _FillValue of zarr v2 as the fill value of the array
+    # xarray stores _FillValue of zarr v2 as the fill value; that of zarr itself is 0 by default
+    has_meaning = "_ARRAY_DIMENSIONS" in attributes or (is_packed and array.fill_value != 0)
+    if array.metadata.zarr_format == 2 and array.fill_value is not None and has_meaning:
         attributes.setdefault("_FillValue", array.fill_value)
     return _Opened(array, array.chunks, attributes)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -14,11 +13,11 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from varcomm.errors import ArgumentError, MissingPackageError, at_least, exact_int
+from varcomm.errors import ArgumentError, at_least, exact_int
 from varcomm.graph.directory import Directory
 from varcomm.graph.partitioned_graph import NodeType, PartitionedGraph
 from varcomm.graph.rows.reading import shard_of
-from varcomm.graph.rows.sources import Array, package
+from varcomm.graph.rows.sources import Array, package, writing
 from varcomm.graph.shard import NodeShard, described
 from varcomm.ops.digest import require_equal
 from varcomm.sizes import ShardSizes
@@ -40,6 +39,11 @@ class RowWriter:
 
     The file has its name once :meth:`close` has returned on every rank; until then it is
     ``<path>.part``. All methods are collective, and an error on one rank is raised on all ranks.
+
+    An exception of your own code inside the ``with`` block leaves it without communication, and the
+    file stays ``<path>.part``. If it ends the process of a rank, the next call on the other ranks
+    raises CommunicationError, which names the exception. If the rank catches it and continues, the
+    other ranks wait for the timeout of the group, or for that of :func:`varcomm.debug`.
 
     Communication: per sample, the rows whose chunks another rank writes, and two small messages per
     rank to agree on errors.
@@ -166,14 +170,14 @@ class RowWriter:
                 return None
             if self.path.exists():
                 raise ArgumentError(f"{self.path} exists. Remove it, or choose another path.")
-            with _writing(self._part):
+            with writing(self._part):
                 _remove(self._part)
                 return create(self._part, variable, self.shape, self.dtype, self._chunk, self._unit)
 
         offsets = share(_WHAT, first, self._group)
 
         def attach() -> _Flat | _Zarr:
-            with _writing(self._part):
+            with writing(self._part):
                 if self.path.suffix == ".zarr":
                     return _Zarr(self._part, variable)
                 return _Flat(self._part, offsets[0], self.shape[1])
@@ -236,7 +240,7 @@ class RowWriter:
         rows = self._plan(x.detach())[self._place].cpu().numpy()
 
         def store() -> None:
-            with _writing(self._part):
+            with writing(self._part):
                 if rows.size:
                     self._target.store(exact, self._first, np.ascontiguousarray(rows))
 
@@ -257,12 +261,12 @@ class RowWriter:
                     f"{len(missing)} of {self.shape[0]} samples were not written, such as "
                     f"{missing[0]}; the file stays {self._part}."
                 )
-            with _writing(self._part):
+            with writing(self._part):
                 self._target.close()
 
         def rename() -> None:
             if self._group.rank == 0:
-                with _writing(self.path):
+                with writing(self.path):
                     self._part.rename(self.path)
 
         agree(what, finish, self._group)
@@ -384,18 +388,6 @@ def _checked_dtype(dtype: Any, suffix: str) -> np.dtype[Any]:
     if suffix == ".nc" and (found.kind not in "iuf" or found == np.float16):
         raise ArgumentError(f"dtype={dtype} does not exist in NetCDF. Use another one, or .h5.")
     return found
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Raise the error of any library as an ArgumentError that names the file."""
-    try:
-        yield
-    except (ArgumentError, MissingPackageError):
-        raise
-    except Exception as error:
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise ArgumentError(f"{path} cannot be written: {reason}.") from error
 
 
 def _remove(part: Path) -> None:
