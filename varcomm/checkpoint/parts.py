@@ -74,7 +74,7 @@ class PerRank:
 
     See Also
     --------
-    save, load, Rows
+    save, load, RowsById
 
     Examples
     --------
