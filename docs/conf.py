@@ -17,14 +17,17 @@ copyright = author
 release = version = "0.1"
 
 extensions = [
+    "breakable_names",
     "docstrings",
     "glossary_links",
-    "math_as_mathml",
+    "math_as_svg",
     "myst_parser",
     "pages_from_outside",
+    "reference_tables",
     "search_words",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
@@ -42,6 +45,7 @@ myst_heading_anchors = 3
 autodoc_typehints = "none"  # docstrings have the types, in words
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
+autosummary_generate = False
 napoleon_google_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = False
@@ -53,7 +57,7 @@ html_css_files = ["varcomm.css"]
 html_show_copyright = False
 html_show_sphinx = False
 html_copy_source = False
-pygments_style = "friendly"
+pygments_style = "a11y-high-contrast-light"
 pygments_dark_style = "github-dark"
 # prompts and the results after them are not what one wants to paste
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
@@ -74,4 +78,4 @@ sphinx_gallery_conf = {
     "capture_repr": (),
 }
 
-html_math_renderer = "mathml"
+html_math_renderer = "svg"

@@ -24,16 +24,23 @@ RANKS_MEET = "ranks communicate outside the graph"
 HEAD = """\
 # Layers under torch.compile
 
-The table lists the result of `torch.compile(layer, fullgraph=True)` for a distributed layer, with
-torch {torch} and the backend `aot_eager`. In one graph, outputs and gradients equal those of the
-uncompiled layer, on two ranks in fp64 to 1e-12. Otherwise the graph breaks for the given reason;
-without `fullgraph=True` the layer runs in parts.
+The result of `torch.compile(layer, fullgraph=True)` for a distributed layer, with torch {torch} and
+the backend `aot_eager`, for each layer and options of the tests. Without `fullgraph=True`, a layer
+that breaks the graph runs in parts.
 
 `docs/make_compiled_layers.py` writes this page.
 
-| layer and options of the test | result |
+## Layers in one graph
+
+Outputs and gradients equal those of the uncompiled layer, on two ranks in fp64 to 1e-12.
+
+{whole}
+
+## Layers that break the graph
+
+| layer and options of the test | reason |
 | --- | --- |
-"""
+{rows}"""
 
 
 def outcome(layer, model, call, graph):
@@ -67,6 +74,21 @@ def compiled(rank, names):
     return verdicts
 
 
+def page(found: dict[str, str], version: str) -> str:
+    """Return the page of these verdicts."""
+    classes: dict[str, list[str]] = {}
+    for name, verdict in found.items():
+        if verdict == "one graph":
+            classes.setdefault(name.replace(",", "").split()[0], []).append(f"`{name}`")
+    whole = "\n".join(f"- {', '.join(names)}" for names in classes.values())
+    rows = "".join(
+        f"| {name} | {verdict.removeprefix('breaks: ')} |\n"
+        for name, verdict in found.items()
+        if verdict != "one graph"
+    )
+    return HEAD.format(torch=version, whole=whole, rows=rows)
+
+
 def main() -> None:
     """Write the page."""
     names, verdicts = [*LAYERS], []
@@ -74,8 +96,8 @@ def main() -> None:
         some, others = varcomm.launch(compiled, 2, names[first : first + AT_ONCE])
         pairs = zip(some, others, strict=True)
         verdicts += [max(pair, key=lambda verdict: verdict != "one graph") for pair in pairs]
-    rows = [f"| {name} | {told} |\n" for name, told in zip(names, verdicts, strict=True)]
-    PAGE.write_text(HEAD.format(torch=torch.__version__.partition("+")[0]) + "".join(rows))
+    found = dict(zip(names, verdicts, strict=True))
+    PAGE.write_text(page(found, torch.__version__.partition("+")[0]))
 
 
 if __name__ == "__main__":

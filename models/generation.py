@@ -64,6 +64,10 @@ def generate(
     FloatingPointError
         If logits are not finite.
 
+    See Also
+    --------
+    varcomm.models.GPT, varcomm.tensor_parallel.parallelize
+
     Notes
     -----
     Draws do not depend on the number of ranks, and logits do by rounding alone.

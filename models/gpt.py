@@ -143,6 +143,10 @@ class GPT(nn.Module):
     ArgumentError
         If heads do not divide as they have to, or a size is not positive; there may be no layers.
 
+    See Also
+    --------
+    varcomm.tensor_parallel.parallelize, varcomm.models.generation.generate
+
     Examples
     --------
     >>> import torch, varcomm

@@ -115,6 +115,10 @@ class GraphTransformer(nn.Module):
     ArgumentError
         If heads do not divide the features, or a size is not positive; there may be no blocks.
 
+    See Also
+    --------
+    MeshGraphNet, varcomm.graph.distribute
+
     References
     ----------
     .. [1] Y. Shi et al., "Masked label prediction: Unified message passing model for

@@ -105,6 +105,10 @@ class MeshGraphNet(nn.Module):
     ArgumentError
         If a size is not positive; there may be no blocks.
 
+    See Also
+    --------
+    EncodeProcessDecode, varcomm.graph.distribute
+
     References
     ----------
     .. [1] T. Pfaff et al., "Learning Mesh-Based Simulation with Graph Networks", ICLR 2021.

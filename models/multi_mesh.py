@@ -53,6 +53,10 @@ class EncodeProcessDecode(nn.Module):
     ArgumentError
         If a size is not positive; there may be no blocks.
 
+    See Also
+    --------
+    MeshGraphNet, varcomm.graph.distribute
+
     References
     ----------
     .. [1] R. Keisler, "Forecasting Global Weather with Graph Neural Networks", 2022.

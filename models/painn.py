@@ -169,6 +169,10 @@ class PaiNN(nn.Module):
     ArgumentError
         If a size or the cutoff is not positive; there may be no blocks.
 
+    See Also
+    --------
+    MeshGraphNet, varcomm.graph.distribute
+
     References
     ----------
     .. [1] K. Schuett et al., "Equivariant message passing for the prediction of tensorial

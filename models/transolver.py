@@ -120,6 +120,10 @@ class Transolver(nn.Module):
     ArgumentError
         If heads do not divide the features, or a size is not positive; there may be no blocks.
 
+    See Also
+    --------
+    PointCrossAttention, varcomm.graph.distribute
+
     References
     ----------
     .. [1] H. Wu et al., "Transolver: A fast transformer solver for PDEs on general geometries",
@@ -220,6 +224,10 @@ class PointCrossAttention(nn.Module):
         Features ``H`` of a query and of a point.
     num_heads : int
         Heads, a divisor of `hidden_channels`.
+
+    See Also
+    --------
+    Transolver, varcomm.graph.distribute
 
     Examples
     --------

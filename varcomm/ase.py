@@ -69,6 +69,10 @@ class Calculator(base.Calculator):
     LaunchError
         If a rank fails; a later calculation starts new ranks.
 
+    See Also
+    --------
+    varcomm.graph.partition, varcomm.graph.distribute
+
     Examples
     --------
     >>> import torch, varcomm

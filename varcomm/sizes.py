@@ -34,6 +34,15 @@ class ShardSizes(tuple[int, ...]):
     sizes : iterable of int
         Rows of rank 0, 1, ...
 
+    Raises
+    ------
+    ArgumentError
+        If a size is negative or is not an integer.
+
+    See Also
+    --------
+    ExchangePlan, all_gather_v
+
     Examples
     --------
     >>> sizes = ShardSizes([3, 0, 5])

@@ -1,22 +1,102 @@
-"""What docstrings, which are read in a terminal as well, need to be read as reStructuredText.
+"""Prepare docstrings, which are read in a terminal as well, as reStructuredText.
 
 Shapes have stars, as ``(n, *F)``: they are no emphasis. References are numbered from one in each
-docstring, and a page has many.
+docstring, and a page has many. Types of arguments and results become links, and the entry of a
+collective has its picture below the first line.
 """
 
 import re
+from functools import cache
+from pathlib import Path
 
 _STAR = re.compile(r"(``.*?``|`[^`]*`)|\*(?=[A-Z]\b)")
 _REFERENCE = re.compile(r"(?<=\[)(\d+)(?=\]_)|(?<=^\.\. \[)(\d+)(?=\])")
+_FIELD = re.compile(r"(Adjoint|Communication|In one process): ")
+_PICTURES = Path(__file__).parents[1] / "images" / "collectives"
+
+_TORCH = "https://docs.pytorch.org/docs/stable"
+_ELSEWHERE = {
+    "torch.Tensor": f"{_TORCH}/tensors.html",
+    "torch.nn.Module": f"{_TORCH}/generated/torch.nn.Module.html",
+    "torch.nn.Parameter": f"{_TORCH}/generated/torch.nn.parameter.Parameter.html",
+    "torch.optim.Optimizer": f"{_TORCH}/optim.html#torch.optim.Optimizer",
+    "torch.dtype": f"{_TORCH}/tensor_attributes.html#torch.dtype",
+    "torch.device": f"{_TORCH}/tensor_attributes.html#torch.device",
+    "ProcessGroup": f"{_TORCH}/distributed.html",
+    "DeviceMesh": f"{_TORCH}/distributed.html#torch.distributed.device_mesh.DeviceMesh",
+}
+_ELSEWHERE["Tensor"] = _ELSEWHERE["torch.Tensor"]
+_TYPE = re.compile(r"(?<![\w.`~])[A-Za-z][\w.]*")
+
+
+@cache
+def _own_types():
+    """Return the documented classes of varcomm by their names."""
+    found = {}
+    for page in (Path(__file__).parents[1] / "reference").glob("*.rst"):
+        text = page.read_text()
+        module = re.search(r"^\.\. currentmodule:: (\S+)$", text, re.MULTILINE)
+        for name in re.findall(r"^\.\. autoclass:: (\w+)$", text, re.MULTILINE):
+            found.setdefault(name, []).append(f"{module[1]}.{name}")
+    return found
+
+
+def _link(found, of):
+    """Return the type with a link; of classes of one name, that of the object's module."""
+    name = found[0]
+    own = _own_types().get(name, [])
+    near = [one for one in own if of.startswith(one.rpartition(".")[0] + ".")]
+    if near or len(own) == 1:
+        return f":py:class:`~{max(near or own, key=len)}`"
+    return f"`{name} <{_ELSEWHERE[name]}>`__" if name in _ELSEWHERE else name
+
+
+def _linked(lines, of):
+    """Yield the lines, with links in the types of arguments, attributes and results."""
+    section = ""
+    for place, line in enumerate(lines):
+        if place + 1 < len(lines) and re.fullmatch("-{3,}", lines[place + 1]):
+            section = line
+        elif line and not line.startswith((" ", "-", "`", "{")):
+            if section in ("Returns", "Yields"):
+                line = _TYPE.sub(lambda found: _link(found, of), line)
+            elif section in ("Parameters", "Attributes") and " : " in line:
+                name, kind = line.split(" : ", 1)
+                line = f"{name} : {_TYPE.sub(lambda found: _link(found, of), kind)}"
+        yield line
+
+
+def _paragraphs(lines):
+    """Yield the lines, with each field of the notes as a paragraph of its own."""
+    before = ""
+    for line in lines:
+        if before and not before.startswith("-") and _FIELD.match(line):
+            yield ""
+        yield line
+        before = line
+
+
+def _picture(name, lines):
+    """Return the directives that show the rows a collective moves."""
+    short = name.rpartition(".")[2]
+    if name != f"varcomm.{short}" or not (_PICTURES / f"{short}.svg").exists():
+        return []
+    found = [""]
+    for suffix, shown in (("", "only-light"), ("-dark", "only-dark")):
+        found += [f".. image:: /images/collectives/{short}{suffix}.svg", f"   :class: {shown}"]
+        found += [f"   :alt: Rows of three ranks before and after {short}. {lines[0]}", ""]
+    return found
 
 
 def prepare(app, what, name, obj, options, lines):
     label = re.sub(r"\W", "_", name)
+    lines[:] = _paragraphs(_linked(lines, name))
     for place, line in enumerate(lines):
         if line.lstrip().startswith((">>>", "...")):
             continue
         starred = _STAR.sub(lambda found: found[1] or r"\*", line)
         lines[place] = _REFERENCE.sub(lambda found: f"#{label}_{found[0]}", starred)
+    lines[1:1] = _picture(name, lines)
 
 
 def setup(app):

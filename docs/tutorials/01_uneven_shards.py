@@ -21,14 +21,18 @@ no MPI and no second processor: the ranks are processes on this machine.
 # :func:`varcomm.launch` starts them for a single run. Both call the function with the rank's number
 # and return a list with the result of each rank.
 
-import matplotlib.pyplot as plt
+import textwrap
+
 import torch
-from matplotlib.patches import Rectangle
 
 import varcomm as vc
 
 # sphinx_gallery_start_ignore
 # Drawing, which the page does not show.
+
+# isort: split
+import matplotlib.pyplot as plt
+from matplotlib.patches import Rectangle
 
 COLOURS = vc._figures.RANKS
 plt.rcParams |= vc._figures.style()
@@ -249,8 +253,10 @@ drawn = {
         follow, lambda rank, x: vc.reduce_scatter_v(x, SIZES), [(4, 1)] * 3
     ),
 }
+# sphinx_gallery_start_ignore
 draw(drawn)
 plt.show()
+# sphinx_gallery_end_ignore
 
 # %%
 # The backward of the left drawing is the forward of the right drawing, and the reverse. The two
@@ -274,9 +280,11 @@ pair = {
         follow, lambda rank, x: vc.scatter_v(x, SIZES, src=0), [(4, 1), None, None]
     ),
 }
+# sphinx_gallery_start_ignore
 draw(pair)
 plt.show()
 drawn |= pair
+# sphinx_gallery_end_ignore
 
 # %%
 # all_to_all_v and indexed_all_to_all_v
@@ -316,9 +324,11 @@ pair = {
     ),
     "indexed_all_to_all_v": ranks.run(follow, indexed, [(3, 1), (2, 1), (1, 1)]),
 }
+# sphinx_gallery_start_ignore
 draw(pair)
 plt.show()
 drawn |= pair
+# sphinx_gallery_end_ignore
 
 # %%
 # broadcast, reduce, all_reduce and shard_v
@@ -339,9 +349,11 @@ four = {
         follow, lambda rank, x: vc.shard_v(x, SIZES), [(4, 1)] * 3
     ),
 }
+# sphinx_gallery_start_ignore
 draw(four)
 plt.show()
 drawn |= four
+# sphinx_gallery_end_ignore
 
 # %%
 # Other dimensions and transpose_v
@@ -357,8 +369,10 @@ drawn["transpose_v"] = ranks.run(
     ),
     [(2, 4), (1, 4), (1, 4)],
 )
+# sphinx_gallery_start_ignore
 draw({"transpose_v": drawn["transpose_v"]}, columns=1)
 plt.show()
+# sphinx_gallery_end_ignore
 
 # %%
 # Test an adjoint
@@ -392,7 +406,7 @@ def prove(rank):
         return str(error)
 
 
-print(ranks.run(prove)[0])
+print(textwrap.fill(ranks.run(prove)[0], 84))
 
 # %%
 # Wrong use is an error
@@ -415,15 +429,17 @@ def disagree(rank):
 
 
 print(ranks.run(disagree)[0])
-ranks.close()
 
 # %%
 # All collectives in one figure
 # -----------------------------
 
+# sphinx_gallery_start_ignore
 overview = draw(drawn, columns=2)
 explain(overview)
 plt.show()
+# sphinx_gallery_end_ignore
+ranks.close()
 
 # %%
 # Summary

@@ -224,8 +224,8 @@ figure.legend(
 )
 axes[1].set_xlabel("point of the rod")
 axes[1].set_xlim(-0.5, SIZES.total - 0.5)
-# sphinx_gallery_end_ignore
 plt.show()
+# sphinx_gallery_end_ignore
 
 # %%
 # Messages and bytes

@@ -231,8 +231,8 @@ below.set(
 )
 below.set_yticks([1e-16, 1e-14, 1e-12, 1e-10])
 below.set_title("Difference from one process (zeros at the bottom)")
-# sphinx_gallery_end_ignore
 plt.show()
+# sphinx_gallery_end_ignore
 
 # %%
 # The losses differ by rounding, because ranks add the same numbers in another order. A bug that

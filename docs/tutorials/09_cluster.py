@@ -141,8 +141,8 @@ for rank, size, local, first, last in (
     ax.text(x + 0.46, 0.2, f"rows {first}-{last}", ha="center", va="center")
 ax.set(xlim=(-0.15, 4.4), ylim=(-0.15, 1.45))
 ax.axis("off")
-# sphinx_gallery_end_ignore
 plt.show()
+# sphinx_gallery_end_ignore
 
 # %%
 # MPI

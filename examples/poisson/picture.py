@@ -34,20 +34,21 @@ def draw(
     of_f, of_error = np.abs(f).max(), np.abs(error).max()
     share = 100 * np.sqrt(np.sum(error**2) / np.sum(true**2))
     with rc_context(figures.style()):
-        figure = Figure((figures.WIDTH, 9.6), layout="constrained")
+        figure = Figure((figures.WIDTH, 8.8), layout="constrained")
         panels = figure.subplots(3, 2).flat
         partition(next(panels), mesh, rank)
         for heading, values, limits, colours, label in (
-            ("Right-hand side, held out", f, (-of_f, of_f), "PuOr_r", "f"),
+            ("Right-hand side", f, (-of_f, of_f), "PuOr_r", "f"),
             ("Finite elements", true, (low, high), "viridis", "u"),
             ("Network", found, (low, high), "viridis", "u"),
-            (f"Error: {share:.1f} %", error, (-of_error, of_error), "RdBu_r", "difference in u"),
+            (f"Error: {share:.1f} %", error, (-of_error, of_error), "RdBu_r", "error"),
         ):
             panel = next(panels)
             image = panel.tricontourf(mesh, values, np.linspace(*limits, 21), cmap=colours)
             middle = sum(limits) / 2
             ticks = [limits[0], 0.0 if abs(middle) < 1e-12 else middle, limits[1]]
-            figure.colorbar(image, ax=panel, label=label, shrink=0.8, ticks=ticks, format="%.2g")
+            bar = figure.colorbar(image, ax=panel, shrink=0.75, ticks=ticks, format="%.2g")
+            bar.ax.set_title(label, pad=10)
             frame(panel, heading)
         compare(next(panels), solutions, predictions)
         figure.savefig(path)
@@ -62,7 +63,8 @@ def partition(panel: Axes, mesh: Triangulation, rank: np.ndarray) -> None:
     look = {"edgecolors": figures.PALE, "linewidth": 0.15, "vmin": 0, "vmax": ranks}
     panel.tripcolor(mesh, facecolors=owner, cmap=colours, **look)
     marks = [Patch(color=figures.RANKS[owner % 8], label=f"rank {owner}") for owner in range(ranks)]
-    panel.legend(handles=marks, loc="upper right", borderaxespad=0, handlelength=1)
+    # beside the notch
+    panel.legend(handles=marks, loc="lower left", bbox_to_anchor=(0.6, 0.6), handlelength=1)
     frame(panel, f"Mesh of {len(rank):,} nodes")
 
 
@@ -79,6 +81,7 @@ def compare(panel: Axes, solutions: np.ndarray, predictions: np.ndarray) -> None
     panel.bar(np.arange(1, len(errors) + 1), np.sort(errors), color=figures.RANKS[0])
     everything = 100 * np.sqrt(square.sum() / (solutions**2).sum())
     panel.axhline(everything, color=figures.INK, linewidth=1, linestyle="--")
-    panel.text(0.6, everything, f"all: {everything:.1f} %", va="bottom")
+    panel.text(0.6, everything + 1, f"all: {everything:.1f} %", va="bottom")
+    panel.set(xticks=[1, len(errors) // 2, len(errors)])
     panel.set(xlabel="held-out solution, sorted", ylabel="relative error (%)")
     panel.set_title(f"Errors of {len(errors)} solutions")

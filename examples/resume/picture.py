@@ -34,7 +34,7 @@ def draw(path: Path, alone: Run, runs: Sequence[Run]) -> None:
             )
             losses.axvline(following.start, color=INK, linewidth=0.8)
             losses.text(
-                *(following.start - 1, 0.88, "the checkpoint"),
+                *(following.start - 1, 0.03, "the checkpoint"),
                 transform=losses.get_xaxis_transform(),
                 ha="right",
             )

@@ -1,6 +1,7 @@
 """Each picture of a page exists, has words for those who do not see it, and room for its labels."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,10 @@ def test_pictures_are_wide_enough():
     """Twice the 720 pixels of a page: those drawn by a script of docs."""
     for name in ("command_line", "library", "library-dark", "partition"):
         assert imread(ROOT / "docs" / "images" / f"{name}.png").shape[1] == 1440, name
+
+
+def test_pictures_of_collectives_show_a_run(worlds):
+    drawn = runpy.run_path(str(ROOT / "docs" / "draw_collectives.py"))
+    expected = drawn["pictures"](lambda fn, *args: worlds.run(3, fn, *args))
+    found = {file.name: file.read_text() for file in drawn["FOLDER"].glob("*.svg")}
+    assert found == expected, "run: python docs/draw_collectives.py"

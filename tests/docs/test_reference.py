@@ -1,4 +1,4 @@
-"""Every public name is in the reference once; its docstring has arguments, results, an example."""
+"""Every public name is in the reference once; its docstring has all sections."""
 
 import importlib
 import inspect
@@ -25,9 +25,21 @@ FURTHER = {"varcomm.models.generation.generate"}
 MADE_BY_VARCOMM = {"varcomm.Handle", "varcomm.checkpoint.PendingSave"}
 # Classes with a group that they do not use for communication of their own.
 SILENT = {"varcomm.graph.EdgeShard", "varcomm.graph.NodeShard", "varcomm.sharding.ShardSpec"}
+# Words about the shape of a tensor: a shape, the things that its entries are, another entry.
+_WORDS = "shapes?|scalars?|sum|entry|entries|dimensions?|rows?|columns?|elements|numbers?|copy|as"
+SHAPE = re.compile(rf"\([\w*+\[\](), ]+\)|\b({_WORDS})\b|^ *`\w+`\.?$|^ *(As|Like)\b", re.MULTILINE)
+# Functions that no argument makes fail, and those that fail as torch does.
+CANNOT_FAIL = {
+    "varcomm.trace",
+    "varcomm.sharding.shard_spec",
+    "varcomm.simulate.coarsened",
+    "varcomm.simulate.scaling",
+    "varcomm.tensor_parallel.param_is_not_tensor_parallel_duplicate",
+    "varcomm.tensor_parallel.split_tensor_along_last_dim",
+}
 # Results of calls, whose examples show them; and functions that need a minute, or a file.
 WITHOUT_EXAMPLE = {
-    f"varcomm.graph.{name}" for name in ("Mesh", "NodeShard", "PartitionedGraph")
+    "varcomm.graph.Mesh",
 } | {
     f"varcomm.simulate.{name}"
     for name in (
@@ -79,7 +91,7 @@ def public():
 
 def sections(doc):
     """Return the sections of a docstring by their titles, and the text above them by None."""
-    parts = re.split(r"^(\w+)\n-{3,}$", inspect.cleandoc(doc), flags=re.MULTILINE)
+    parts = re.split(r"^(\w+(?: Also)?)\n-{3,}$", inspect.cleandoc(doc), flags=re.MULTILINE)
     return {None: parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
 
 
@@ -111,9 +123,40 @@ def line_problems(doc, *words):
             yield f"no {word}:"
 
 
+def shape_problems(of):
+    """Yield the tensors among arguments and results whose entry has no word about the shape."""
+    for title in ("Parameters", "Attributes", "Returns"):
+        for entry in re.split(r"^(?=\S)", of.get(title, ""), flags=re.MULTILINE):
+            kind, _, text = entry.partition("\n")
+            if "Tensor" in kind and not SHAPE.search(text):
+                yield f"no shape: {kind}"
+
+
+def see_also_problems(module, of):
+    """Yield what is wrong with the two to four names that a reader may look for instead."""
+    lines = of.get("See Also", "").split("\n")
+    names = [name for line in lines for name in re.split(r", ?", line.split(" : ")[0]) if name]
+    names = [name for name in names if not name.startswith(" ")]
+    if not 2 <= len(names) <= 4 or len({*names}) < len(names):
+        yield f"see also {names}"
+    for name in names:
+        path = (
+            name.split(".")
+            if name.startswith("varcomm.")
+            else [*module.split("."), *name.split(".")]
+        )
+        found = importlib.import_module(path[0])
+        for part in path[1:]:
+            found = getattr(found, part, None)
+        if found is None:
+            yield f"see also {name}, which does not exist"
+
+
 def problems(name, value):
     of, signature = sections(value.__doc__), inspect.signature(value)
     yield from summary_problems(value.__doc__)
+    yield from shape_problems(of)
+    yield from see_also_problems(name.rpartition(".")[0], of)
     if name not in MADE_BY_VARCOMM:
         yield from argument_problems(value)
     if (">>> " in of.get("Examples", "")) == (name in WITHOUT_EXAMPLE):
@@ -129,6 +172,8 @@ def problems(name, value):
                     found += argument_problems(function)
                 yield from (f"{method}: {problem}" for problem in found)
         return
+    if ("Raises" in of) == (name in CANNOT_FAIL):
+        yield "errors are missing, or not expected"
     gives = signature.return_annotation not in (None, "None", "Iterator[None]")
     if bool({"Returns", "Yields"} & of.keys()) != gives:
         yield "a result is missing, or not expected"

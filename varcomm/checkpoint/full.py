@@ -56,6 +56,10 @@ def full_state_dict(
         On every rank, if `model` or `dst` is wrong, if a tensor is on the meta device, if shards
         leave gaps or overlap, or if unsharded values differ between ranks.
 
+    See Also
+    --------
+    export, save
+
     Notes
     -----
     Tensors are gathered one after the other. Other ranks hold one further shard at most, and `dst`

@@ -68,6 +68,10 @@ def load(
         overwritten. Then nothing is changed. Also if an object refuses its state, after tensors
         have been overwritten.
 
+    See Also
+    --------
+    save, read, load_safetensors
+
     Notes
     -----
     Each rank verifies the digest of every P-th file, and reads only the elements that it needs.
@@ -142,6 +146,15 @@ def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
     -------
     dict
 
+    Raises
+    ------
+    ArgumentError
+        If there is no checkpoint, or if a file is missing, cut or altered.
+
+    See Also
+    --------
+    load, save
+
     Examples
     --------
     >>> import tempfile, torch
@@ -180,6 +193,16 @@ def export(
         The file to write, such as ``model.safetensors``. An earlier file is replaced.
     name : str, optional
         Write only the tensors below this name of the state, without it in their names.
+
+    Raises
+    ------
+    ArgumentError
+        If the checkpoint cannot be read, has no tensors of this name or of a dtype that safetensors
+        lacks, or if writing fails.
+
+    See Also
+    --------
+    save, load_safetensors, full_state_dict
 
     Examples
     --------

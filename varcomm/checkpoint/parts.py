@@ -38,6 +38,10 @@ class RowsById:
     total : int
         N, the rows of the full tensor.
 
+    See Also
+    --------
+    save, load, PerRank
+
     Examples
     --------
     >>> import torch
@@ -67,6 +71,10 @@ class PerRank:
     ----------
     value : object
         Any value of a state. Loading replaces a plain value.
+
+    See Also
+    --------
+    save, load, RowsById
 
     Examples
     --------

@@ -89,6 +89,10 @@ def save(
     DisagreementError
         On every rank, if values that must be identical differ; it names keys and ranks.
 
+    See Also
+    --------
+    load, export, PendingSave
+
     Notes
     -----
     Communication: 3 to 5 rounds of small messages. Rows travel once, to the rank that writes them.
@@ -146,6 +150,10 @@ class PendingSave:
 
     It finishes without further calls, on all ranks or on none; an interpreter that exits waits for
     it. An error is logged at once by the logger ``"varcomm"``.
+
+    See Also
+    --------
+    save, load
 
     Examples
     --------

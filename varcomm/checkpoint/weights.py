@@ -71,6 +71,10 @@ def load_safetensors(
         device is not in the state dict. Then nothing is changed. Also if a file has different
         values for two names that share a parameter; then parameters may have been overwritten.
 
+    See Also
+    --------
+    load, export, varcomm.tensor_parallel.parallelize
+
     Notes
     -----
     Values are converted to the dtype of the model: between fp16, bf16, fp32 and fp64 with rounding

@@ -19,6 +19,10 @@ class GlobalCount:
     Each rank's loss is a *sum* over its rows. With ``reduce=count``, the gradients are those of the
     mean over the rows of all ranks, whose number may change with every step.
 
+    See Also
+    --------
+    sum_gradients, sum_hook
+
     Notes
     -----
     Each rank calls :meth:`add` for each micro-batch, before gradients are summed, also if it has no

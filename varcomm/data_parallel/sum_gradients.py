@@ -57,6 +57,10 @@ def sum_gradients(
     DisagreementError
         Inside :func:`varcomm.debug`, on every rank, if parameters, values or arguments differ.
 
+    See Also
+    --------
+    sum_hook, GlobalCount, ShardedGradients
+
     Notes
     -----
     Communication: per bucket, ``2 (P - 1) / P`` of its bytes, and one number per parameter; up to

@@ -42,6 +42,16 @@ def sum_hook(state: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch
     torch.futures.Future
         Of the sum, in the shape and dtype of the bucket; done in the hook of the last bucket.
 
+    Raises
+    ------
+    ArgumentError
+        In backward, if a parameter has a gradient that was summed before and is not zero. The
+        ``DistributedDataParallel`` cannot be used any more.
+
+    See Also
+    --------
+    sum_gradients, GlobalCount
+
     Notes
     -----
     Run all micro-batches but the last in ``ddp.no_sync()``, and call ``zero_grad()`` before the

@@ -80,6 +80,10 @@ class EdgeShard(Numbering, Shard):
     counts : tuple of int
         The number of interior edges and of self loops.
 
+    See Also
+    --------
+    NodeShard, PartitionedGraph
+
     Examples
     --------
     Of a ring of six, rank 0 owns three nodes, and has a copy of the one before them.

@@ -59,6 +59,30 @@ class PartitionedGraph:
         Attributes of the graph as a whole.
     method : str
         The method that assigned the nodes.
+
+    See Also
+    --------
+    partition, from_edges, NodeShard, EdgeShard
+
+    Notes
+    -----
+    A value of nodes has shape ``(n, *F)``, of the halo ``(h, *F)``, of edges ``(E, *F)``, all of
+    this rank. Methods that communicate are collective: all ranks call them.
+
+    Examples
+    --------
+    Rank 1 owns nodes 2 and 3, and its halo is node 1, the source of the edge into node 2.
+
+    >>> import torch, varcomm
+    >>> from torch_geometric.data import Data
+    >>> def fn(rank):
+    ...     path = torch.tensor([[0, 1, 2], [1, 2, 3]])
+    ...     data = Data(x=torch.tensor([[1.0], [2.0], [4.0], [8.0]]), edge_index=path)
+    ...     graph = varcomm.graph.partition(data, method="block")
+    ...     ids = graph.owned_ids.tolist(), graph.halo_ids.tolist()
+    ...     return *ids, graph.with_halo(graph.x).flatten().tolist(), graph.mean(graph.x).item()
+    >>> varcomm.launch(fn, 2)
+    [([0, 1], [], [1.0, 2.0], 3.75), ([2, 3], [1], [4.0, 8.0, 2.0], 3.75)]
     """
 
     node_shards: Mapping[NodeType, NodeShard]

@@ -79,6 +79,10 @@ def replicated(value: torch.Tensor, group: PartitionedGraph | GroupLike = None) 
         Inside :func:`varcomm.debug`, on every rank, if values differ: for example after dropout
         that follows a pool.
 
+    See Also
+    --------
+    distribute, partition
+
     Notes
     -----
     Adjoint: division by P. As a map from P copies ``x_r``, for the inner product summed over ranks,

@@ -38,6 +38,10 @@ class Report:
     neighbours : tuple of int
         Ranks with which each rank exchanges rows, in at least one direction.
 
+    See Also
+    --------
+    PartitionedGraph.report, partition
+
     Examples
     --------
     >>> report = Report("rcb", (50, 49), (10, 9), (200, 190), (12, 11), (9, 10), (1, 1))

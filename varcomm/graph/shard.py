@@ -400,6 +400,21 @@ class NodeShard(Shard):
         Attributes, by their names.
     ids : AscendingIds
         Compressed :attr:`owned_ids`.
+
+    See Also
+    --------
+    EdgeShard, PartitionedGraph
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from torch_geometric.data import Data
+    >>> def fn(rank):
+    ...     data = Data(x=torch.tensor([1.0, 2.0, 4.0]), edge_index=torch.tensor([[0, 1], [1, 2]]))
+    ...     nodes = varcomm.graph.partition(data, method="block").nodes
+    ...     return nodes.sizes, nodes.num_owned, nodes.sum(nodes.x).item()
+    >>> varcomm.launch(fn, 2)
+    [(ShardSizes(2, 1), 2, 7.0), (ShardSizes(2, 1), 1, 7.0)]
     """
 
     noun = "nodes"

@@ -182,6 +182,10 @@ def all_gather_v(
         Without `sizes`, on every rank, if ranks differ in structure, dtypes, ``requires_grad``,
         `dim`, or other dimensions.
 
+    See Also
+    --------
+    gather_v, reduce_scatter_v, indexed_all_to_all_v
+
     Notes
     -----
     Adjoint: :func:`reduce_scatter_v` with the same arguments.

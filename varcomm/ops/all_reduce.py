@@ -173,6 +173,15 @@ def all_reduce(
     torch.Tensor or Handle
         A new tensor of the shape and dtype of `tensor`; the same bits on all ranks.
 
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
+    See Also
+    --------
+    reduce, reduce_scatter_v, varcomm.data_parallel.sum_gradients
+
     Notes
     -----
     Adjoint: :func:`all_reduce` itself. A loss that all ranks compute identically from the result

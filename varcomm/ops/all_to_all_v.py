@@ -106,6 +106,15 @@ def all_to_all_v(
         ``sum(recv_sizes)`` rows along `dim`, sender by sender; dtype of `tensor`. For ``dim != 0``
         a transposed view of contiguous memory.
 
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
+    See Also
+    --------
+    indexed_all_to_all_v, transpose_v
+
     Notes
     -----
     Adjoint: :func:`all_to_all_v` with `send_sizes` and `recv_sizes` exchanged.
@@ -201,6 +210,15 @@ def transpose_v(
     torch.Tensor or Handle
         ``split_sizes[rank]`` rows along `split_dim` and ``sum(concat_sizes)`` along `concat_dim`,
         in memory as the result of :func:`all_to_all_v`.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
+    See Also
+    --------
+    all_to_all_v, varcomm.tensor_parallel.all_to_all_sp2hp
 
     Notes
     -----

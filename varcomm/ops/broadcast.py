@@ -122,6 +122,10 @@ def broadcast(
         On every rank, before any data moves, if `tensor` on `src` is no dense tensor. With `like`,
         on `src` alone, as in other calls; also if it does not match `like`.
 
+    See Also
+    --------
+    reduce, broadcast_module, scatter_v
+
     Notes
     -----
     Adjoint: :func:`reduce` to `src`. The gradients of all ranks are summed.
@@ -198,6 +202,15 @@ def reduce(
     torch.Tensor or Handle
         On `dst` the sum, the same bit for bit at every run; shape and dtype of `tensor`. Elsewhere
         zeros that belong to the graph: every rank enters backward.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
+    See Also
+    --------
+    broadcast, all_reduce
 
     Notes
     -----

@@ -38,6 +38,10 @@ def broadcast_module(model: torch.nn.Module, src: int = 0, group: GroupLike = No
     DisagreementError
         On every rank, before any value changes, if names, shapes, dtypes or ties differ.
 
+    See Also
+    --------
+    broadcast, varcomm.data_parallel.sum_gradients
+
     Notes
     -----
     Adjoint: none; values are overwritten in place.

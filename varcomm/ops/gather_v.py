@@ -149,6 +149,15 @@ def gather_v(
         On `dst`, ``sum(sizes)`` rows along `dim`, shard after shard in rank order; dtype of
         `tensor`. Elsewhere zero rows that belong to the graph: every rank enters backward.
 
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
+    See Also
+    --------
+    scatter_v, all_gather_v
+
     Notes
     -----
     Adjoint: :func:`scatter_v` from `dst`.
@@ -222,6 +231,10 @@ def scatter_v(
         With `like`, on `src` alone, as in other calls; also if it does not match `like`.
     DisagreementError
         On a rank whose `sizes` are not those of `src`. With `like`, inside :func:`varcomm.debug`.
+
+    See Also
+    --------
+    gather_v, broadcast, shard_v
 
     Notes
     -----

@@ -402,6 +402,10 @@ class Handle:
     in backward too. The passed tensor must not change meanwhile. All ranks call and wait in the
     same order. Compiled code communicates at once.
 
+    See Also
+    --------
+    all_gather_v, ExchangePlan
+
     Examples
     --------
     >>> import torch, varcomm

@@ -40,6 +40,15 @@ def reduce_scatter_v(
     torch.Tensor or Handle
         ``sizes[rank]`` rows along `dim`, the same bit for bit at every run; dtype of `tensor`.
 
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
+    See Also
+    --------
+    all_gather_v, all_reduce
+
     Notes
     -----
     Adjoint: :func:`all_gather_v` with the same arguments.

@@ -34,6 +34,15 @@ def shard_v(
     torch.Tensor
         ``sizes[rank]`` rows along `dim`: a view of `tensor`, as :meth:`torch.Tensor.narrow` gives.
 
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
+    See Also
+    --------
+    scatter_v, all_gather_v
+
     Notes
     -----
     Adjoint: the rows are put back at their place among zeros: this rank's part of the gradient.

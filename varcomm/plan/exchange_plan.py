@@ -46,6 +46,10 @@ class ExchangePlan(Routes):
     identity : int
         A digest of the arguments of all ranks, which :func:`varcomm.debug` compares.
 
+    See Also
+    --------
+    indexed_all_to_all_v, ShardSizes, varcomm.graph.partition
+
     Notes
     -----
     Adjoint: :meth:`adjoint`, which sends rows back and sums, at each owner, all copies of a row.

@@ -51,6 +51,15 @@ def indexed_all_to_all_v(
         The received rows, sender by sender, each in the sender's order; dtype of `tensor`. For
         ``dim != 0`` a transposed view of contiguous memory.
 
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
+    See Also
+    --------
+    ExchangePlan, all_to_all_v
+
     Notes
     -----
     Adjoint: rows go back to their owners, which sum the copies of each row in a fixed order.

@@ -98,6 +98,10 @@ def to_dtensor(
         If `sizes` are not torch's, if `sizes`, `dim` and `tensor` do not match, or if the mesh is
         for another device; if the calls of ranks differ, inside debug().
 
+    See Also
+    --------
+    varcomm.sharding.from_dtensor, varcomm.ShardSizes.chunked
+
     Notes
     -----
     Adjoint: :func:`from_dtensor`, exact in any order. DTensor has no forward mode. A loss computed
@@ -153,7 +157,7 @@ def from_dtensor(dtensor: DTensor) -> tuple[torch.Tensor, ShardSpec]:
     ----------
     dtensor : torch.distributed.tensor.DTensor
         On a mesh of one dimension, with a placement ``Shard(dim)``, or ``RaggedShard((0,), units)``
-        where torch has it; any dtype.
+        where torch has it; any shape and dtype.
 
     Returns
     -------
@@ -166,6 +170,10 @@ def from_dtensor(dtensor: DTensor) -> tuple[torch.Tensor, ShardSpec]:
     ------
     ArgumentError, DisagreementError
         If `dtensor` has no single ``Shard`` or not torch's rows; if ranks differ, inside debug().
+
+    See Also
+    --------
+    varcomm.sharding.to_dtensor, varcomm.sharding.mark
 
     Notes
     -----

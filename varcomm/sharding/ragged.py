@@ -42,6 +42,10 @@ class RaggedSpec:
     group : Group
         Ranks that share the tensor.
 
+    See Also
+    --------
+    Sharded, varcomm.ShardSizes
+
     Notes
     -----
     Communication: :meth:`gather` and :meth:`redistribute` only.

@@ -32,6 +32,10 @@ class Box:
     tensor : torch.Tensor
         The block, with as many dimensions.
 
+    See Also
+    --------
+    Sharded, RaggedSpec
+
     Examples
     --------
     >>> import torch
@@ -60,7 +64,11 @@ class Sharded(torch.Tensor):
     dtype : torch.dtype, optional
         Needed if this rank has no boxes.
     local : torch.Tensor, optional
-        The tensor of which the boxes are views.
+        The tensor of any shape of which the boxes are views.
+
+    See Also
+    --------
+    mark, Box, varcomm.checkpoint.save
 
     Examples
     --------

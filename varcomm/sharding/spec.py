@@ -38,6 +38,10 @@ class ShardSpec:
     blocks : tuple of ShardSizes
         Rows per rank of each block.
 
+    See Also
+    --------
+    shard_spec, varcomm.sharding.Sharded
+
     Examples
     --------
     >>> import torch, varcomm
@@ -179,12 +183,21 @@ def mark(param: T, spec: ShardSpec) -> T:
     Parameters
     ----------
     param, spec : torch.Tensor, ShardSpec
-        This rank's part; its sizes, dimension and group.
+        The rows of this rank; their sizes, dimension and group.
 
     Returns
     -------
     torch.Tensor
         `param`.
+
+    Raises
+    ------
+    ArgumentError
+        If `param` has another number of rows than `spec` gives this rank.
+
+    See Also
+    --------
+    Sharded, varcomm.tensor_parallel.shard_spec
 
     Examples
     --------
@@ -207,11 +220,15 @@ def shard_spec(param: torch.Tensor) -> ShardSpec | None:
     Parameters
     ----------
     param : torch.Tensor
-        A parameter.
+        A parameter of any shape.
 
     Returns
     -------
     ShardSpec or None
+
+    See Also
+    --------
+    ShardSpec, varcomm.sharding.mark
 
     Examples
     --------

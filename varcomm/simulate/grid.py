@@ -33,6 +33,15 @@ def ocean(is_sea: np.ndarray[Any, Any]) -> Data:
     torch_geometric.data.Data
         ``edge_index`` and ``pos``, the centre of each cell on the unit sphere, fp32 (N, 3).
 
+    Raises
+    ------
+    ArgumentError
+        If `is_sea` is no table of bools with at least 3 columns.
+
+    See Also
+    --------
+    read_sea, coarsened
+
     Examples
     --------
     >>> ocean(np.ones((2, 4), dtype=bool))
@@ -74,6 +83,10 @@ def coarsened(is_sea: np.ndarray[Any, Any], times: int) -> np.ndarray[Any, Any]:
     numpy.ndarray
         The remaining rows and columns.
 
+    See Also
+    --------
+    ocean, partition
+
     Examples
     --------
     >>> coarsened(np.eye(4, dtype=bool), 2).shape
@@ -95,6 +108,17 @@ def read_sea(path: str | os.PathLike[str]) -> np.ndarray[Any, Any]:
     -------
     numpy.ndarray
         Bool of shape (rows, columns); 2161 and 4320 at 1/12 degree.
+
+    Raises
+    ------
+    MissingPackageError
+        If SciPy is not installed.
+    ArgumentError
+        If the file is no such relief.
+
+    See Also
+    --------
+    ocean, coarsened
     """
     try:
         from scipy.io import netcdf_file  # type: ignore[import-untyped]

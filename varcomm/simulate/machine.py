@@ -25,9 +25,13 @@ class Times:
     Attributes
     ----------
     compute : float or torch.Tensor
-        Seconds of operators.
+        Seconds of operators: a number, or one entry per rank.
     communication : mapping of str
         Seconds of calls, by operation.
+
+    See Also
+    --------
+    Scaling, Machine
     """
 
     compute: Any
@@ -69,6 +73,10 @@ class Machine:
         From one message to the next one of a call, and of each call before anything is sent, s.
     runs_ahead : bool
         Whether operators are started ahead of their execution, as on a GPU.
+
+    See Also
+    --------
+    measure, Times
     """
 
     name: str

@@ -39,6 +39,15 @@ def measure(ranks: int, width: int = 64) -> Machine:
     -------
     Machine
         One node with these ranks; the time before a call sends is part of the latency.
+
+    Raises
+    ------
+    ArgumentError
+        If `ranks` is below 2.
+
+    See Also
+    --------
+    Machine, scaling
     """
     size = at_least(2, ranks, "simulate.measure: ranks")
     found: list[dict[str, float]] = launch(_on_rank, size, width)

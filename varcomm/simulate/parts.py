@@ -41,6 +41,10 @@ class Counts:
     flows : mapping of torch.Tensor
         Rows that each rank sends to each rank in an exchange of halos, by edge type, which is None
         in a graph with one type; int64, sparse, shape (P, P).
+
+    See Also
+    --------
+    count, Work
     """
 
     owned: torch.Tensor
@@ -147,6 +151,10 @@ class Parts(Counts):
         As in :class:`Counts`.
     method : str
         Method that assigned nodes to ranks.
+
+    See Also
+    --------
+    partition, step
     """
 
     method: str
@@ -270,6 +278,15 @@ def partition(data: Any, size: int, method: Method = None) -> Parts:
     -------
     Parts
         Counts and parts of all ranks.
+
+    Raises
+    ------
+    ArgumentError
+        If `size` is below 1, or as :func:`varcomm.graph.partition`.
+
+    See Also
+    --------
+    Parts, varcomm.graph.partition
 
     Examples
     --------

@@ -42,6 +42,10 @@ class Sample:
         Operations, bytes and memory.
     transfers : mapping of int to tuple
         Calls of a step, by number of ranks.
+
+    See Also
+    --------
+    sample, Scaling
     """
 
     fit: Fit
@@ -72,6 +76,15 @@ def sample(prepare: Prepare, data: Any, sizes: Iterable[int], method: Any = None
     -------
     Sample
         Applies to counts of any graph.
+
+    Raises
+    ------
+    ArgumentError
+        If the small graph has no edges between parts.
+
+    See Also
+    --------
+    Sample, scaling
     """
     different = list(dict.fromkeys(sizes))
     simulated, transfers = [], {}
@@ -109,6 +122,10 @@ class Scaling:
     machine : Machine
     steps : tuple of Step
         One per number of ranks.
+
+    See Also
+    --------
+    scaling, Times
     """
 
     machine: Machine
@@ -174,6 +191,10 @@ def scaling(sample: Sample, counts: Sequence[Counts], machine: Machine) -> Scali
     -------
     Scaling
         One step per number of ranks.
+
+    See Also
+    --------
+    Scaling, sample, partition
 
     Examples
     --------

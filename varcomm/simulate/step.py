@@ -190,6 +190,10 @@ class Step:
         The linear model; ``fit.error`` is its error on the simulated ranks.
     transfers : tuple of StepCall
         The calls of a step, in order.
+
+    See Also
+    --------
+    step, Counts
     """
 
     parts: Counts
@@ -283,6 +287,10 @@ def step(prepare: Prepare, parts: Parts, ranks: Sequence[int] | None = None) -> 
         If `ranks` names other ranks, or does not determine the messages of the others.
     DisagreementError
         If ranks make different calls.
+
+    See Also
+    --------
+    Step, count, scaling
 
     Examples
     --------

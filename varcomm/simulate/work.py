@@ -44,6 +44,17 @@ def world(size: int, rank: int = 0) -> Iterator[World]:
     World
         As :func:`varcomm.init` returns it.
 
+    Raises
+    ------
+    ArgumentError
+        If `size` is below 1, or `rank` is no rank.
+    GroupError
+        If torch.distributed is initialised already.
+
+    See Also
+    --------
+    step, varcomm.init
+
     Examples
     --------
     >>> import torch, varcomm as vc
@@ -74,6 +85,10 @@ class Work:
         Counts of :func:`varcomm.trace`.
     transfers : tuple of (str, Transfer)
         Calls of the engine, each beside the operation that made it.
+
+    See Also
+    --------
+    Counts, Machine
     """
 
     flops: int
@@ -102,6 +117,10 @@ def count(step: Callable[[], object]) -> Work:
     ------
     GroupError
         If `step` exchanges messages with ranks that exist, outside :func:`world`.
+
+    See Also
+    --------
+    Counts, step
 
     Examples
     --------

@@ -43,6 +43,15 @@ def attention(query: Tensor, key: Tensor, value: Tensor, causal: bool = True) ->
     torch.Tensor
         ``(S, *F, heads, E)``.
 
+    Raises
+    ------
+    ArgumentError
+        If shapes or dtypes do not match.
+
+    See Also
+    --------
+    ParallelAttention, split_heads
+
     Notes
     -----
     Computed by :func:`torch.nn.functional.scaled_dot_product_attention`; with
@@ -152,6 +161,15 @@ def split_heads(
     query, key, value : torch.Tensor
         ``(*F, n * queries_per_key, head_dim)``, and ``(*F, n, head_dim)`` twice.
 
+    Raises
+    ------
+    ArgumentError
+        If a number is not positive, or `qkv` has another last dimension.
+
+    See Also
+    --------
+    attention, ParallelAttention
+
     Examples
     --------
     >>> import torch
@@ -209,6 +227,15 @@ class ParallelAttention(nn.Module):
     ----------
     qkv, out : ColumnParallelLinear, RowParallelLinear
         Three fused blocks, for queries, keys and values; from the heads' results to the output.
+
+    Raises
+    ------
+    ArgumentError
+        On all ranks, if an argument is wrong on one of them.
+
+    See Also
+    --------
+    attention, split_heads, parallelize
 
     Notes
     -----

@@ -48,6 +48,10 @@ def checkpoint(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     ArgumentError
         If the first of `args` is a bool.
 
+    See Also
+    --------
+    CheckpointWithoutOutput, RandomStreams
+
     Notes
     -----
     In one process: ``torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)``.
@@ -98,6 +102,10 @@ class CheckpointWithoutOutput:
     Without a block, as in Megatron-Core, :meth:`checkpoint` begins it and
     :meth:`discard_output_and_register_recompute` ends it. If the code between them raises, nothing
     ends it: prefer the block.
+
+    See Also
+    --------
+    checkpoint, RandomStreams
 
     Examples
     --------

@@ -84,6 +84,10 @@ def vocab_parallel_cross_entropy(
     ArgumentError
         Before any data move, if arguments do not fit, or a target is no class.
 
+    See Also
+    --------
+    linear_cross_entropy, VocabParallelEmbedding
+
     Notes
     -----
     Communication: one all-gather of three numbers per token, of 4 bytes for logits of up to 4
@@ -149,6 +153,15 @@ def linear_cross_entropy(
     -------
     torch.Tensor
         As :func:`vocab_parallel_cross_entropy`, with the same errors.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
+    See Also
+    --------
+    vocab_parallel_cross_entropy, column_parallel_linear
 
     Notes
     -----

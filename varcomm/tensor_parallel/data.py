@@ -54,6 +54,10 @@ def broadcast_data(
         On every rank, if `keys` or `dtype` is wrong or differs, or a tensor of the first rank is
         missing, not dense, of another dtype, or on another device.
 
+    See Also
+    --------
+    varcomm.broadcast, vocab_range
+
     Notes
     -----
     Communication: a short message with the shapes, then all tensors in one.

@@ -79,6 +79,10 @@ def vocab_parallel_embedding(
     ArgumentError
         If an id is out of range (on every rank), or sizes, ids and weight do not fit.
 
+    See Also
+    --------
+    VocabParallelEmbedding, feature_parallel_embedding
+
     Notes
     -----
     Adjoint: gradients of the same id are summed at its owner in a fixed order; floats narrower than
@@ -143,6 +147,15 @@ def feature_parallel_embedding(
     -------
     torch.Tensor
         ``(*ids.shape, sum(sizes))``, whose gradient must be identical on all ranks.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
+    See Also
+    --------
+    FeatureParallelEmbedding, vocab_parallel_embedding
 
     Notes
     -----
@@ -441,6 +454,15 @@ class VocabParallelEmbedding(_ParallelEmbedding):
     weight, spec : torch.nn.Parameter, ShardSpec
         This rank's rows, ``(sizes[rank], embedding_dim)``; how the table is sharded.
 
+    Raises
+    ------
+    ArgumentError
+        On all ranks, if an argument is wrong on one of them.
+
+    See Also
+    --------
+    FeatureParallelEmbedding, vocab_parallel_embedding, vocab_parallel_cross_entropy
+
     Notes
     -----
     One seed gives the same table on any number of ranks.
@@ -490,6 +512,15 @@ class FeatureParallelEmbedding(_ParallelEmbedding):
     ----------
     weight, spec : torch.nn.Parameter, ShardSpec
         This rank's columns, ``(num_embeddings, sizes[rank])``; how the table is sharded.
+
+    Raises
+    ------
+    ArgumentError
+        On all ranks, if an argument is wrong on one of them.
+
+    See Also
+    --------
+    VocabParallelEmbedding, feature_parallel_embedding
 
     Notes
     -----

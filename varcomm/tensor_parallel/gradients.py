@@ -35,7 +35,8 @@ def grad_norm(
     Parameters
     ----------
     parameters : Module, torch.Tensor or iterable of torch.Tensor
-        The same on every rank, in the same order. Parameters with a :func:`shard_spec` count on
+        Of any shapes, the same on every rank, in the same order. Parameters with a
+        :func:`shard_spec` count on
         each rank, others once: their gradients are assumed to be identical on all ranks.
         Gradients are ``main_grad`` where a parameter has it, otherwise ``grad``; None is zeros.
     norm_type : float
@@ -59,6 +60,10 @@ def grad_norm(
         On every rank, inside :func:`varcomm.debug`, if the gradients of an unsharded parameter
         differ between ranks: its module runs on parts of heads or of a sequence, and needs
         :func:`sequence_parallel`.
+
+    See Also
+    --------
+    clip_grad_norm_, param_is_not_tensor_parallel_duplicate
 
     Notes
     -----
@@ -129,6 +134,15 @@ def clip_grad_norm_(
     -------
     torch.Tensor
         The norm before, as from :func:`grad_norm`, with the same errors.
+
+    Raises
+    ------
+    ArgumentError
+        If a parameter is sharded over another group, or an argument is wrong.
+
+    See Also
+    --------
+    grad_norm, varcomm.data_parallel.ShardedGradients
 
     Notes
     -----

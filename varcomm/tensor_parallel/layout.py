@@ -283,7 +283,7 @@ def param_is_not_tensor_parallel_duplicate(param: Tensor, group: GroupLike = Non
     Parameters
     ----------
     param : torch.Tensor
-        A parameter; sharded if :func:`shard_spec` returns a spec.
+        A parameter of any shape; sharded if :func:`shard_spec` returns a spec.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
 
@@ -291,6 +291,10 @@ def param_is_not_tensor_parallel_duplicate(param: Tensor, group: GroupLike = Non
     -------
     bool
         True for a sharded parameter, and for a replicated one on the group's first rank.
+
+    See Also
+    --------
+    grad_norm, ShardSpec
 
     Notes
     -----

@@ -80,6 +80,15 @@ def column_parallel_linear(
     torch.Tensor
         ``(*F, n)``, with `sequence_sizes` of the whole sequence.
 
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
+    See Also
+    --------
+    ColumnParallelLinear, row_parallel_linear
+
     Notes
     -----
     Adjoint: with respect to `x`, :func:`row_parallel_linear` with the transposed weight.
@@ -145,6 +154,15 @@ def row_parallel_linear(
     -------
     torch.Tensor
         ``(*F, N)``, replicated; with `sequence_sizes` this rank's rows.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
+    See Also
+    --------
+    RowParallelLinear, column_parallel_linear
 
     Notes
     -----
@@ -362,6 +380,15 @@ class ColumnParallelLinear(_ParallelLinear):
     weight, bias, spec : torch.nn.Parameter, torch.nn.Parameter or None, ShardSpec
         This rank's rows, ``(spec.local, in_features)``, and part, and how both are sharded.
 
+    Raises
+    ------
+    ArgumentError
+        On all ranks, if an argument is wrong on one of them.
+
+    See Also
+    --------
+    RowParallelLinear, column_parallel_linear, parallelize
+
     Notes
     -----
     The full weight depends on torch's default generator on the group's first rank, not on the
@@ -433,6 +460,15 @@ class RowParallelLinear(_ParallelLinear):
     ----------
     weight, bias, spec : torch.nn.Parameter, torch.nn.Parameter or None, ShardSpec
         This rank's columns, ``(out_features, spec.local)``, the full bias, and the weight's shards.
+
+    Raises
+    ------
+    ArgumentError
+        On all ranks, if an argument is wrong on one of them.
+
+    See Also
+    --------
+    ColumnParallelLinear, row_parallel_linear, parallelize
 
     Notes
     -----

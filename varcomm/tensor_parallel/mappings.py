@@ -81,6 +81,11 @@ def _documented(mapping: F) -> F:
     sections = {
         "Parameters": described,
         "Returns": ["torch.Tensor", f"    {texts['Returns']}"],
+        "Raises": [
+            "ArgumentError",
+            "    If an argument is wrong: on this rank, before any message.",
+        ],
+        "See Also": [texts["See also"].removesuffix(".")],
         "Notes": notes,
         "Examples": [
             ">>> import torch, varcomm",
@@ -102,6 +107,7 @@ def copy_to_tensor_model_parallel_region(
 
     tensor: Floats or complex of any shape, identical on all ranks.
     Returns: A copy of `tensor`.
+    See also: reduce_from_tensor_model_parallel_region, column_parallel_linear.
     Adjoint: :func:`reduce_from_tensor_model_parallel_region`.
     Communication: none; in backward an all-reduce of the gradient.
     In one process: ``tensor.clone()``.
@@ -127,6 +133,7 @@ def reduce_from_tensor_model_parallel_region(
 
     tensor: This rank's part, of the same shape and dtype on all ranks.
     Returns: The sum, replicated, bit for bit the same on all ranks.
+    See also: copy_to_tensor_model_parallel_region, row_parallel_linear.
     Adjoint: :func:`copy_to_tensor_model_parallel_region`.
     Communication: an all-reduce; none in backward.
     In one process: ``sum(tensors)``.
@@ -146,6 +153,7 @@ def scatter_to_tensor_model_parallel_region(
 
     tensor: ``sum(sizes)`` rows along `dim`, identical on all ranks.
     Returns: A copy of this rank's ``sizes[rank]`` rows.
+    See also: gather_from_tensor_model_parallel_region, varcomm.shard_v.
     Adjoint: :func:`gather_from_tensor_model_parallel_region`.
     Communication: none; in backward every rank sends its gradient to every other rank.
     In one process: part ``rank`` of ``tensor.split(sizes, dim)``.
@@ -166,6 +174,7 @@ def gather_from_tensor_model_parallel_region(
 
     tensor: This rank's shard, ``sizes[rank]`` rows along `dim`.
     Returns: ``sum(sizes)`` rows along `dim`, replicated.
+    See also: scatter_to_tensor_model_parallel_region, varcomm.all_gather_v.
     Adjoint: :func:`scatter_to_tensor_model_parallel_region`.
     Communication: every rank sends its shard to every other rank; none in backward.
     In one process: ``torch.cat(shards, dim)``.
@@ -189,6 +198,7 @@ def all_gather_last_dim_from_tensor_parallel_region(
 
     tensor: This rank's shard, ``(*F, sizes[rank])``.
     Returns: ``(*F, sum(sizes))``.
+    See also: reduce_scatter_last_dim_to_tensor_parallel_region, varcomm.all_gather_v.
     Adjoint: :func:`reduce_scatter_last_dim_to_tensor_parallel_region`.
     Communication: :func:`varcomm.all_gather_v`; in backward a reduce-scatter.
     In one process: ``torch.cat(shards, -1)``.
@@ -213,6 +223,7 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(
 
     tensor: This rank's part of the sum, ``(*F, sum(sizes))``.
     Returns: ``(*F, sizes[rank])``.
+    See also: all_gather_last_dim_from_tensor_parallel_region, varcomm.reduce_scatter_v.
     Adjoint: :func:`all_gather_last_dim_from_tensor_parallel_region`.
     Communication: :func:`varcomm.reduce_scatter_v`; in backward an all-gather.
     In one process: part ``rank`` of ``sum(tensors).split(sizes, -1)``.
@@ -233,6 +244,7 @@ def scatter_to_sequence_parallel_region(
 
     tensor: ``sum(sizes)`` rows along `dim`, identical on all ranks.
     Returns: A copy of this rank's ``sizes[rank]`` rows.
+    See also: gather_from_sequence_parallel_region, varcomm.shard_v.
     Adjoint: :func:`gather_from_sequence_parallel_region`.
     Communication: none; in backward every rank sends its gradient to every other rank.
     In one process: part ``rank`` of ``tensor.split(sizes, dim)``.
@@ -259,6 +271,7 @@ def gather_from_sequence_parallel_region(
         tensor-parallel layer follows; False if all ranks use the whole identically: the adjoint is
         :func:`scatter_to_sequence_parallel_region`.
     Returns: ``sum(sizes)`` rows along `dim`.
+    See also: reduce_scatter_to_sequence_parallel_region, varcomm.all_gather_v.
     Adjoint: :func:`reduce_scatter_to_sequence_parallel_region`.
     Communication: every rank sends its part to every other rank; in backward a reduce-scatter, or
         nothing.
@@ -292,6 +305,7 @@ def reduce_scatter_to_sequence_parallel_region(
 
     tensor: This rank's part of the sum, ``sum(sizes)`` rows along `dim`.
     Returns: ``sizes[rank]`` rows along `dim`.
+    See also: gather_from_sequence_parallel_region, varcomm.reduce_scatter_v.
     Adjoint: :func:`gather_from_sequence_parallel_region`.
     Communication: :func:`varcomm.reduce_scatter_v`; in backward an all-gather.
     In one process: part ``rank`` of ``sum(tensors).split(sizes, dim)``.
@@ -317,6 +331,7 @@ def all_to_all(
     output_split_sizes: Rows from each rank; None asks all ranks.
     input_split_sizes: Rows for each rank; None is balanced.
     Returns: ``sum(output_split_sizes)`` rows along `dim`, sender by sender.
+    See also: all_to_all_sp2hp, varcomm.all_to_all_v.
     Adjoint: :func:`all_to_all`.
     Communication: every rank sends all rows except the block for itself.
     In one process: see :func:`varcomm.all_to_all_v`.
@@ -346,6 +361,7 @@ def all_to_all_sp2hp(
     sequence_sizes: Rows of the first dimension per rank; None asks all ranks.
     hidden_sizes: Columns of the last dimension per rank; None is balanced.
     Returns: ``(sum(sequence_sizes), *F, hidden_sizes[rank])``.
+    See also: all_to_all_hp2sp, varcomm.transpose_v.
     Adjoint: :func:`all_to_all_hp2sp`.
     Communication: :func:`varcomm.transpose_v`.
     In one process: the whole tensor is the same before and after.
@@ -374,6 +390,7 @@ def all_to_all_hp2sp(
     sequence_sizes: Rows of the first dimension per rank; None is balanced.
     hidden_sizes: Columns of the last dimension per rank; None asks all ranks.
     Returns: ``(sequence_sizes[rank], *F, sum(hidden_sizes))``.
+    See also: all_to_all_sp2hp, varcomm.transpose_v.
     Adjoint: :func:`all_to_all_sp2hp`.
     Communication: :func:`varcomm.transpose_v`.
     In one process: the whole tensor is the same before and after.
@@ -395,6 +412,7 @@ def split_tensor_into_1d_equal_chunks(tensor: Tensor, group: GroupLike = None) -
 
     tensor: Any shape, identical on all ranks.
     Returns: One dimension, in memory of its own.
+    See also: gather_split_1d_tensor, split_tensor_along_last_dim.
     Adjoint: :func:`gather_split_1d_tensor`.
     Communication: none; in backward every rank sends its gradient to every other rank.
     In one process: part ``rank`` of ``tensor.reshape(-1).split(sizes)``.
@@ -419,6 +437,7 @@ def gather_split_1d_tensor(
     numel: Elements of the whole, for pieces of :func:`split_tensor_into_1d_equal_chunks`; None asks
         all ranks for the sizes of their pieces.
     Returns: The pieces of all ranks, of one dimension.
+    See also: split_tensor_into_1d_equal_chunks, varcomm.all_gather_v.
     Adjoint: :func:`split_tensor_into_1d_equal_chunks`.
     Communication: every rank sends its piece to every other rank; none in backward.
     In one process: ``torch.cat(pieces)``.
@@ -450,6 +469,11 @@ def split_tensor_along_last_dim(
     Returns
     -------
     tuple of torch.Tensor
+        One tensor per entry of `sizes`, with so many columns.
+
+    See Also
+    --------
+    split_tensor_into_1d_equal_chunks, varcomm.shard_v
 
     Examples
     --------
@@ -475,6 +499,15 @@ def vocab_range(sizes: Sequence[int], rank: int) -> tuple[int, int]:
     Returns
     -------
     tuple of int
+
+    Raises
+    ------
+    ArgumentError
+        If a size is negative, or `rank` is no rank of the group.
+
+    See Also
+    --------
+    varcomm.ShardSizes, VocabParallelEmbedding
 
     Examples
     --------

@@ -88,6 +88,10 @@ def parallelize(
     ArgumentError, DisagreementError
         On every rank, if the plan does not fit the model, or models or plans differ.
 
+    See Also
+    --------
+    ColumnParallelLinear, ParallelAttention, sequence_parallel
+
     Notes
     -----
     Parameters that modules share stay shared, so they must be sharded identically.
@@ -345,6 +349,15 @@ def sequence_parallel(module: M, group: GroupLike = None) -> M:
     -------
     torch.nn.Module
         `module` itself.
+
+    Raises
+    ------
+    ArgumentError
+        On all ranks, if an argument is wrong on one of them.
+
+    See Also
+    --------
+    parallelize, gather_from_sequence_parallel_region
 
     Notes
     -----

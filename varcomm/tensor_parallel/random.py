@@ -56,6 +56,15 @@ class RandomStreams:
         Position of this group among others, identical on all its ranks. Replicas of the model draw
         the same numbers unless they differ here: ``data=mesh["data"].get_local_rank()``.
 
+    Raises
+    ------
+    ArgumentError
+        If `seed` is not an integer.
+
+    See Also
+    --------
+    checkpoint, parallelize
+
     Notes
     -----
     A stream's seed is a hash (BLAKE2b, 63 bits) of `seed`, name, coordinates and, for

@@ -42,6 +42,10 @@ def dot_test(
     AssertionError
         On every rank, if the difference is larger, or if a result does not require a gradient.
 
+    See Also
+    --------
+    gradcheck, gradgradcheck
+
     Notes
     -----
     Communication: that of `fn` and of its backward, and a few numbers per rank.

@@ -127,6 +127,10 @@ def same_as_one_process(
     ArgumentError
         If an argument is wrong, if the model fails in one process, or if ``distribute`` refuses it.
 
+    See Also
+    --------
+    dot_test, varcomm.debug
+
     Examples
     --------
     >>> import torch, varcomm.testing

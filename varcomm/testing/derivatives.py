@@ -60,6 +60,10 @@ def gradcheck(
     ArgumentError
         If an input has another dtype.
 
+    See Also
+    --------
+    gradgradcheck, dot_test
+
     Notes
     -----
     Communication: that of each call of `fn` and of its backward, and a few numbers per rank.
@@ -129,6 +133,15 @@ def gradgradcheck(
         As in :func:`gradcheck`.
     **options
         `eps`, `tol`, `forward_mode`, which is then forward over backward, and `fast_mode`.
+
+    Raises
+    ------
+    AssertionError
+        As :func:`gradcheck`.
+
+    See Also
+    --------
+    gradcheck, dot_test
 
     Notes
     -----

@@ -51,6 +51,10 @@ def debug(timeout: float | timedelta = DEFAULT_TIMEOUT) -> Iterator[None]:
         Inside, on ranks that have waited for one that did not come. Every further call in the group
         raises it too; after a DisagreementError the group can be used.
 
+    See Also
+    --------
+    trace, varcomm.testing.same_as_one_process
+
     Notes
     -----
     Communication: a round of messages before each call, about 1 KiB per rank, and a note in the

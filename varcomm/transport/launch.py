@@ -93,6 +93,10 @@ def launch(
     MissingPackageError
         If `backend` needs an MPI that is not installed.
 
+    See Also
+    --------
+    Ranks, init, debug
+
     Examples
     --------
     >>> import torch, varcomm
@@ -123,6 +127,10 @@ class Ranks:
     ----------
     world_size, timeout, backend
         As in :func:`launch`.
+
+    See Also
+    --------
+    launch, init
 
     Examples
     --------

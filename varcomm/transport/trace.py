@@ -21,6 +21,10 @@ class Call:
         Bytes per peer, by its world rank; one message each. A collective of the engine may forward
         further bytes on behalf of other ranks.
 
+    See Also
+    --------
+    Trace, trace
+
     Examples
     --------
     >>> import varcomm
@@ -56,6 +60,10 @@ class Traffic:
     sent, received : int
         Bytes.
 
+    See Also
+    --------
+    Trace, trace
+
     Examples
     --------
     >>> import varcomm
@@ -79,6 +87,10 @@ class Trace(list[Call]):
     ----------
     iterable : iterable of Call
         The calls of the list.
+
+    See Also
+    --------
+    trace, Traffic, Call
 
     Examples
     --------
@@ -151,6 +163,10 @@ def trace() -> Iterator[Trace]:
     ------
     Trace
         Filled while the ``with`` block runs.
+
+    See Also
+    --------
+    Trace, debug
 
     Examples
     --------

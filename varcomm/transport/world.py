@@ -51,6 +51,10 @@ class World:
     device : torch.device
         Device for this rank's tensors: its GPU under NCCL, else the CPU.
 
+    See Also
+    --------
+    init, launch
+
     Examples
     --------
     >>> import varcomm
@@ -95,6 +99,10 @@ def init(backend: str | None = None, timeout: float | timedelta = 600.0) -> Worl
         find each other, or MPI has other ranks.
     MissingPackageError
         If `backend` is MPI, and mpi4py or an MPI library is not installed.
+
+    See Also
+    --------
+    launch, World
 
     Examples
     --------

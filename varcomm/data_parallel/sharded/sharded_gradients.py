@@ -82,6 +82,10 @@ class ShardedGradients(torch.optim.Optimizer):
     DisagreementError
         On every rank, if parameters, arguments, options of the optimizer or called methods differ.
 
+    See Also
+    --------
+    sum_gradients, varcomm.checkpoint.save
+
     Notes
     -----
     Backwards are not collective: ranks may run different numbers of them, or none, and leave out

@@ -67,6 +67,10 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
         On every rank, if names, shapes, dtypes or values of parameters or buffers differ, or the
         settings of layers of torch and PyG: aggregations, sizes, options.
 
+    See Also
+    --------
+    partition, message_passing, varcomm.data_parallel.sum_gradients
+
     Notes
     -----
     ``graph.edge_index`` and ``graph.batch`` fetch and reduce rows of other ranks by themselves,

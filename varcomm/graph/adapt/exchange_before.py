@@ -60,6 +60,10 @@ def exchange_before(
         In a call, on this rank and before any communication, if an argument has no row per owned
         node.
 
+    See Also
+    --------
+    distribute, message_passing
+
     Notes
     -----
     ``graph.edge_index`` becomes ordinary local ids in the call. Ranks agree at the first call on

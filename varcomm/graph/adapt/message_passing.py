@@ -60,6 +60,10 @@ def message_passing(
         On this rank: before any communication, if an argument does not fit; after the call of
         `message`, if its result does not have one row per edge.
 
+    See Also
+    --------
+    distribute, edge_update
+
     Notes
     -----
     Communication: one exchange of `x`, or of the first of a pair; in backward, its adjoint.
@@ -102,6 +106,15 @@ def edge_update(
     -------
     torch.Tensor
         The value of each edge in the order of ``graph.edge_index``, (E, *G).
+
+    Raises
+    ------
+    ArgumentError
+        As :func:`message_passing`.
+
+    See Also
+    --------
+    message_passing, distribute
 
     Notes
     -----

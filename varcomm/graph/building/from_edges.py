@@ -93,6 +93,10 @@ def from_edges(
         On every rank, if sizes, methods, or names, dtypes or shapes of attributes differ, or if a
         node comes twice or not at all.
 
+    See Also
+    --------
+    partition, assign_sharded, radius
+
     Notes
     -----
     Communication: each edge, its id and its attributes once to the owner of its target; each node's

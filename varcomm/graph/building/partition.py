@@ -100,6 +100,10 @@ def partition(
     MissingPackageError
         If `method` needs a package that is not installed.
 
+    See Also
+    --------
+    from_edges, assign, distribute
+
     Notes
     -----
     ``adj_t`` becomes ``edge_index`` and ``edge_weight``; node ids in ``train_idx``, ``val_idx``,

@@ -55,6 +55,10 @@ class Mesh:
     source : meshio.Mesh or object
         The contents of the file. For an OpenFOAM case, an object with the attributes `points`,
         `faces`, `owner`, `neighbour`, `patches`, `cell_data` and `point_data`.
+
+    See Also
+    --------
+    read_mesh, MeshWriter
     """
 
     data: Data = field(repr=False)
@@ -215,6 +219,10 @@ def read_mesh(
         Also if it has no cells, or cells of an unsupported kind, or if files of a case contradict.
     MissingPackageError
         If meshio is not installed; OpenFOAM cases do not need it.
+
+    See Also
+    --------
+    Mesh, MeshWriter, partition
 
     Notes
     -----

@@ -65,6 +65,10 @@ def rebalance(graph: PartitionedGraph, weights: torch.Tensor | float) -> Partiti
     ArgumentError
         On every rank, if weights are invalid on one rank, or the graph has several types of nodes.
 
+    See Also
+    --------
+    PartitionedGraph.migrate, transfer, assign
+
     References
     ----------
     .. [1] Y. F. Hu, R. J. Blake and D. R. Emerson, "An optimal migration algorithm for dynamic load

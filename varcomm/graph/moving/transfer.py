@@ -43,6 +43,10 @@ class Transfer:
     weights : torch.Tensor, optional
         Weights of the parents, float64 of shape (n_new, k); None copies rows.
 
+    See Also
+    --------
+    transfer, varcomm.ExchangePlan
+
     Examples
     --------
     >>> import torch, varcomm
@@ -142,6 +146,10 @@ def transfer(old: Side, new: Side) -> Transfer:
     ArgumentError
         On every rank, if the partitions have other rows, or if neither group contains the other.
 
+    See Also
+    --------
+    remap, Transfer, rebalance
+
     Notes
     -----
     Communication: 24 bytes per row that changes its rank, and 16 bytes per row for the directory of
@@ -220,6 +228,10 @@ def remap(
         weight is negative or an old row has no child.
     DisagreementError
         On every rank, if ranks differ in `conserve`.
+
+    See Also
+    --------
+    transfer, rebalance
 
     Notes
     -----

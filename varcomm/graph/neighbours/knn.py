@@ -64,6 +64,10 @@ def knn(pos: torch.Tensor, k: int, group: GroupLike = None) -> PartitionedGraph:
     MissingPackageError
         On every rank, if SciPy is missing on one.
 
+    See Also
+    --------
+    radius, from_edges
+
     Notes
     -----
     Communication: at least three agreements; each node near another rank's box, with 8 bytes more,

@@ -168,6 +168,10 @@ def radius(
     MissingPackageError
         On every rank, if SciPy is missing on one.
 
+    See Also
+    --------
+    knn, from_edges
+
     Notes
     -----
     Lengths are compared in fp64, so that any number of ranks finds the same edges. The gradient of

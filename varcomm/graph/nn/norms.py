@@ -55,6 +55,10 @@ def global_norm(
     ArgumentError
         If `module` is of another kind.
 
+    See Also
+    --------
+    distribute, PartitionedGraph.mean
+
     Notes
     -----
     A module serves one kind of rows. Running statistics have the same bits on all ranks.

@@ -91,6 +91,10 @@ def assign(
     MissingPackageError
         If pymetis is needed and not installed.
 
+    See Also
+    --------
+    assign_sharded, partition, rebalance
+
     References
     ----------
     .. [1] G. Karypis and V. Kumar, SIAM Journal on Scientific Computing 20 (1998), 359-392.
@@ -174,6 +178,10 @@ def assign_sharded(
         On every rank, if ranks differ in D, dtype, device, `parts`, `method` or use of weights.
     GroupError
         If this rank is not in `group`; on every rank, if `group` does not serve the device.
+
+    See Also
+    --------
+    assign, from_edges
 
     Examples
     --------
