@@ -10,7 +10,6 @@ from itertools import count, takewhile
 from pathlib import Path
 
 import numpy as np
-import torch
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from measuring import arguments
@@ -74,11 +73,8 @@ def panel(axes, scaling, dark):
     axes.margins(y=0.15)
 
 
-def cut(data, size):
-    """Counts of parts of equal work: a node costs as much as two edges, by the linear fit."""
-    work = 2 + torch.bincount(data.edge_index[1], minlength=data.num_nodes)
-    owners = vc.graph.assign(data, size, METHOD, node_weight=work)
-    return vc.simulate.partition(data, size, owners).without_graph()
+def cut(cells, size):
+    return vc.simulate.partition(vc.simulate.ocean(cells), size, METHOD).without_graph()
 
 
 def grown(cells, counts):
@@ -90,7 +86,7 @@ def grown(cells, counts):
     for place, each in enumerate(counts):
         if place < middle:
             coarse = vc.simulate.coarsened(cells, 2 ** (middle - place))
-            found.append(cut(vc.simulate.ocean(coarse), each.size))
+            found.append(cut(coarse, each.size))
         else:
             found.append(each.refined(2 ** (place - middle)))
     return found
@@ -110,7 +106,7 @@ def main():
     data, machine = vc.simulate.ocean(cells), vc.simulate.MACHINES[given.machine]
     # each number of ranks of weak scaling is 4 times the one before
     chain = list(takewhile(given.ranks.__contains__, (given.ranks[0] * 4**n for n in count())))
-    counts = [cut(data, size) for size in given.ranks]
+    counts = [vc.simulate.partition(data, size, METHOD).without_graph() for size in given.ranks]
     step = prepare(given.width, given.blocks)
     sample = vc.simulate.sample(step, piece_of(data), given.ranks, METHOD)
     weak = grown(cells, [each for each in counts if each.size in chain])
