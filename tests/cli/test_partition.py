@@ -40,7 +40,7 @@ def test_the_example_of_the_page(monkeypatch, tmp_path, capsys):
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     exec(compile(code, "command_line.md", "exec"), {})
     shown = re.findall(r"```console\n\$ varcomm (.*?)\n(.*?)```", PAGE, re.DOTALL)
-    same = [(line, text) for line, text in shown if "channel" in line and "altered" not in text]
+    same = [(line, text) for line, text in shown if "channel" in line and "differs" not in text]
     assert [line.split()[0] for line, _ in same] == ["partition", "inspect"]
     for line, text in same:
         assert main(line.split()) == 0
