@@ -1,5 +1,7 @@
 """The ocean in three dimensions: a graph made in parts, and training that continues on others."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -111,3 +113,25 @@ def test_losses_and_gradients_are_those_of_one_process(worlds, ranks, more):
         np.testing.assert_allclose(found, losses, rtol=1e-10)
         for x, y in zip(first, gradients, strict=True):
             assert (x - y).abs().max() <= 1e-12 * y.abs().max()
+
+
+def resumed(rank, folder, steps, begins):
+    """Return the losses of a training that ends at a step, from its beginning or a checkpoint."""
+    train, chosen = example("ocean_3d", "train"), options("--steps", steps, "--checkpoint", folder)
+    graph, _ = train.on_ranks(ocean.Ocean(12, 5), torch.float64)
+    run = train.Training(graph, chosen)
+    if not begins:
+        run.resume(chosen.checkpoint)
+    for _ in run.run(chosen):
+        pass
+    return run.losses
+
+
+@pytest.mark.slow
+def test_training_continues_on_other_ranks(worlds, tmp_path):
+    losses, _ = worlds.run(1, alone, 8)[0]
+    worlds.run(3, resumed, str(tmp_path / "saved"), "4", True)
+    for ranks in (2, 5, 1):
+        folder = shutil.copytree(tmp_path / "saved", tmp_path / str(ranks))
+        for found in worlds.run(ranks, resumed, str(folder), "8", False):
+            np.testing.assert_allclose(found, losses, rtol=1e-9)

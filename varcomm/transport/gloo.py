@@ -58,7 +58,7 @@ class Gloo(Engine):
         if schedule == "all" or (schedule == "neighbours" and group.size <= _FEW_RANKS):
             counts = recv, send, dist.AllToAllOptions()
             return lambda out, data: [pg.alltoall_base(units(out), units(data), *counts)]
-        places = messages(route._replace(recv=recv, send=send))
+        places = messages(Route(schedule, group, recv, send))
         return partial(_messages, group, units, *places)
 
     def leave(self, group: Group) -> None:

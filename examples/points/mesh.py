@@ -1,0 +1,156 @@
+"""A triangle mesh of the world ocean with its real coasts and depths, and long waves on it.
+
+Waves that are long beside the depth H move the sea level by the equations
+
+    d level / dt = -div (H velocity),   d velocity / dt = -g grad level.
+
+From rest, an implicit time step ends at the solution of one elliptic equation,
+
+    level - (g step^2) div (H grad level) = disturbance,   no flow through coasts,
+
+which ocean models solve at each step. A disturbance reaches about `step * sqrt(g H)` far.
+Lengths are in km, times in hours.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from scipy import sparse
+from scipy.sparse.csgraph import connected_components
+from scipy.sparse.linalg import cg, splu
+from scipy.spatial import ConvexHull, cKDTree
+from torch_geometric.data import Data
+
+FILE = Path(__file__).parents[1] / "ocean" / "data" / "ocean_1deg.npz"
+RADIUS, GRAVITY = 6371.0, 9.81e-3 * 3600**2
+DEEP = 4.0  # km, the depth where nodes are farthest apart
+HELD_OUT, HELD_OUT_SEED = 32, 10**6
+
+
+def cells() -> tuple[np.ndarray, np.ndarray]:
+    """Positions (C, 3) on the unit sphere and depths (C,) in km of the sea cells of the Earth."""
+    with np.load(FILE) as file:
+        phi, theta = np.deg2rad(file["lat"].astype(float)), np.deg2rad(file["lon"].astype(float))
+        depth = file["floor_depth"].astype(float) / 1000
+    pos = np.stack([np.cos(phi) * np.cos(theta), np.cos(phi) * np.sin(theta), np.sin(phi)], axis=1)
+    return pos, depth.clip(0.02)
+
+
+def chosen(pos: np.ndarray, depth: np.ndarray, spacing: float) -> np.ndarray:
+    """Cells (N,) that become nodes, closer together where waves are shorter: as sqrt(depth)."""
+    reach = 0.8 * np.deg2rad(spacing) * np.sqrt((depth / DEEP).clip(0.12, 1))
+    tree, free, kept = cKDTree(pos), np.ones(len(pos), dtype=bool), []
+    for cell in np.argsort(depth, kind="stable"):  # shelves first, so that no deep node thins them
+        if free[cell]:
+            free[tree.query_ball_point(pos[cell], reach[cell])] = False
+            kept.append(cell)
+    return np.sort(kept)
+
+
+def triangles(pos: np.ndarray, sea: np.ndarray) -> np.ndarray:
+    """Delaunay's triangles (T, 3) on the sphere, without those that touch land.
+
+    ``sea`` (C, 3) are the centres of all sea cells, 1 degree apart.
+    """
+    found = ConvexHull(pos).simplices
+    steps = np.array([(a, b, 4 - a - b) for a in range(5) for b in range(5 - a)]) / 4
+    inside = np.einsum("sk,tkd->tsd", steps, pos[found])
+    inside /= np.linalg.norm(inside, axis=2, keepdims=True)
+    away, _ = cKDTree(sea).query(inside)
+    return found[(away < np.deg2rad(0.75)).all(axis=1)]  # half a cell's diagonal
+
+
+def stiffness(pos: np.ndarray, triangle: np.ndarray, weight: np.ndarray) -> sparse.csc_matrix:
+    """Inner products (N, N) of gradients of the nodes' hat functions, by a weight per triangle."""
+    corner = pos[triangle]
+    opposite = np.roll(corner, -1, axis=1) - np.roll(corner, 1, axis=1)  # a side for each corner
+    scale = weight / (4 * area_of(corner))
+    entries = opposite @ opposite.transpose(0, 2, 1) * scale[:, None, None]
+    row = np.repeat(triangle, 3, axis=1).ravel()
+    column = np.tile(triangle, 3).ravel()
+    return sparse.coo_matrix((entries.ravel(), (row, column)), (len(pos), len(pos))).tocsc()
+
+
+def area_of(corner: np.ndarray) -> np.ndarray:
+    """Areas (T,) of triangles with these corners (T, 3, 3)."""
+    one, other = corner[:, 1] - corner[:, 0], corner[:, 2] - corner[:, 0]
+    return np.linalg.norm(np.cross(one, other), axis=1) / 2
+
+
+class Ocean:
+    """Nodes, triangles and the exact solver of the largest connected sea of a mesh.
+
+    ``pos`` (N, 3) in km, ``depth`` (N,) in km, ``triangle`` (T, 3), ``area`` (N,) in km^2.
+    """
+
+    def __init__(self, spacing: float) -> None:
+        sea, depth = cells()
+        nodes = chosen(sea, depth, spacing)
+        found = triangles(sea[nodes], sea)
+        sides = sparse.coo_matrix((np.ones(len(found)), found[:, :2].T), (len(nodes),) * 2)
+        sides += sparse.coo_matrix((np.ones(len(found)), found[:, 1:].T), (len(nodes),) * 2)
+        _, part = connected_components(sides, directed=False)
+        inside = part == np.bincount(part).argmax()
+        nodes, found = nodes[inside], found[inside[found].all(axis=1)]
+        self.pos, self.depth = RADIUS * sea[nodes], depth[nodes]
+        self.triangle = (np.cumsum(inside) - 1)[found]
+        thirds = np.repeat(area_of(self.pos[self.triangle]) / 3, 3)
+        self.area = np.bincount(self.triangle.ravel(), thirds, len(nodes))
+        mean_depth = self.depth[self.triangle].mean(axis=1)
+        self.stiffness = stiffness(self.pos, self.triangle, GRAVITY * mean_depth)
+
+    def matrix(self, hours: float) -> sparse.csc_matrix:
+        return (sparse.diags(self.area) + hours**2 * self.stiffness).tocsc()
+
+    def after(self, disturbance: np.ndarray, hours: float) -> np.ndarray:
+        """Sea levels (N, S) after a step from disturbances (N, S), up to rounding."""
+        return splu(self.matrix(hours)).solve(self.area[:, None] * disturbance)
+
+    def iterate(self, disturbance: np.ndarray, hours: float, steps: int) -> np.ndarray:
+        """The same after some steps of conjugate gradients."""
+        matrix, load = self.matrix(hours), self.area[:, None] * disturbance
+        scale = sparse.diags(1 / matrix.diagonal())
+        solved = [cg(matrix, one, rtol=0, maxiter=steps, M=scale)[0] for one in load.T]
+        return np.stack(solved, axis=1)
+
+    def disturbances(self, count: int, seed: int) -> np.ndarray:
+        """Random sea levels (N, count) in m, a hump in deep water each; no water is added."""
+        draws, share = np.random.default_rng(seed), self.area / self.area.sum()
+        deep = share * (self.depth > DEEP / 2)
+        centre = self.pos[draws.choice(len(self.pos), count, p=deep / deep.sum())]
+        square = 2 * (RADIUS**2 - self.pos @ centre.T)  # of chords
+        level = np.exp(-square / (2 * draws.uniform(1000, 2000, count) ** 2))
+        return level - share @ level
+
+
+def load(ocean: Ocean, hours: list[float], samples: int, seed: int, spacing: float) -> Data:
+    """The ocean as a graph, in float64.
+
+    - ``x`` (N, 5): position on the unit sphere, depth by 4 km, logarithm of the node's area.
+    - ``edge_index`` (2, E): the sides of the triangles, in both directions; ``edge_attr`` (E, 3):
+      displacement to the east and to the north, and length, in spacings.
+    - ``area`` (N,): the node's share of the ocean, of sum 1.
+    - ``disturbance`` (N, samples) and ``level`` (N, hours, samples) after each step, in m.
+    """
+    sides = np.concatenate([ocean.triangle[:, [0, 1]], ocean.triangle[:, [1, 2]]])
+    sides = np.concatenate([sides, ocean.triangle[:, [2, 0]]])
+    source, target = edge_index = np.unique(np.concatenate([sides, sides[:, ::-1]]), axis=0).T
+    step = (ocean.pos[target] - ocean.pos[source]) / (np.deg2rad(spacing) * RADIUS)
+    unit = ocean.pos / RADIUS
+    east = np.stack([-unit[:, 1], unit[:, 0], np.zeros(len(unit))], axis=1)
+    east /= np.linalg.norm(east, axis=1, keepdims=True)
+    north = np.cross(unit, east)
+    along = [(step * frame[target]).sum(axis=1) for frame in (east, north)]
+    size = np.log(ocean.area / ocean.area.mean())
+    fields = [ocean.disturbances(HELD_OUT, HELD_OUT_SEED), ocean.disturbances(samples, seed)]
+    disturbance = np.concatenate(fields, axis=1)
+    arrays = {
+        "x": np.column_stack([unit, ocean.depth / DEEP, size]),
+        "edge_index": edge_index,
+        "edge_attr": np.column_stack([*along, np.linalg.norm(step, axis=1)]),
+        "area": ocean.area / ocean.area.sum(),
+        "disturbance": disturbance,
+        "level": np.stack([ocean.after(disturbance, each) for each in hours], axis=1),
+    }
+    return Data(**{name: torch.from_numpy(values) for name, values in arrays.items()})
