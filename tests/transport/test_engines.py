@@ -52,6 +52,40 @@ def test_messages_on_gloo(worlds):
     assert found[:2] == [([1.0] * 4, whole), ([0.0] * 4, [])]
 
 
+DTYPES = ("bool", "int8", "uint16", "bfloat16", "float8_e4m3fn", "int32", "uint64", "complex128")
+
+
+def odd_views(rank):
+    """Rows of each dtype in odd strides, on one rank only; return the calls that are wrong."""
+    failures = []
+    for name in DTYPES:
+        dtype = getattr(torch, name)
+        parts = [torch.arange(3 * r, 3 * r + 3).view(3, 1).to(dtype) for r in range(RANKS)]
+        views = {
+            "row as column": parts[rank].t().contiguous().t(),
+            "inside": torch.cat([parts[rank]] * 3)[3:6],
+            "every second": torch.cat([parts[rank]] * 2, dim=1)[:, ::2],
+        }
+        for how, view in views.items():
+            x = view if rank == 1 else parts[rank]
+            one = x[:1].as_strided((1, 1), (7, 5))
+            found = [
+                (varcomm.all_gather_v(x, [3] * RANKS), torch.cat(parts)),
+                (varcomm.gather_v(x, [3] * RANKS, dst=0), torch.cat(parts)),
+                (varcomm.all_to_all_v(x, [1] * RANKS, [1] * RANKS), torch.cat(parts)[rank::3]),
+                (varcomm.broadcast(x, 1, like=x), parts[1]),
+                (varcomm.all_gather_v(one, [1] * RANKS), torch.cat(parts)[::3]),
+            ]
+            for number, (got, want) in enumerate(found):
+                if (number != 1 or rank == 0) and got.tolist() != want.tolist():
+                    failures.append((name, how, number))
+    return failures
+
+
+def test_odd_views_of_each_dtype(worlds):
+    assert worlds.run(RANKS, odd_views) == [[]] * RANKS
+
+
 @contextmanager
 def pinned():
     """Let Gloo serve this rank only behind copies; its tensors are on the CPU already."""

@@ -63,15 +63,14 @@ class AllGatherV(_Sharded):
 
     def _start_levels(self, x: torch.Tensor) -> Pending:
         shape = packing.like(x.shape, self.dim, sum(self.sizes))
-        return levels.InRounds(
-            self._rounds(packing.flat(x), self._counts(x), shape), shape, x.dtype
+        return levels.start_gather(
+            self.name,
+            self.group,
+            packing.flat(x),
+            self._counts(x),
+            lambda values: packing.unpack(values, shape, self.sizes, self.dim),
+            shape,
         )
-
-    def _rounds(
-        self, values: torch.Tensor, counts: list[int], shape: Sequence[int]
-    ) -> levels.Rounds:
-        values = yield from levels.gather_in_rank_order(self.name, self.group, values, counts)
-        return packing.unpack(values, shape, self.sizes, self.dim)
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         return x.new_empty(packing.like(x.shape, self.dim, sum(self.sizes)))

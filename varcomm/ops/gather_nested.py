@@ -293,11 +293,6 @@ class _Packed(Operator):
         return packing.exchange(self.name, self.group, values, send, recv, schedule)
 
 
-def _viewed(rounds: levels.Rounds) -> levels.Rounds:
-    values = yield from rounds
-    return values.view(CARRIER)
-
-
 class _Gather(_Packed):
     """From the packed rows of each rank to those of all, on every rank or at the root."""
 
@@ -306,9 +301,7 @@ class _Gather(_Packed):
         send = [own * (self.root in (None, rank)) for rank in range(group.size)]
         total = [sum(part.nbytes(rank) for part in self.parts) for rank in range(group.size)]
         if self.root is None and levels.gathers_short(group, sum(total), x.device):
-            values = packing.plain(x.view(torch.uint8))
-            rounds = levels.gather_in_rank_order(self.name, group, values, total)
-            return levels.InRounds(_viewed(rounds), (-1,), CARRIER)
+            return levels.start_gather(self.name, group, packing.plain(x), total, lambda out: out)
         recv = [count * bool(self.ranks) for count in total]
         works, out = self._moved(x, send, recv, "all_gather" if self.root is None else "one")
         return Pending(works, lambda: out.view(CARRIER))

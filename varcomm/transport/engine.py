@@ -123,6 +123,7 @@ class Engine(ABC):
     """
 
     simulated: ClassVar[bool] = False
+    short_by_levels: ClassVar[bool] = False  # many ranks gather short shards by levels
 
     @abstractmethod
     def prepare(self, route: Route) -> Start:

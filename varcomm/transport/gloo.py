@@ -47,6 +47,8 @@ _UNITS = {1: torch.uint8, 2: torch.float16, 4: torch.float32, 8: torch.float64}
 class Gloo(Engine):
     """Gloo, through torch.distributed."""
 
+    short_by_levels = True
+
     def prepare(self, route: Route) -> Start:
         schedule, group, recv, send, width = route
         pg, units = group.process_group, _Units(width)
@@ -70,19 +72,18 @@ class Gloo(Engine):
 
 
 class _Units:
-    """A view of contiguous tensors as a flat one, of elements that Gloo serves.
+    """A view of a contiguous tensor as a flat one, of elements that Gloo serves.
 
-    It costs nothing for a flat tensor of such a dtype; each view takes 2 to 5 us.
+    It costs nothing for a flat tensor of such a dtype.
     """
 
     def __init__(self, width: int) -> None:
         self.width, self._dtype = width, _UNITS[width]
 
     def __call__(self, values: Tensor) -> Tensor:
-        if values.dtype != self._dtype:
-            values = as_bytes(values) if values.numel() <= 1 else values
-            values = values.view(self._dtype)
-        return values if values.dim() == 1 else values.view(-1)
+        if values.dtype == self._dtype:
+            return values if values.dim() == 1 else values.view(-1)
+        return as_bytes(values).view(self._dtype)
 
 
 def _part(values: Tensor, first: int, end: int) -> Tensor:

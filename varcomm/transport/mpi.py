@@ -73,6 +73,8 @@ _MANY_RANKS, _FEW_BYTES = 9, 8 * 1024
 class MPIEngine(Engine):
     """Non-blocking messages of MPI, over a communicator of the group's ranks."""
 
+    short_by_levels = True
+
     def prepare(self, route: Route) -> Start:
         schedule, group, recv, send, _ = route
         total, many = sum(recv), group.size >= _MANY_RANKS

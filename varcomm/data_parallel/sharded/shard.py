@@ -222,12 +222,7 @@ class Shard:
         return started("all_gather_v", group, packing.all_gather, self._own, sizes, self.row)
 
     def _begin_levels(self, name: str, group: Group) -> Pending:
-        def rounds() -> levels.Rounds:
-            sizes = self.split.sizes
-            values = yield from levels.gather_in_rank_order(name, group, self._own, sizes)
-            return self.row.copy_(values)
-
-        return levels.InRounds(rounds(), (-1,), self.row.dtype)
+        return levels.start_gather(name, group, self._own, self.split.sizes, self.row.copy_)
 
     @property
     def has_masters(self) -> bool:
