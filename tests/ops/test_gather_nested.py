@@ -121,7 +121,7 @@ def refused(rank):
     around = {"a": ones}
     around["b"] = [around] if rank == 1 else ones
     for wrong, word in (
-        (around, r"value at \['b'\]\[0\] contains itself"),
+        (around, "contains itself"),
         ({"1": ones, **({Same("1"): ones} if rank else {})}, "must differ as text"),
         (None if rank == 1 else ones, "must be a tensor"),
         ({"a": None if rank == 1 else ones}, r"kind of \['a'\]"),

@@ -30,6 +30,8 @@ __all__ = ["gather_without_sizes"]
 # so that an accidental sum of packed bytes is an error.
 CARRIER = torch.float8_e5m2
 
+_DEEPEST = 100  # containers in each other
+
 One = Callable[[Tensor, ShardSizes, int], TensorOrHandle]
 
 
@@ -110,10 +112,13 @@ def _gathered(
     return list(_Unpack.apply(parts, operator.ranks, apply(operator, own)))  # type: ignore[no-untyped-call]
 
 
-def _leaves(value: Any, path: str = "", around: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield each leaf beside its place, as ``['scores'][0]``; `around` are ids of containers."""
-    if id(value) in around:
-        raise ArgumentError(f"the value at {path} contains itself. Pass a value without cycles.")
+def _leaves(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield each leaf beside its place, as ``['scores'][0]``."""
+    if depth > _DEEPEST:
+        raise ArgumentError(
+            f"the value contains itself, or more than {_DEEPEST} containers in each other. Pass a "
+            "value without cycles."
+        )
     if isinstance(value, Mapping):
         pairs = [(repr(key), each) for key, each in value.items()]
     elif isinstance(value, tuple | list):
@@ -122,7 +127,7 @@ def _leaves(value: Any, path: str = "", around: tuple[int, ...] = ()) -> Iterato
         yield path, value
         return
     for key, each in pairs:
-        yield from _leaves(each, f"{path}[{key}]", (*around, id(value)))
+        yield from _leaves(each, f"{path}[{key}]", depth + 1)
 
 
 def _rebuilt(value: Any, results: Mapping[str, Tensor], path: str = "") -> Any:
