@@ -113,6 +113,22 @@ def test_other_dtypes(worlds):
     assert_none(worlds.run(3, check_other_dtypes))
 
 
+def check_one_column(rank):
+    """A column of a transposed row is contiguous at any stride; complex128 travels as halves."""
+    failures = Failures()
+    for name in PRIMITIVES:
+        c = PRIMITIVES[name](Setting((2, 0, 3), 0, (1,)))
+        inputs = c.draw(torch.complex128)
+        laid_out = [x if x is None else x.resolve_conj().reshape(1, -1).t() for x in inputs]
+        if name != "transpose_v":  # of no shape with one column
+            compare(failures, rank, name, c, c.bind(), laid_out, (name,))
+    return failures
+
+
+def test_contiguous_tensors_of_odd_strides(worlds):
+    assert_none(worlds.run(3, check_one_column))
+
+
 def check_large_sums(rank, ranks):
     failures = Failures()
     for name in ("all_reduce", "reduce", "broadcast"):
