@@ -115,6 +115,11 @@ class Same(str):
         return self is other
 
 
+class Unprintable:
+    def __repr__(self):
+        raise ValueError("no text")
+
+
 def refused(rank):
     ones = torch.ones(2)
     graded = ones.clone().requires_grad_(rank == 0)
@@ -123,6 +128,7 @@ def refused(rank):
     for wrong, word in (
         (around, "contains itself"),
         ({"1": ones, **({Same("1"): ones} if rank else {})}, "must differ as text"),
+        ({Unprintable() if rank else "a": ones}, "no text"),
         (None if rank == 1 else ones, "must be a tensor"),
         ({"a": None if rank == 1 else ones}, r"kind of \['a'\]"),
         ([ones] * (rank + 1), r"kind of \[1\]"),

@@ -53,7 +53,7 @@ def gather_without_sizes(
     is_tensor = isinstance(value, Tensor)
     own: Any = None
     found: dict[str, Any] = {}
-    failure: ArgumentError | None = None
+    failure: Exception | None = None
     with checking(name, group, use_fp32=use_fp32, async_op=async_op) as where:
         try:
             leaves = sorted(_leaves(value), key=lambda pair: pair[0])
@@ -66,7 +66,7 @@ def gather_without_sizes(
                 checked_rank(root, group.size, "dst")
             # here: transforms and grad mode belong to this thread
             own = _described(found, dim, root)
-        except ArgumentError as error:
+        except Exception as error:  # also of a key's own repr
             failure = error  # of all ranks, below
         if any(in_graph(x) for x in found.values() if isinstance(x, Tensor)):
             raise ArgumentError(
