@@ -128,6 +128,9 @@ def folders(rank, folder):
         (folder / "link").symlink_to(folder / "none")
     with pytest.raises(DisagreementError, match=r"on folder: rank 0 has .*/0; rank 1 has .*/1\."):
         save({"x": 1}, folder / str(rank))
+    save({"x": 1}, folder / "same")
+    with pytest.raises(DisagreementError, match="on verify: rank 0 has True"):
+        load({"x": 1}, folder / "same", verify=rank == 0)
     for name in ("none", "file", "empty"):
         with pytest.raises(ArgumentError, match=name):
             load({"x": 1}, folder / name)

@@ -106,8 +106,11 @@ def load(
         opened.verify(ranks.rank, ranks.size, verify)
         return opened
 
-    found, digests = ranks.agree(_WHAT, find, lambda one: {f"the digest of {folder}": one.digest})
-    require_equal(_WHAT, digests)
+    def called(one: Checkpoint) -> dict[str, Any]:
+        return {f"the digest of {folder}": one.digest, "verify": verify}
+
+    found, calls = ranks.agree(_WHAT, find, called)
+    require_equal(_WHAT, calls)
     targets, fits = ranks.agree(_WHAT, lambda: _Targets(state, found, ranks.rank), _Targets.fit)
     alone(_WHAT, lambda: _check_fit(found, fits))  # the same on all ranks
     blocks = [(key, *row_block(rows, ranks)) for key, rows in targets.rows().items()]
