@@ -251,6 +251,8 @@ def refusals(rank, folder, file):
     own = torch.zeros(graph.num_owned)
     write(varcomm.VarcommError, ("one row",), 0.0, x=own[: len(own) - (rank == 1)])
     write(varcomm.VarcommError, ("real",), 0.0, x=own.to(torch.complex64))
+    write(varcomm.VarcommError, ("real",), 0.0, x=own.numpy().astype(np.longdouble))
+    write(varcomm.VarcommError, ("name of a field",), 0.0, **{"\0" if rank else "a": own})
     write(varcomm.VarcommError, ("finite",), float("nan"))
     write(varcomm.VarcommError, ("disagree on time",), float(rank))
     write(varcomm.VarcommError, ("disagree on fields",), 0.0, x=own.double() if rank else own)

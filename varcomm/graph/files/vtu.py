@@ -15,6 +15,7 @@ from xml.sax.saxutils import quoteattr
 import numpy as np
 import torch
 
+from varcomm.errors import ArgumentError
 from varcomm.graph.files.cell_lists import CellLists
 from varcomm.graph.files.ragged import Ragged
 
@@ -57,7 +58,7 @@ def stored(given: Any) -> Array | None:
     if isinstance(given, torch.Tensor):
         given = (given.float() if given.dtype == torch.bfloat16 else given).detach().cpu()
     values: Array = np.asarray(given)
-    if values.dtype.kind not in "fiub" or values.ndim == 0:
+    if values.dtype.kind not in "fiub" or values.itemsize > 8 or values.ndim == 0:
         return None
     kinds = {np.dtype(np.bool_): np.uint8, np.dtype(np.float16): np.float32}
     values = values.astype(values.dtype.newbyteorder("="), copy=False)
@@ -116,7 +117,9 @@ class VtuSeries:
         self._steps: list[str] = []
 
     def check(self, name: str, values: Array) -> None:
-        """Accept any field."""
+        """Raise ArgumentError if XML cannot have a field of this name."""
+        if not name.isprintable():
+            raise ArgumentError(f"{name!r} cannot be the name of a field. Pass a printable name.")
 
     def write(self, step: int, point_data: Fields, cell_data: Fields) -> None:
         """Write the piece of this rank."""
