@@ -204,7 +204,6 @@ class Rows(Dataset[torch.Tensor]):
             if not chosen:
                 return self._row.new_empty(0, self._count, *self.shape[2:])
             return torch.stack([self[i] for i in chosen])
-        sample = self._checked(sample)
         return self._delivered(sample, lambda: self._read(sample))
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -247,7 +246,6 @@ class Rows(Dataset[torch.Tensor]):
 
         try:
             for sample in order:
-                sample = self._checked(sample)
                 pending.append((sample, thread.submit(self._read, sample)))
                 if len(pending) > ahead:
                     yield first()
@@ -342,6 +340,7 @@ class Rows(Dataset[torch.Tensor]):
 
     def _read(self, sample: int) -> torch.Tensor:
         """Return the rows of a sample on the CPU; in any thread or process."""
+        sample = self._checked(sample)  # here, so that all ranks raise before an exchange
         found = []
         for array, pieces in zip(self._arrays, self._pieces, strict=True):
             values, touched = array.read(sample, pieces)
