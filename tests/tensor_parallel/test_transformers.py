@@ -62,6 +62,13 @@ def gpt2(heads):
     return transformers.GPT2LMHeadModel(config)
 
 
+def gpt_neox(heads):
+    import transformers
+
+    more = {"num_attention_heads": heads, "max_position_embeddings": POSITIONS}
+    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**SIZES, **more))
+
+
 def bert(heads, name="Bert", kind="ForMaskedLM", **options):
     import transformers
 
@@ -114,6 +121,7 @@ MODELS = {
     ),
     "OLMo2, 5 heads": partial(decoder, "Olmo2", 5, 5),
     "Phi-3, 4 heads, 2 of keys": partial(decoder, "Phi3", 4, 2, pad_token_id=0),
+    "GPT-NeoX, 5 heads": partial(gpt_neox, 5),
     "GPT-2, 5 heads": partial(gpt2, 5),
     "GPT-2, 2 heads": partial(gpt2, 2),
     "BERT, 5 heads": partial(bert, 5),
@@ -407,6 +415,8 @@ def refused(rank):
                 del layer.self_attn.head_dim
             with pytest.raises(ArgumentError, match=words):
                 parallelize(model)
+        with in_fp64(), pytest.raises(ArgumentError, match="q_norm has parameters per head"):
+            parallelize(decoder("Cohere", 5, 5, use_qk_norm=True, pad_token_id=0, eos_token_id=1))
         with pytest.raises(ArgumentError, match="has no tp_plan"):
             parallelize(nn.Linear(2, 2))
         for options in ({"sequence_sizes": [1, 1, 1]}, {"sequence_dim": 1}):

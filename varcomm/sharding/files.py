@@ -221,7 +221,8 @@ def read_index(folder: Path, kind: str) -> tuple[dict[str, Any], Files]:
         head = f"{content['format']} of version {content['version']}"
     if head != f"varcomm {kind} of version {_VERSION}":
         raise ArgumentError(
-            f"{path} is a {head}; this varcomm reads a varcomm {kind} of version {_VERSION}."
+            f"{path} is a {head}; this varcomm reads a varcomm {kind} of version {_VERSION}. "
+            "Load it with the varcomm that has saved it, and save it again."
         )
     if content.pop("digest", None) != _digest(content):
         raise ArgumentError(f"{path} is damaged or has been altered. {_AGAIN}")

@@ -95,9 +95,9 @@ _FAMILIES = {
 }
 
 _HEAD_DIM = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
-_QUERIES = ("q_proj", "query", "q", "c_attn", "q_attn")
+_QUERIES = ("q_proj", "query", "q", "c_attn", "q_attn", "query_key_value")
 _KEYS = ("k_proj", "v_proj", "key", "value", "k", "v")
-_OUT = ("o_proj", "o", "out_proj", "c_proj")
+_OUT = ("o_proj", "o", "out_proj", "c_proj", "dense")
 
 # Attributes in which attention modules keep numbers of heads, and of features of all heads.
 _COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
@@ -167,7 +167,14 @@ class Family:
         for name, style in styles.items():
             parent, _, leaf = name.rpartition(".")
             width = head_dim(self.names.get(parent))
-            if style != "column" or leaf not in (*_QUERIES, *_KEYS):
+            if style != "column":
+                continue
+            if leaf not in (*_QUERIES, *_KEYS):
+                if _is_attention(parent, self.names.get(parent)):
+                    raise ArgumentError(
+                        f"{name} is a projection of an attention module with an unknown name, so "
+                        "it could be cut through heads. Pass a plan of your own."
+                    )
                 continue
             if width is None and _is_attention(parent, self.names.get(parent)):
                 raise ArgumentError(
@@ -188,6 +195,13 @@ class Family:
                     f"are not whole heads of {width}. Pass a plan of your own."
                 )
             heads = features // width, of_keys // width
+            for child, layer in self.names[parent].named_children():
+                own = [x for x in layer.parameters(recurse=False) if x.dim() > 1]
+                if f"{parent}.{child}" not in styles and any(len(x) in heads for x in own):
+                    raise ArgumentError(
+                        f"{parent}.{child} has parameters per head, which the model's plan leaves "
+                        "whole. Pass a plan of your own."
+                    )
             yield parent, Heads.of(*heads, self.group.size, self.replicate_kv)
 
     def _heads_near(self, name: str) -> tuple[str, Heads]:
