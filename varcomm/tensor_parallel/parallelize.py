@@ -238,15 +238,17 @@ def _check_positions(module: nn.Module, made: Mapping[int, nn.Module]) -> None:
 
 def _check_features(module: nn.Module, made: Mapping[int, nn.Module]) -> None:
     """Let unsharded linear layers refuse this rank's outputs of column-parallel layers."""
-    columns = [new for new in made.values() if isinstance(new, ColumnParallelLinear)]
     widths: dict[int, set[int]] = {}
-    for new in columns:
-        if not new.gather_output:
-            widths.setdefault(new.out_features, set()).add(new.spec.local)
+    for column in module.modules():
+        if isinstance(column, ColumnParallelLinear) and not column.gather_output:
+            widths.setdefault(column.out_features, set()).add(column.spec.local)
+    planned = {id(new) for new in made.values()}  # some may be the old layer, changed in place
     for name, layer in module.named_modules():
-        if type(layer) is nn.Linear and layer.in_features in widths:
+        if earlier := vars(layer).pop("_feature_check", None):
+            earlier.remove()
+        if type(layer) is nn.Linear and id(layer) not in planned and layer.in_features in widths:
             check = FeatureCheck(name, frozenset(widths[layer.in_features]))
-            layer.register_forward_pre_hook(check)
+            vars(layer)["_feature_check"] = layer.register_forward_pre_hook(check)
 
 
 def _chosen(module: Any, plan: Any) -> dict[str, tuple[nn.Module, str | Make]]:
