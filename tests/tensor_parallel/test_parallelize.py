@@ -137,6 +137,27 @@ def test_a_plan_of_every_second_layer(worlds):
     worlds.run(2, half)
 
 
+def halves(layer):
+    """A caller's row-parallel layer, made of the layer itself."""
+    layer.forward = lambda x: x.sum(-1, keepdim=True)
+    return layer
+
+
+def in_place(rank):
+    """A layer that a later plan changes in place accepts the part that it refused before."""
+    model, x = made(False).blocks[0], torch.ones(2, WIDTH, dtype=torch.float64)
+    parallelize(model, {"up": "column"})
+    parallelize(model, {"norm": lambda layer: layer})  # whose check of `down` is not a second one
+    with pytest.raises(ArgumentError, match="'down' is not sharded"):
+        model(x)
+    parallelize(model, {"down": halves})
+    assert model(x).shape == x.shape
+
+
+def test_a_layer_that_a_later_plan_changes_in_place(worlds):
+    worlds.run(2, in_place)
+
+
 def summed_already(rank):
     model = nn.Sequential(nn.LayerNorm(4), sequence_parallel(nn.LayerNorm(4)))
     with pytest.raises(ArgumentError, match="summed already"):

@@ -326,6 +326,11 @@ def with_dropout(rank, name):
             if isinstance(value, float) and (key == "p" or "dropout" in key):
                 setattr(layer, key, 0.0)
     model(**ids)
+    for layer in list(model.modules()):
+        for key, child in layer.named_children():
+            if isinstance(child, nn.Dropout) and not hasattr(layer, "query"):  # which reads p
+                setattr(layer, key, nn.Identity())
+    model(**ids)
 
 
 @pytest.mark.parametrize("name", ["Llama", "T5", "BERT"])
@@ -426,3 +431,111 @@ def refused(rank):
 
 def test_refusals(worlds):
     worlds.run(3, refused, timeout=200)
+
+
+def two_towers(rank):
+    """A plan for a model without one table of ids."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = SIZES | {"num_attention_heads": 5, "max_position_embeddings": POSITIONS}
+    pixels = {
+        key: sizes[key] for key in sizes if key not in ("vocab_size", "max_position_embeddings")
+    }
+    config = transformers.CLIPConfig(
+        text_config=sizes | {"eos_token_id": 2},
+        vision_config=pixels | {"image_size": 8, "patch_size": 4},
+        projection_dim=7,
+    )
+    one = transformers.CLIPModel(config).double().eval()
+    given = {"input_ids": batch("CLIP")["input_ids"], "pixel_values": batch("ViT")["pixel_values"]}
+    plan = {"*.mlp.fc1": "column", "*.mlp.fc2": "row"}
+    model = parallelize(copy.deepcopy(one), plan)
+    expected, found = (m(**given, return_loss=True) for m in (one, model))
+    torch.testing.assert_close(found.loss, expected.loss)
+    torch.testing.assert_close(found.logits_per_image, expected.logits_per_image)
+    table = {"text_model.embeddings.token_embedding": "embedding"}
+    with pytest.raises(ArgumentError, match="every rank would start at 0"):
+        parallelize(copy.deepcopy(one), table, [5, 4], sequence_dim=1)
+
+
+def test_a_model_of_two_towers(worlds):
+    worlds.run(2, two_towers, timeout=200)
+
+
+def with_double_heads(name):
+    """A causal model that calls a cross-entropy of its own, with a head of its own weight."""
+    import transformers
+
+    torch.manual_seed(0)
+    if name == "Bart":
+        sizes = {"vocab_size": VOCABULARY, "d_model": HIDDEN, "decoder_layers": LAYERS}
+        more = {"decoder_ffn_dim": INNER, "decoder_attention_heads": 5, "is_decoder": True}
+        return transformers.BartForCausalLM(
+            transformers.BartConfig(**sizes, **more, tie_word_embeddings=False, dropout=0.0)
+        )
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
+    sizes = {"n_embd": HIDDEN, "n_layer": LAYERS, "n_head": 5, "n_positions": POSITIONS}
+    config = transformers.GPT2Config(vocab_size=VOCABULARY, **sizes, **ids, **NO_DROPOUT)
+    return transformers.GPT2DoubleHeadsModel(config)
+
+
+def own_loss(rank, name):
+    """Labels below the sizes of both ranks, which a cross-entropy of one rank would accept."""
+    one = with_double_heads(name)
+    ids = batch(name)["input_ids"]
+    model = parallelize(copy.deepcopy(one), {"lm_head": "column"})
+    with pytest.raises(ArgumentError, match=r"head 'lm_head'.*vocab_parallel_cross_entropy"):
+        model(input_ids=ids, labels=ids % 40)
+    model(input_ids=ids)
+    whole = partial(ColumnParallelLinear.from_linear, gather_output=True)
+    model = parallelize(copy.deepcopy(one), {"lm_head": whole})
+    expected, loss = (m(input_ids=ids, labels=ids).loss for m in (one, model))
+    torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Bart"])
+def test_labels_of_models_with_a_loss_of_their_own(worlds, name):
+    worlds.run(2, own_loss, name, timeout=200)
+
+
+def guarded_once(rank):
+    import transformers
+
+    class Loose(transformers.GPT2DoubleHeadsModel):
+        def forward(self, input_ids=None, **kwargs):
+            return super().forward(input_ids, **kwargs)
+
+    class Elsewhere(transformers.GPT2DoubleHeadsModel):
+        def get_output_embeddings(self):
+            return outside.head
+
+    one, ids = with_double_heads("GPT-2"), batch("GPT-2")["input_ids"]
+    one.__class__ = Loose
+    model = copy.deepcopy(one)
+    parallelize(model, {"lm_head": "column"})
+    kept = model.generate
+    model.generate = lambda *args, **kwargs: kept(*args, **kwargs)  # set by the caller
+    own = model.generate
+    for pattern in ("*.mlp.c_fc", "*.attn.c_attn"):
+        parallelize(model, {pattern: lambda layer: layer})
+    assert model.generate is own
+    with pytest.raises(ArgumentError, match="head 'lm_head'"):
+        model(ids, labels=ids % 40)
+    with pytest.raises(ArgumentError, match="gather_output=True"):
+        model.generate(ids)
+    one.save_pretrained = lambda folder: None
+    before = one.lm_head
+    with pytest.raises(ArgumentError, match=r"save_pretrained was set .*after parallelize"):
+        parallelize(one, {"lm_head": "column"})
+    assert one.lm_head is before
+    del one.save_pretrained
+    outside = nn.Module()
+    outside.head, outside.model, one.__class__ = nn.Linear(HIDDEN, VOCABULARY), one, Elsewhere
+    with pytest.raises(ArgumentError, match="not a submodule of this Elsewhere"):
+        parallelize(outside, {"head": "column"})
+    assert type(outside.head) is nn.Linear
+
+
+def test_a_second_plan_keeps_methods_of_the_caller(worlds):
+    worlds.run(2, guarded_once, timeout=200)

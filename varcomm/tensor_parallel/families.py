@@ -32,6 +32,7 @@ from varcomm.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
+from varcomm.tensor_parallel.pretrained import end
 from varcomm.transport.agreement import agree
 from varcomm.transport.group import Group
 
@@ -267,8 +268,7 @@ class Family:
 
     def _vocabulary(self, model: Any) -> Iterator[str]:
         """Shard embedding and head by ids, wherever they are; return parameters that follow."""
-        getters = (getattr(model, f"get_{x}put_embeddings", None) for x in ("in", "out"))
-        found = [getter() for getter in getters if getter is not None]
+        found = [end(model, side) for side in ("input", "output")]
         ends = [x for x in found if isinstance(x, nn.Embedding | nn.Linear)]
         shared = {id(layer.weight) for layer in ends}
         for name, layer in self.names.items():

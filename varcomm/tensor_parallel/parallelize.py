@@ -19,7 +19,14 @@ from varcomm.tensor_parallel.families import Family, head_dim, is_projection, ne
 from varcomm.tensor_parallel.layout import FeatureCheck, agreed
 from varcomm.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from varcomm.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
-from varcomm.tensor_parallel.pretrained import guard, has_causal_loss, refuse_dropout
+from varcomm.tensor_parallel.pretrained import (
+    check_guard,
+    end,
+    guard,
+    has_causal_loss,
+    pretrained_models,
+    refuse_dropout,
+)
 from varcomm.transport.agreement import agree, on_all_ranks
 from varcomm.transport.group import Group, GroupLike, resolve
 
@@ -168,6 +175,7 @@ def parallelize(
         follow.update(_tied(module, made, followers))
         _check_heads(module, chosen, made)
         _check_positions(module, made)
+        check_guard(module, made)
         return {"what modules become": [type(layer).__name__ for layer in made.values()]}
 
     agreed(_WHAT, alike, ranks)
@@ -225,28 +233,29 @@ def _check_heads(
 
 def _check_positions(module: nn.Module, made: Mapping[int, nn.Module]) -> None:
     """Raise ArgumentError if a transformers model would count positions in parts of a sequence."""
-    models: Any = ((n, m) for n, m in module.named_modules() if hasattr(m, "save_pretrained"))
-    for name, model in models:
-        table = getattr(model, "get_input_embeddings", lambda: None)()
-        if getattr(made.get(id(table)), "sequence_sizes", None) is not None:
+    in_parts = {i for i, new in made.items() if getattr(new, "sequence_sizes", None) is not None}
+    for model in pretrained_models(module) if in_parts else ():
+        if id(end(model, "input")) in in_parts:
             raise ArgumentError(
-                f"{name or 'module'}, a {type(model).__name__}, counts positions from the rows of "
-                "its embedding, so with sequence_sizes every rank would start at 0. Leave out "
-                "sequence_sizes, which are for modules whose forward is written for parts."
+                f"{type(model).__name__} counts positions from the rows of its embedding, so with "
+                "sequence_sizes every rank would start at 0. Leave out sequence_sizes, which are "
+                "for modules whose forward is written for parts."
             )
 
 
 def _check_features(module: nn.Module, made: Mapping[int, nn.Module]) -> None:
     """Let unsharded linear layers refuse this rank's outputs of column-parallel layers."""
-    columns = [new for new in made.values() if isinstance(new, ColumnParallelLinear)]
     widths: dict[int, set[int]] = {}
-    for new in columns:
-        if not new.gather_output:
-            widths.setdefault(new.out_features, set()).add(new.spec.local)
+    for column in module.modules():
+        if isinstance(column, ColumnParallelLinear) and not column.gather_output:
+            widths.setdefault(column.out_features, set()).add(column.spec.local)
+    planned = {id(new) for new in made.values()}  # some may be the old layer, changed in place
     for name, layer in module.named_modules():
-        if type(layer) is nn.Linear and layer.in_features in widths:
+        if earlier := vars(layer).pop("_feature_check", None):
+            earlier.remove()
+        if type(layer) is nn.Linear and id(layer) not in planned and layer.in_features in widths:
             check = FeatureCheck(name, frozenset(widths[layer.in_features]))
-            layer.register_forward_pre_hook(check)
+            vars(layer)["_feature_check"] = layer.register_forward_pre_hook(check)
 
 
 def _chosen(module: Any, plan: Any) -> dict[str, tuple[nn.Module, str | Make]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
+from inspect import signature, unwrap
 from types import MethodType
 from typing import Any
 
@@ -30,35 +30,84 @@ _DROPOUTS = (
 
 
 def guard(module: nn.Module) -> None:
-    """Replace methods of a sharded model that read its weights as if they were whole.
+    """Replace methods of a sharded model that read its weights as if they were full tensors.
 
-    They are attributes of the model and bound to it, so a deep copy has its own.
+    They are attributes of the model and bound to it, so a deep copy has its own. A second call
+    adds only checks of a head that was sharded since the first.
     """
-    models: Iterator[Any] = module.modules()
-    for model in models:
-        sharded = any(shard_spec(parameter) for parameter in model.parameters())
-        if not sharded or not hasattr(model, "save_pretrained"):
+    for model in pretrained_models(module):
+        if not any(shard_spec(parameter) for parameter in model.parameters()):
             continue
-        methods: dict[str, Any] = {"save_pretrained": _save_pretrained}
-        if hasattr(model, "generate"):
-            methods["generate"] = _generate
-        methods |= {name: _refusals[name] for name in _refusals if hasattr(model, name)}
-        head = getattr(model, "get_output_embeddings", lambda: None)()
-        if isinstance(head, ColumnParallelLinear) and not head.gather_output:
-            methods["generate"] = _refuse_to_generate
-            if has_causal_loss(model):
-                model.loss_function = _CausalLoss(head)
-            else:
-                (name,) = (name for name, layer in model.named_modules() if layer is head)
-                model.register_forward_pre_hook(partial(_refuse_labels, name), with_kwargs=True)
-        for name, method in methods.items():
-            vars(model)[name] = MethodType(method, model)
+        guarded: set[str] = vars(model).setdefault("_guarded", set())
+        if not guarded:
+            for name in _own_methods(model):
+                vars(model)[name] = MethodType(_METHODS[name], model)
+            guarded.add("methods")
+        head = end(model, "output")
+        if not _is_sharded(head):
+            continue
+        if has_causal_loss(model):
+            model.loss_function = _CausalLoss(head)
+        elif "labels" not in guarded:
+            name = next(name for name, layer in model.named_modules() if layer is head)
+            model.register_forward_pre_hook(partial(_refuse_labels, name), with_kwargs=True)
+            guarded.add("labels")
+
+
+def check_guard(module: nn.Module, made: Mapping[int, nn.Module]) -> None:
+    """Raise ArgumentError if :func:`guard` will not fit, once `made` stand for modules by id."""
+    for model in pretrained_models(module):
+        parts, kind = list(model.modules()), type(model).__name__
+        head: Any = end(model, "output")
+        if _is_sharded(made.get(id(head), head)) and all(layer is not head for layer in parts):
+            raise ArgumentError(
+                f"{kind}.get_output_embeddings() returns a {type(head).__name__} that is "
+                f"not a submodule of this {kind}. Register the head as a submodule, or shard it "
+                "with gather_output=True."
+            )
+        sharded = any(id(layer) in made for layer in parts)
+        if not sharded or "_guarded" in vars(model):
+            continue
+        if own := [name for name in _own_methods(model) if name in vars(model)]:
+            raise ArgumentError(
+                f"{own[0]} was set on this {kind}, and sharding would replace it. Delete it, and "
+                "set it again after parallelize."
+            )
+
+
+def pretrained_models(module: nn.Module) -> Iterator[Any]:
+    """Return the models of transformers in a module, with itself."""
+    return (model for model in module.modules() if hasattr(model, "save_pretrained"))
+
+
+def end(model: Any, side: str) -> Any:
+    """Return the layer of ids at the "input" or "output" of a model; None if it has none."""
+    try:
+        return getattr(model, f"get_{side}_embeddings", lambda: None)()
+    except NotImplementedError:  # a model with several towers
+        return None
 
 
 def has_causal_loss(model: Any) -> bool:
-    """Return whether a model computes the loss of next tokens with its ``loss_function``."""
+    """Return whether a model computes the loss of next tokens with its ``loss_function``.
+
+    Some causal models of transformers call a cross-entropy of their own, so names of classes and
+    losses do not suffice: the forward must read ``loss_function``, which no caller has set.
+    """
     of_targets = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    return getattr(model, "loss_type", None) in (None, "ForCausalLM") and not of_targets
+    known = getattr(model, "loss_type", None) in (None, "ForCausalLM") and not of_targets
+    usual = isinstance(vars(model).get("_loss_function"), _CausalLoss | None)
+    code = getattr(unwrap(type(model).forward), "__code__", None)
+    return known and usual and "loss_function" in getattr(code, "co_names", ())
+
+
+def _own_methods(model: Any) -> list[str]:
+    return [name for name in _METHODS if hasattr(model, name)]
+
+
+def _is_sharded(head: Any) -> bool:
+    """Return whether a head returns the logits of this rank's ids only."""
+    return isinstance(head, ColumnParallelLinear) and not head.gather_output
 
 
 def refuse_dropout(module: nn.Module) -> None:
@@ -87,8 +136,8 @@ def _check_dropout(
 ) -> None:
     """Raise ArgumentError if dropout is active in one of the `places`: children and attributes."""
     for child, key in places:
-        owner = getattr(layer, child) if child else layer
-        if not owner.training or getattr(owner, key) <= 0:
+        owner: Any = getattr(layer, child, None) if child else layer
+        if (getattr(owner, key, 0.0) or 0.0) <= 0 or not owner.training:  # replaced, or no rate
             continue
         rates = vars(config).items()
         fields = [k for k, v in rates if _is_dropout(k) and isinstance(v, float) and v > 0]
@@ -103,7 +152,7 @@ def _check_dropout(
 def _refuse_labels(name: str, model: Any, args: Any, kwargs: Any) -> None:
     """Refuse labels of a model that computes its loss from the logits of all ids."""
     given = signature(type(model).forward).bind_partial(model, *args, **kwargs).arguments
-    if given.get("labels") is not None:
+    if given.get("labels", kwargs.get("labels")) is not None:  # also of a forward with **kwargs
         raise ArgumentError(
             f"{type(model).__name__}: labels would be compared with the logits of this rank's ids, "
             f"because the plan shards the head {name!r}. Plan it as functools.partial("
@@ -147,7 +196,15 @@ def _save_pretrained(
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Generate tokens if inputs are identical on all ranks and, to sample, random numbers too."""
+    """Generate tokens if inputs are identical on all ranks and, to sample, random numbers too.
+
+    A head with the logits of this rank's ids is refused.
+    """
+    if _is_sharded(end(self, "output")):
+        raise ArgumentError(
+            "generate: the head returns the logits of this rank's ids only, so tokens would be "
+            "wrong. Shard the model with gather_output=True."
+        )
     specs = [spec for parameter in self.parameters() if (spec := shard_spec(parameter))]
     device = next(self.parameters()).device
 
@@ -185,14 +242,6 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
 _STATE = "the state of torch's random numbers"
 
 
-def _refuse_to_generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse to choose tokens among this rank's ids."""
-    raise ArgumentError(
-        "generate: the head returns the logits of this rank's ids only, so tokens would be wrong. "
-        "Shard the model with gather_output=True."
-    )
-
-
 def _refusal(name: str) -> Any:
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise ArgumentError(f"{name}: the model is sharded. Call {name} before parallelize.")
@@ -200,7 +249,7 @@ def _refusal(name: str) -> Any:
     return refuse
 
 
-_refusals = {
+_METHODS: dict[str, Any] = {"save_pretrained": _save_pretrained, "generate": _generate} | {
     name: _refusal(name)
     for name in ("resize_token_embeddings", "add_adapter", "load_adapter", "tie_weights")
 }
