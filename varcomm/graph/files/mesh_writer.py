@@ -18,8 +18,8 @@ from varcomm.graph.files.mesh import Mesh, cell_lists
 from varcomm.graph.files.ragged import Ragged
 from varcomm.graph.files.vtu import Piece, VtuSeries, stored
 from varcomm.graph.files.xdmf import XdmfSeries
+from varcomm.graph.libraries import writing
 from varcomm.graph.partitioned_graph import PartitionedGraph
-from varcomm.graph.rows.sources import writing
 from varcomm.graph.shard import described
 from varcomm.ops.gather_v import scatter_v
 from varcomm.plan.exchange_plan import ExchangePlan

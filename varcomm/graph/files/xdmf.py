@@ -12,7 +12,7 @@ import numpy as np
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.files.vtu import Piece, replace
-from varcomm.graph.rows.sources import package
+from varcomm.graph.libraries import package
 
 __all__ = ["XdmfSeries"]
 
