@@ -1,5 +1,6 @@
 """``MeshWriter``: pieces of ranks, put together again, equal what one process writes."""
 
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -239,13 +240,20 @@ def refusals(rank, folder, file):
     for word, args in (
         (".pvd or .xdmf", (f"{folder}/out.vtu", graph, mesh)),
         (".pvd or .xdmf", (f"{folder}/out.{'vtu' if rank else 'pvd'}", graph, mesh)),
-        ("ASCII", (f"{folder}/a:b.xdmf", graph, mesh)),
+        ("ASCII", (f"{folder}/{'a' if rank else 'a:b'}.xdmf", graph, mesh)),
         ("disagree on path", (f"{folder}/out.{'xdmf' if rank else 'pvd'}", graph, mesh)),
         ("nowhere", (f"{folder}/nowhere/out.pvd", graph, mesh)),
         ("rank 0 must pass", (f"{folder}/out.pvd", graph, other)),
         ("None", (f"{folder}/out.pvd", graph, None if rank == 0 else mesh)),
     ):
         make(varcomm.VarcommError, (word,), *args)
+    if rank == 1:
+        sys.modules["h5py"] = None
+    try:
+        make(varcomm.MissingPackageError, ("pip install h5py",), f"{folder}/out.xdmf", graph, mesh)
+    finally:
+        sys.modules["h5py"] = h5py
+    assert not [path for path in Path(folder).iterdir() if path.is_dir()]
     writer = MeshWriter(f"{folder}/out.pvd", graph, mesh)
     write = Refused(writer.write)
     own = torch.zeros(graph.num_owned)

@@ -106,25 +106,28 @@ def write_piece(
 class VtuSeries:
     """A PVD file of times, an index PVTU for each, and a VTU file for each and each rank.
 
-    `outline` is whether this rank has a piece; `outlines` is that of all ranks.
+    `outline` holds the number of cells of this rank's piece.
     """
 
     def __init__(self, path: Path, rank: int, piece: Piece) -> None:
         self._path, self._folder, self._rank = path, path.with_suffix(""), rank
-        self._piece, self.outline = piece, len(piece.points) > 0
-        self.outlines: Sequence[bool] = []
+        self._piece, self.outline = piece, [len(piece.types)]
         self._steps: list[str] = []
-
-    def check(self, name: str, values: Array) -> None:
-        """Accept any field."""
 
     def write(self, step: int, point_data: Fields, cell_data: Fields) -> None:
         """Write the piece of this rank."""
-        if self.outline:
+        if self.outline[0]:
             path = self._folder / f"{step:05}_{self._rank}.vtu"
             write_piece(path, self._piece, point_data, cell_data)
 
-    def index(self, step: int, time: float, point_data: Fields, cell_data: Fields) -> None:
+    def index(
+        self,
+        outlines: Sequence[Sequence[int]],
+        step: int,
+        time: float,
+        point_data: Fields,
+        cell_data: Fields,
+    ) -> None:
         """Write the index of a step and the series up to it; of arrays, dtype and columns count."""
         lines = [_head("PUnstructuredGrid", ' GhostLevel="0"')]
         parts = {
@@ -135,7 +138,7 @@ class VtuSeries:
         for part, fields in parts.items():
             arrays = [f"<PDataArray {_described(name, v)}/>\n" for name, v in fields.items()]
             lines += [f"<{part}>\n", *arrays, f"</{part}>\n"]
-        ranks = [rank for rank, has_piece in enumerate(self.outlines) if has_piece]
+        ranks = [rank for rank, outline in enumerate(outlines) if outline[0]]
         lines += [f'<Piece Source="{step:05}_{rank}.vtu"/>\n' for rank in ranks]
         index = self._folder / f"{step:05}.pvtu"
         replace(index, [*lines, "</PUnstructuredGrid>\n</VTKFile>\n"])
