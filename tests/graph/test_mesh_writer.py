@@ -232,6 +232,51 @@ def test_a_failed_step_leaves_the_series_as_it_was(worlds, tmp_path, name):
     assert "00001" in after
 
 
+INDEXES = (".pvd", ".pvtu", ".xdmf")
+
+
+def replaced(rank, folder, file, name):
+    """Replace a series by one of another partition, which fails before its first index."""
+    mesh, folder = read_mesh(file, nodes="cells"), Path(folder)
+
+    def started(ranks):
+        owner = torch.arange(mesh.data.num_nodes) % ranks
+        graph = partition(mesh.data, method=owner)
+        return graph.pos, MeshWriter(folder / name, graph, mesh)
+
+    x, writer = started(3)
+    writer.write(x=x)
+    writer.write(x=x)
+    piece = folder / "out" / {"out.pvd": "00000_0.vtu", "out.xdmf": "mesh_0.h5"}[name]
+    before = piece.read_bytes()
+    x, writer = started(2)
+    blocked = folder / {"out.pvd": "out/00000.pvtu.part", "out.xdmf": "out.xdmf.part"}[name]
+    if rank == 0:
+        blocked.mkdir()
+    with piece.open("rb") as reader:
+        Refused(writer.write)(varcomm.ArgumentError, ("cannot be written",), x=x)
+        assert reader.read() == before != piece.read_bytes()
+    left = [path.name for path in folder.rglob("*") if path.suffix in INDEXES]
+    varcomm.all_reduce(torch.zeros(1))  # all have read
+    if rank == 0:
+        blocked.rmdir()
+    writer.write(x=x)
+    return left
+
+
+@pytest.mark.parametrize("name", ["out.pvd", "out.xdmf"])
+def test_a_new_series_never_lists_pieces_of_an_old_one(worlds, tmp_path, name):
+    file = saved(tmp_path, *box((3, 2), ["quad"]))
+    assert worlds.run(3, replaced, str(tmp_path), str(file), name) == [[], [], []]
+    indexes = [path for path in tmp_path.rglob("*") if path.suffix in INDEXES]
+    assert len(indexes) == {"out.pvd": 2, "out.xdmf": 1}[name]
+    lines = "".join(path.read_text() for path in indexes)
+    assert lines.count("00000_0")
+    assert lines.count("00000_1")
+    assert not lines.count("00000_2")
+    assert not lines.count("00001")
+
+
 def refusals(rank, folder, file):
     mesh = read_mesh(file)
     graph = partition(mesh.data, method="block")

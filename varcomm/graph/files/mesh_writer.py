@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,7 @@ Array = np.ndarray[Any, Any]
 
 _MAKE, _WRITE = "MeshWriter", "MeshWriter.write"
 
-Series = VtuSeries | XdmfSeries
-_FORMATS: dict[str, Callable[[Path, int, Piece], Series]] = {
+_FORMATS: dict[str, type[VtuSeries] | type[XdmfSeries]] = {
     ".pvd": VtuSeries,
     ".xdmf": XdmfSeries,
 }
@@ -52,6 +50,8 @@ class MeshWriter:
         - ``.pvd``: ``00000_<rank>.vtu`` per step, and an index ``00000.pvtu``.
         - ``.xdmf``: ``00000_<rank>.h5`` per step with the fields, and ``mesh_<rank>.h5``, which has
           the cells once.
+
+        The files ``.pvd``, ``.pvtu`` and ``.xdmf`` of an earlier series at `path` are removed.
     graph : PartitionedGraph
         The partitioned ``mesh.data``.
     mesh : Mesh, optional
@@ -106,6 +106,7 @@ class MeshWriter:
         pg, ranks, device = group.process_group, group.size, group.device()
         nodes, where = agree(_MAKE, lambda: (graph.nodes, _checked_path(path)), group)
         compare(group, {"operation": _MAKE, "path": where.name})
+        make = _FORMATS[where.suffix.lower()]
         mine = torch.full((nodes.num_owned,), group.rank, device=device)
         owner = graph.gather(mine, dst=0).cpu().numpy()
 
@@ -124,6 +125,7 @@ class MeshWriter:
                         f"there is no folder {where.parent}. Create it or pass another path."
                     )
                 where.with_suffix("").mkdir(exist_ok=True)
+                make.remove(where)
             of_cells = mesh.nodes == "cells"
             lists = cell_lists(mesh)
             order = None if of_cells else np.argsort(owner, kind="stable")
@@ -139,7 +141,6 @@ class MeshWriter:
         if not self._of_cells:
             rows = torch.from_numpy(needed).to(device)
             self._plan = ExchangePlan.from_needed(rows, graph.node_sizes, pg)
-        make = _FORMATS[where.suffix.lower()]
         self._series, self._outlines = agree_and_share(
             _MAKE, lambda: make(where, group.rank, piece), lambda series: series.outline, group
         )

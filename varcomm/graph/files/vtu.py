@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from varcomm.graph.files.cell_lists import CellLists
 from varcomm.graph.files.ragged import Ragged
 
-__all__ = ["Piece", "VtuSeries", "replace", "stored", "write_piece"]
+__all__ = ["Piece", "VtuSeries", "replace", "replacing", "stored", "write_piece"]
 
 Array = np.ndarray[Any, Any]
 Fields = Mapping[str, Array]
@@ -114,11 +115,18 @@ class VtuSeries:
         self._piece, self.outline = piece, [len(piece.types)]
         self._steps: list[str] = []
 
+    @staticmethod
+    def remove(path: Path) -> None:
+        """Remove the indexes of an earlier series, which would list new pieces beside old ones."""
+        for index in (path, *path.with_suffix("").glob("[0-9]*.pvtu")):
+            index.unlink(missing_ok=True)
+
     def write(self, step: int, point_data: Fields, cell_data: Fields) -> None:
         """Write the piece of this rank."""
         if self.outline[0]:
             path = self._folder / f"{step:05}_{self._rank}.vtu"
-            write_piece(path, self._piece, point_data, cell_data)
+            with replacing(path) as half:
+                write_piece(half, self._piece, point_data, cell_data)
 
     def index(
         self,
@@ -164,7 +172,14 @@ def _described(name: str, values: Array) -> str:
 
 
 def replace(path: Path, lines: Sequence[str]) -> None:
-    """Write a file at once, so that a reader never sees half of it."""
+    """Write a text file at once."""
+    with replacing(path) as half:
+        half.write_text("".join(lines), encoding="utf-8")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a new path, which is renamed at the end: a reader never sees half of a file."""
     half = path.with_name(path.name + ".part")
-    half.write_text("".join(lines), encoding="utf-8")
+    yield half
     os.replace(half, path)

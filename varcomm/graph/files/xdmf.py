@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape, quoteattr
 import numpy as np
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.files.vtu import Piece, replace
+from varcomm.graph.files.vtu import Piece, replace, replacing
 from varcomm.graph.libraries import package
 
 __all__ = ["XdmfSeries", "check_field", "check_series"]
@@ -58,6 +58,11 @@ class XdmfSeries:
         self.outline = [len(piece.types), len(self._cells), len(piece.points)]
         self._steps: list[str] = []
 
+    @staticmethod
+    def remove(path: Path) -> None:
+        """Remove an earlier series, which would list new pieces beside old ones."""
+        path.unlink(missing_ok=True)
+
     def write(self, step: int, point_data: Fields, cell_data: Fields) -> None:
         """Write the piece of this rank."""
         if self.outline[0]:
@@ -67,7 +72,8 @@ class XdmfSeries:
 
     def _save(self, name: str, arrays: Fields) -> None:
         h5py = package("h5py", str(self._path))
-        with h5py.File(self._folder / f"{name}_{self._rank}.h5", "w") as file:
+        path = self._folder / f"{name}_{self._rank}.h5"
+        with replacing(path) as half, h5py.File(half, "w") as file:
             for key, values in arrays.items():
                 file[key] = values
 
