@@ -193,6 +193,101 @@ def test_polyhedra_in_xdmf(worlds, tmp_path):
     assert_xdmf(worlds, tmp_path, case, "cells", 3)
 
 
+def grids_by_vtk(path, time):
+    """Return the grids of a step as VTK reads them, and the times of the series."""
+    vtk = pytest.importorskip("vtk")
+    reader = vtk.vtkXdmfReader()
+    reader.SetFileName(str(path))
+    reader.UpdateInformation()
+    key, info = vtk.vtkStreamingDemandDrivenPipeline.TIME_STEPS(), reader.GetOutputInformation(0)
+    times = [info.Get(key, i) for i in range(info.Length(key))]
+    reader.UpdateTimeStep(time)
+    each = reader.GetOutputDataObject(0).NewTreeIterator()
+    grids = []
+    while not each.IsDoneWithTraversal():
+        grids.append(each.GetCurrentDataObject())
+        each.GoToNextItem()
+    return grids, times
+
+
+def array_by_vtk(grid, name, nodes):
+    data = grid.GetCellData() if nodes == "cells" else grid.GetPointData()
+    array = data.GetArray(name)
+    rows = [array.GetTuple(i) for i in range(array.GetNumberOfTuples())]
+    return np.array(rows).reshape(len(rows), -1)
+
+
+def cells_by_vtk(grid, nodes):
+    """Each cell: its kind, the places of its corners or faces, and the values of nodes."""
+    values, found = array_by_vtk(grid, "value", nodes), []
+    if values.shape[1] == 3:  # VTK adds a zero to two numbers
+        assert not values[:, 2].any()
+    for i in range(grid.GetNumberOfCells()):
+        cell = grid.GetCell(i)
+        parts = [cell.GetFace(k) for k in range(cell.GetNumberOfFaces())]
+        corners = [
+            [part.GetPointId(k) for k in range(part.GetNumberOfPoints())]
+            for part in (parts if cell.GetCellType() == 42 else [cell])
+        ]
+        places = [[grid.GetPoint(k) for k in ids] for ids in corners]
+        rows = values[i] if nodes == "cells" else values[corners[0]]
+        found.append((cell.GetCellType(), sorted(places), rows[..., :2].tolist()))
+    return found
+
+
+@pytest.mark.parametrize("nodes", ["cells", "points"])
+def test_vtk_reads_the_mesh_from_xdmf(worlds, tmp_path, nodes):
+    """The extra `test` leaves out VTK; docs/explanation/architecture.md names the version tried."""
+    vtk = pytest.importorskip("vtk")
+    kinds = set()
+    cases = [*MESHES, *([None] if nodes == "cells" else [])]  # the last is of polyhedra
+    for at, case in enumerate(cases):
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        file = saved(folder, *box(*case)) if case else write_case(folder / "case", (3, 2, 2))
+        mesh = read_mesh(file, nodes)
+        owners = [i * i % 2 for i in range(mesh.data.num_nodes)]  # rank 2 owns nothing
+        worlds.run(3, written, str(folder), str(file), nodes, owners, "out.xdmf")
+        for time in (0.0, 0.25):
+            grids, times = grids_by_vtk(folder / "out.xdmf", time)
+            assert times == [0.0, 0.25]
+            assert len(grids) == 2
+            mesh.write(folder / "one.vtu", value=field_of(mesh.data.pos) + time)
+            reader = vtk.vtkXMLUnstructuredGridReader()
+            reader.SetFileName(str(folder / "one.vtu"))
+            reader.Update()
+            whole = cells_by_vtk(reader.GetOutput(), nodes)
+            assert len(whole) == reader.GetOutput().GetNumberOfCells() > 0
+            found = [cell for grid in grids for cell in cells_by_vtk(grid, nodes)]
+            assert sorted(found) == sorted(whole)
+            kinds |= {cell[0] for cell in found}
+    assert kinds == {5, 9, 10, 12, 13, 14} | ({42} if nodes == "cells" else set())
+
+
+def test_vtk_misreads_what_the_writer_avoids_or_refuses(worlds, tmp_path):
+    pytest.importorskip("vtk")
+    file = saved(tmp_path, *box((3, 2), ["quad"]))
+    owners = [0, 1, 0, 1, 0, 1]
+    worlds.run(2, written, str(tmp_path), str(file), "cells", owners, "out.xdmf")
+    series = tmp_path / "out.xdmf"
+    text = series.read_text()
+    (grid, _), _ = grids_by_vtk(series, 0.0)
+    assert array_by_vtk(grid, "value", "cells").shape == (3, 3)
+
+    series.write_text(text.replace('AttributeType="Vector"', 'AttributeType="Matrix"'))
+    (grid, _), _ = grids_by_vtk(series, 0.0)
+    assert array_by_vtk(grid, "value", "cells").shape == (1, 6)
+
+    for rank in range(2):
+        with h5py.File(tmp_path / "out" / f"00000_{rank}.h5", "r+") as heavy:
+            del heavy["flag"]
+            heavy["flag"] = np.full(3, 2**40 + 5, np.uint64)
+    assert 'NumberType="UInt" Precision="1"' in text
+    series.write_text(text.replace('"UInt" Precision="1"', '"UInt" Precision="8"'))
+    (grid, _), _ = grids_by_vtk(series, 0.0)
+    assert (array_by_vtk(grid, "flag", "cells") < 2**32).all()
+
+
 def lines_in_xdmf(rank, folder, file):
     mesh = read_mesh(file)
     writer = MeshWriter(f"{folder}/out.xdmf", partition(mesh.data, method="block"), mesh)
