@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from varcomm.graph.files.cell_lists import CellLists
 from varcomm.graph.files.mesh import Mesh, cell_lists
 from varcomm.graph.files.ragged import Ragged
 from varcomm.graph.files.vtu import Piece, VtuSeries, stored
-from varcomm.graph.files.xdmf import XdmfSeries
+from varcomm.graph.files.xdmf import XdmfSeries, check_field, check_series
+from varcomm.graph.libraries import writing
 from varcomm.graph.partitioned_graph import PartitionedGraph
-from varcomm.graph.rows.sources import writing
 from varcomm.graph.shard import described
 from varcomm.ops.gather_v import scatter_v
 from varcomm.plan.exchange_plan import ExchangePlan
@@ -31,8 +30,7 @@ Array = np.ndarray[Any, Any]
 
 _MAKE, _WRITE = "MeshWriter", "MeshWriter.write"
 
-Series = VtuSeries | XdmfSeries
-_FORMATS: dict[str, Callable[[Path, int, Piece], Series]] = {
+_FORMATS: dict[str, type[VtuSeries] | type[XdmfSeries]] = {
     ".pvd": VtuSeries,
     ".xdmf": XdmfSeries,
 }
@@ -52,6 +50,8 @@ class MeshWriter:
         - ``.pvd``: ``00000_<rank>.vtu`` per step, and an index ``00000.pvtu``.
         - ``.xdmf``: ``00000_<rank>.h5`` per step with the fields, and ``mesh_<rank>.h5``, which has
           the cells once.
+
+        The files ``.pvd``, ``.pvtu`` and ``.xdmf`` of an earlier series at `path` are removed.
     graph : PartitionedGraph
         The partitioned ``mesh.data``.
     mesh : Mesh, optional
@@ -106,24 +106,26 @@ class MeshWriter:
         pg, ranks, device = group.process_group, group.size, group.device()
         nodes, where = agree(_MAKE, lambda: (graph.nodes, _checked_path(path)), group)
         compare(group, {"operation": _MAKE, "path": where.name})
+        make = _FORMATS[where.suffix.lower()]
         mine = torch.full((nodes.num_owned,), group.rank, device=device)
         owner = graph.gather(mine, dst=0).cpu().numpy()
 
         def cut() -> tuple[list[int], bool, list[Array]]:
             if group.rank:
                 return [], False, []
-            with writing(where):
-                if not where.parent.is_dir():
-                    raise ArgumentError(
-                        f"there is no folder {where.parent}. Create it or pass another path."
-                    )
-                where.with_suffix("").mkdir(exist_ok=True)
             if not isinstance(mesh, Mesh) or mesh.data.num_nodes != graph.num_nodes:
                 got = f"a mesh of {mesh.data.num_nodes}" if isinstance(mesh, Mesh) else repr(mesh)
                 raise ArgumentError(
                     f"rank 0 must pass the mesh of the graph, which has {graph.num_nodes} nodes; "
                     f"got {got}."
                 )
+            with writing(where):
+                if not where.parent.is_dir():
+                    raise ArgumentError(
+                        f"there is no folder {where.parent}. Create it or pass another path."
+                    )
+                where.with_suffix("").mkdir(exist_ok=True)
+                make.remove(where)
             of_cells = mesh.nodes == "cells"
             lists = cell_lists(mesh)
             order = None if of_cells else np.argsort(owner, kind="stable")
@@ -139,11 +141,9 @@ class MeshWriter:
         if not self._of_cells:
             rows = torch.from_numpy(needed).to(device)
             self._plan = ExchangePlan.from_needed(rows, graph.node_sizes, pg)
-        make = _FORMATS[where.suffix.lower()]
-        series, outlines = agree_and_share(
+        self._series, self._outlines = agree_and_share(
             _MAKE, lambda: make(where, group.rank, piece), lambda series: series.outline, group
         )
-        self._series, series.outlines = series, outlines
         self._where = where
 
     def write(self, time: float | None = None, /, **fields: Any) -> None:
@@ -188,7 +188,7 @@ class MeshWriter:
         def index() -> None:
             if group.rank == 0:
                 with writing(self._where):
-                    self._series.index(self._count, at, at_points, at_cells)
+                    self._series.index(self._outlines, self._count, at, at_points, at_cells)
 
         agree(_WRITE, piece, group)
         agree(_WRITE, index, group)
@@ -201,7 +201,10 @@ class MeshWriter:
                 f"{name} must be real numbers, one row for each of the {owned} owned nodes; got "
                 f"{described(value)}."
             )
-        self._series.check(name, rows)
+        if not name.isprintable():
+            raise ArgumentError(f"{name!r} cannot be the name of a field. Pass a printable name.")
+        if isinstance(self._series, XdmfSeries):
+            check_field(name, rows)
         return rows
 
 
@@ -209,6 +212,8 @@ def _checked_path(path: str | os.PathLike[str]) -> Path:
     where = Path(path)
     if where.suffix.lower() not in _FORMATS:
         raise ArgumentError(f"path must end in .pvd or .xdmf; got {os.fspath(path)!r}.")
+    if _FORMATS[where.suffix.lower()] is XdmfSeries:
+        check_series(where)
     return where
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -15,11 +16,10 @@ from xml.sax.saxutils import quoteattr
 import numpy as np
 import torch
 
-from varcomm.errors import ArgumentError
 from varcomm.graph.files.cell_lists import CellLists
 from varcomm.graph.files.ragged import Ragged
 
-__all__ = ["Piece", "VtuSeries", "replace", "stored", "write_piece"]
+__all__ = ["Piece", "VtuSeries", "replace", "replacing", "stored", "write_piece"]
 
 Array = np.ndarray[Any, Any]
 Fields = Mapping[str, Array]
@@ -107,27 +107,35 @@ def write_piece(
 class VtuSeries:
     """A PVD file of times, an index PVTU for each, and a VTU file for each and each rank.
 
-    `outline` is whether this rank has a piece; `outlines` is that of all ranks.
+    `outline` holds the number of cells of this rank's piece.
     """
 
     def __init__(self, path: Path, rank: int, piece: Piece) -> None:
         self._path, self._folder, self._rank = path, path.with_suffix(""), rank
-        self._piece, self.outline = piece, len(piece.points) > 0
-        self.outlines: Sequence[bool] = []
+        self._piece, self.outline = piece, [len(piece.types)]
         self._steps: list[str] = []
 
-    def check(self, name: str, values: Array) -> None:
-        """Raise ArgumentError if XML cannot have a field of this name."""
-        if not name.isprintable():
-            raise ArgumentError(f"{name!r} cannot be the name of a field. Pass a printable name.")
+    @staticmethod
+    def remove(path: Path) -> None:
+        """Remove the indexes of an earlier series, which would list new pieces beside old ones."""
+        for index in (path, *path.with_suffix("").glob("[0-9]*.pvtu")):
+            index.unlink(missing_ok=True)
 
     def write(self, step: int, point_data: Fields, cell_data: Fields) -> None:
         """Write the piece of this rank."""
-        if self.outline:
+        if self.outline[0]:
             path = self._folder / f"{step:05}_{self._rank}.vtu"
-            write_piece(path, self._piece, point_data, cell_data)
+            with replacing(path) as half:
+                write_piece(half, self._piece, point_data, cell_data)
 
-    def index(self, step: int, time: float, point_data: Fields, cell_data: Fields) -> None:
+    def index(
+        self,
+        outlines: Sequence[Sequence[int]],
+        step: int,
+        time: float,
+        point_data: Fields,
+        cell_data: Fields,
+    ) -> None:
         """Write the index of a step and the series up to it; of arrays, dtype and columns count."""
         lines = [_head("PUnstructuredGrid", ' GhostLevel="0"')]
         parts = {
@@ -138,7 +146,7 @@ class VtuSeries:
         for part, fields in parts.items():
             arrays = [f"<PDataArray {_described(name, v)}/>\n" for name, v in fields.items()]
             lines += [f"<{part}>\n", *arrays, f"</{part}>\n"]
-        ranks = [rank for rank, has_piece in enumerate(self.outlines) if has_piece]
+        ranks = [rank for rank, outline in enumerate(outlines) if outline[0]]
         lines += [f'<Piece Source="{step:05}_{rank}.vtu"/>\n' for rank in ranks]
         index = self._folder / f"{step:05}.pvtu"
         replace(index, [*lines, "</PUnstructuredGrid>\n</VTKFile>\n"])
@@ -164,7 +172,14 @@ def _described(name: str, values: Array) -> str:
 
 
 def replace(path: Path, lines: Sequence[str]) -> None:
-    """Write a file at once, so that a reader never sees half of it."""
+    """Write a text file at once."""
+    with replacing(path) as half:
+        half.write_text("".join(lines), encoding="utf-8")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a new path, which is renamed at the end: a reader never sees half of a file."""
     half = path.with_name(path.name + ".part")
-    half.write_text("".join(lines), encoding="utf-8")
+    yield half
     os.replace(half, path)

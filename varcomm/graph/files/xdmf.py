@@ -11,10 +11,10 @@ from xml.sax.saxutils import escape, quoteattr
 import numpy as np
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.files.vtu import Piece, replace
-from varcomm.graph.rows.sources import package
+from varcomm.graph.files.vtu import Piece, replace, replacing
+from varcomm.graph.libraries import package
 
-__all__ = ["XdmfSeries"]
+__all__ = ["XdmfSeries", "check_field", "check_series"]
 
 Array = np.ndarray[Any, Any]
 Fields = Mapping[str, Array]
@@ -25,32 +25,43 @@ _KINDS = {1: 1, 3: 2, 5: 4, 7: 3, 9: 5, 10: 6, 12: 9, 13: 8, 14: 7, 42: 16}
 _NAME = re.compile(r"(?!\.)[!-.0-9;-~]([ -.0-9;-~]*[!-.0-9;-~])?")
 
 
+def check_series(path: Path) -> None:
+    """Raise if h5py is not installed, or a series cannot have this name."""
+    if not _NAME.fullmatch(path.stem):
+        raise ArgumentError(
+            "the name of an XDMF series must be ASCII without ':' or a dot in front; got "
+            f"{path.name!r}. Pass another name or a path that ends in .pvd."
+        )
+    package("h5py", str(path))
+
+
+def check_field(name: str, values: Array) -> None:
+    """Raise ArgumentError if XDMF cannot have a field of this name or dtype."""
+    if not _NAME.fullmatch(name):
+        raise ArgumentError(
+            f"{name!r} cannot be the name of a field in XDMF. Pass a name in ASCII without '/' "
+            "and ':' that does not begin with a dot or end with a space."
+        )
+    if values.dtype == np.uint64:  # VTK would read 32 bits
+        raise ArgumentError(f"{name} must not be of uint64 in XDMF. Pass int64.")
+
+
 class XdmfSeries:
     """A spatial collection of the pieces of ranks for each step, in a temporal collection.
 
-    `outline` holds the numbers of cells, entries of the topology and points of this rank's piece;
-    `outlines` those of all ranks.
+    `outline` holds the numbers of cells, entries of the topology and points of this rank's piece.
     """
 
     def __init__(self, path: Path, rank: int, piece: Piece) -> None:
-        if not _NAME.fullmatch(path.stem):
-            raise ArgumentError(f"{path}: its name must be ASCII without ':' or a dot in front.")
         self._path, self._folder, self._rank = path, path.with_suffix(""), rank
-        self._h5py = package("h5py", str(path))
         self._cells, self._points = _topology(piece), piece.points
         self.outline = [len(piece.types), len(self._cells), len(piece.points)]
-        self.outlines: Sequence[list[int]] = []
         self._steps: list[str] = []
 
-    def check(self, name: str, values: Array) -> None:
-        """Raise ArgumentError if XDMF cannot have a field of this name or dtype."""
-        if not _NAME.fullmatch(name):
-            raise ArgumentError(
-                f"{name!r} cannot be the name of a field in XDMF. Pass a name in ASCII without '/' "
-                "and ':' that does not begin with a dot or end with a space."
-            )
-        if values.dtype == np.uint64:  # VTK would read 32 bits
-            raise ArgumentError(f"{name} must not be of uint64 in XDMF. Pass int64.")
+    @staticmethod
+    def remove(path: Path) -> None:
+        """Remove an earlier series, which would list new pieces beside old ones."""
+        path.unlink(missing_ok=True)
 
     def write(self, step: int, point_data: Fields, cell_data: Fields) -> None:
         """Write the piece of this rank."""
@@ -60,16 +71,25 @@ class XdmfSeries:
             self._save(f"{step:05}", {**point_data, **cell_data})
 
     def _save(self, name: str, arrays: Fields) -> None:
-        with self._h5py.File(self._folder / f"{name}_{self._rank}.h5", "w") as file:
+        h5py = package("h5py", str(self._path))
+        path = self._folder / f"{name}_{self._rank}.h5"
+        with replacing(path) as half, h5py.File(half, "w") as file:
             for key, values in arrays.items():
                 file[key] = values
 
-    def index(self, step: int, time: float, point_data: Fields, cell_data: Fields) -> None:
+    def index(
+        self,
+        outlines: Sequence[Sequence[int]],
+        step: int,
+        time: float,
+        point_data: Fields,
+        cell_data: Fields,
+    ) -> None:
         """Write the series up to a step; of arrays, dtype and columns count."""
         grids = [
-            self._grid(step, rank, point_data, cell_data)
-            for rank, (cells, *_) in enumerate(self.outlines)
-            if cells
+            self._grid(outline, step, rank, point_data, cell_data)
+            for rank, outline in enumerate(outlines)
+            if outline[0]
         ]
         head = f'<Grid Name="step {step}" GridType="Collection" CollectionType="Spatial">\n'
         steps = [*self._steps, head, f'<Time Value="{time!r}"/>\n', *grids, "</Grid>\n"]
@@ -78,8 +98,15 @@ class XdmfSeries:
         replace(self._path, [*lines, "</Grid>\n</Domain>\n</Xdmf>\n"])
         self._steps = steps
 
-    def _grid(self, step: int, rank: int, point_data: Fields, cell_data: Fields) -> str:
-        cells, entries, points = self.outlines[rank]
+    def _grid(
+        self,
+        outline: Sequence[int],
+        step: int,
+        rank: int,
+        point_data: Fields,
+        cell_data: Fields,
+    ) -> str:
+        cells, entries, points = outline
 
         def item(name: str, key: str, values: Array, rows: int) -> str:
             shape = " ".join(map(str, (rows, *values.shape[1:])))

@@ -7,11 +7,9 @@ import struct
 import threading
 import warnings
 from base64 import b64decode
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -21,9 +19,10 @@ import numpy as np
 import torch
 
 from varcomm.errors import ArgumentError, MissingPackageError
+from varcomm.graph.libraries import package
 from varcomm.graph.shard import described
 
-__all__ = ["Array", "StoredArray", "package", "writing"]
+__all__ = ["Array", "StoredArray"]
 
 Array = np.ndarray[Any, Any]
 
@@ -172,27 +171,6 @@ class StoredArray:
                 f"{self.name}, sample {samples.start}, cannot be read: {reason}."
             ) from error
         return out
-
-
-def package(name: str, use: str) -> Any:
-    """Return an optional package, or raise MissingPackageError."""
-    try:
-        return import_module(name)
-    except ImportError as error:
-        top = name.partition(".")[0]
-        raise MissingPackageError(f"{use} needs {top}: pip install {top}.") from error
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Raise the error of any library as an ArgumentError that names the file."""
-    try:
-        yield
-    except (ArgumentError, MissingPackageError):
-        raise
-    except Exception as error:
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise ArgumentError(f"{path} cannot be written: {reason}.") from error
 
 
 def _opener(source: Any, variable: str | None) -> tuple[Callable[[], _Opened], str]:

@@ -15,9 +15,10 @@ import torch
 
 from varcomm.errors import ArgumentError, at_least, exact_int
 from varcomm.graph.directory import Directory
+from varcomm.graph.libraries import package, writing
 from varcomm.graph.partitioned_graph import NodeType, PartitionedGraph
 from varcomm.graph.rows.reading import shard_of
-from varcomm.graph.rows.sources import Array, package, writing
+from varcomm.graph.rows.sources import Array
 from varcomm.graph.shard import NodeShard, described
 from varcomm.ops.digest import require_equal
 from varcomm.sizes import ShardSizes
