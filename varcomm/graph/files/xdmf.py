@@ -21,7 +21,8 @@ Fields = Mapping[str, Array]
 
 # XDMF's numbers of kinds of cells by VTK's; up to 3, the number of points follows the kind
 _KINDS = {1: 1, 3: 2, 5: 4, 7: 3, 9: 5, 10: 6, 12: 9, 13: 8, 14: 7, 42: 16}
-# ASCII, without slash, colon, outer spaces and a dot at the beginning; VTK ends at other names
+# ASCII, without slash, colon, outer spaces and a dot at the beginning. VTK 9.7.2 crashes at "." and
+# at letters outside ASCII, and leaves out a field whose name has a colon or ends with a space.
 _NAME = re.compile(r"(?!\.)[!-.0-9;-~]([ -.0-9;-~]*[!-.0-9;-~])?")
 
 
