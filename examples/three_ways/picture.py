@@ -118,7 +118,7 @@ def compare_losses(
         ax.text(steps[-1], error * place, name, ha="right", va=side)
     ax.set(ylabel="mean squared error", xlim=(1, len(alone)))
     ax.set_title("The losses of all meshes coincide", weight="bold")
-    ax.set_ylim(top=4 * max(alone))  # above the curves there is room
+    ax.set_ylim(top=20 * max(alone))  # above the curves there is room
     ax.legend(loc="upper right", ncols=2)
 
 
