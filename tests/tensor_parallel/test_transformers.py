@@ -422,6 +422,9 @@ def refused(rank):
                 parallelize(model)
         with in_fp64(), pytest.raises(ArgumentError, match="q_norm has parameters per head"):
             parallelize(decoder("Cohere", 5, 5, use_qk_norm=True, pad_token_id=0, eos_token_id=1))
+        heads = partial(ColumnParallelLinear.from_linear, multiple_of=8)
+        with pytest.raises(ArgumentError, match=r"shards 'q_proj' and not '[kv]_proj' of LlamaAtt"):
+            parallelize(made("Llama, 5 heads"), {"*.q_proj": heads})
         with pytest.raises(ArgumentError, match="has no tp_plan"):
             parallelize(nn.Linear(2, 2))
         for options in ({"sequence_sizes": [1, 1, 1]}, {"sequence_dim": 1}):

@@ -320,6 +320,11 @@ def is_projection(name: str) -> bool:
     return name.rpartition(".")[2] in (*_QUERIES, *_KEYS, *_OUT)
 
 
+def is_input_projection(name: str) -> bool:
+    """Return whether modules of this name project to queries, keys or values."""
+    return name in (*_QUERIES, *_KEYS)
+
+
 def needs_sum(model: Any) -> list[str]:
     """Return patterns of modules that the model's plan uses with parts of heads."""
     plan: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}

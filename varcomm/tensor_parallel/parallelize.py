@@ -15,7 +15,13 @@ from varcomm.ops.checks import checked_flag
 from varcomm.ops.digest import digest
 from varcomm.sharding import shard_spec
 from varcomm.tensor_parallel.embedding import VocabParallelEmbedding
-from varcomm.tensor_parallel.families import Family, head_dim, is_projection, needs_sum
+from varcomm.tensor_parallel.families import (
+    Family,
+    head_dim,
+    is_input_projection,
+    is_projection,
+    needs_sum,
+)
 from varcomm.tensor_parallel.layout import FeatureCheck, agreed
 from varcomm.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from varcomm.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
@@ -174,6 +180,7 @@ def parallelize(
     def alike() -> dict[str, Any]:
         follow.update(_tied(module, made, followers))
         _check_heads(module, chosen, made)
+        _check_siblings(module, made)
         _check_positions(module, made)
         check_guard(module, made)
         return {"what modules become": [type(layer).__name__ for layer in made.values()]}
@@ -228,6 +235,23 @@ def _check_heads(
                 raise ArgumentError(
                     f"{name!r} works on this rank's heads, so the gradients of its parameters are "
                     f"parts. Add {pattern!r}: 'sequence' to the plan, or pass no plan."
+                )
+
+
+def _check_siblings(module: nn.Module, made: Mapping[int, nn.Module]) -> None:
+    """Raise ArgumentError if a plan shards queries of a transformers model without its keys."""
+    for model in pretrained_models(module):
+        for attention in model.modules():
+            found: dict[bool, str] = {}
+            for name, layer in attention.named_children():
+                new: Any = made.get(id(layer), layer)
+                if is_input_projection(name) and isinstance(new, nn.Linear | ColumnParallelLinear):
+                    found[isinstance(new, ColumnParallelLinear) and not new.gather_output] = name
+            if len(found) == 2:
+                raise ArgumentError(
+                    f"the plan shards {found[True]!r} and not {found[False]!r} of "
+                    f"{type(attention).__name__}, so heads of queries and keys would not match. "
+                    f"Add {found[False]!r} to the plan, or pass no plan."
                 )
 
 
