@@ -83,7 +83,8 @@ class _Units:
     def __call__(self, values: Tensor) -> Tensor:
         if values.dtype == self._dtype:
             return values if values.dim() == 1 else values.view(-1)
-        return as_bytes(values).view(self._dtype)
+        flat = as_bytes(values)
+        return flat if self.width == 1 else flat.view(self._dtype)
 
 
 def _part(values: Tensor, first: int, end: int) -> Tensor:

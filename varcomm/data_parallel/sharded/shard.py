@@ -216,13 +216,10 @@ class Shard:
             self._own.copy_(self._masters)
         # a graph that has saved a parameter for backward must not find other values there
         increment_version(list(self.parameters.values()))
-        sizes = self.split.sizes
+        piece = self._own, self.split.sizes
         if levels.gathers_short(group, self.row.nbytes, self.row.device):
-            return started("all_gather_v", group, self._begin_levels)
-        return started("all_gather_v", group, packing.all_gather, self._own, sizes, self.row)
-
-    def _begin_levels(self, name: str, group: Group) -> Pending:
-        return levels.start_gather(name, group, self._own, self.split.sizes, self.row.copy_)
+            return started("all_gather_v", group, levels.start_gather, *piece, self.row.copy_)
+        return started("all_gather_v", group, packing.all_gather, *piece, self.row)
 
     @property
     def has_masters(self) -> bool:
