@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=description, formatter_class=form)
         self.smoke = smoke
         said = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in smoke.items())
-        self.add_argument("--smoke", action="store_true", help=f"a quick look: {said}")
+        self.add_argument("--smoke", action="store_true", help=f"run in seconds: {said}")
 
     def add_whole(self, name: str, default: int, help: str, least: int = 1) -> None:
         """Add an option that is a positive integer."""
@@ -42,6 +42,17 @@ class Parser(argparse.ArgumentParser):
             name, type=number, default=default, metavar="N", help=f"{help} (%(default)s)"
         )
 
+    def add_seed(self, draws: str) -> None:
+        """Add the option for the seed of these `draws`."""
+        self.add_argument(
+            "--seed", type=int, default=0, metavar="N", help=f"seed of {draws} (%(default)s)"
+        )
+
+    def add_check(self, compared: str = "") -> None:
+        """Add the option to compare a run, or what is `compared`, with one process."""
+        text = f"compare {compared} with one process" if compared else "compare with one process"
+        self.add_argument("--check", action="store_true", help=text)
+
     def add_picture(self, default: str) -> None:
         """Add the option for the file of the picture."""
         self.add_argument(
@@ -49,7 +60,7 @@ class Parser(argparse.ArgumentParser):
             type=image,
             default=Path(default),
             metavar="FILE",
-            help="what to draw (%(default)s)",
+            help="file of the picture (%(default)s)",
         )
 
     def parse(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -95,10 +95,10 @@ def run(
 
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(__doc__, smoke={"finest": 6, "steps": 41})
-    parser.add_whole("--finest", 7, "level of the smallest cells, of 2^-N", least=FIRST)
-    parser.add_whole("--steps", 800, "of time")
+    parser.add_whole("--finest", 7, "level of the smallest cells: their side is 2^-N", least=FIRST)
+    parser.add_whole("--steps", 800, "time steps")
     parser.add_picture("out/adaptive.png")
-    parser.add_argument("--check", action="store_true", help="compare with one process as well")
+    parser.add_check()
     options = parser.parse(arguments)
 
     cost = Cost()

@@ -105,19 +105,17 @@ def check(options: argparse.Namespace, crystals: list[Data], learned: torch.nn.M
 def main(arguments: list[str] | None = None) -> int:
     smoke = {"steps": 20, "crystals": 4, "small": 4, "cells": 6, "moves": 10}
     parser = Parser(__doc__, smoke)
-    parser.add_whole("--steps", 400, "of training")
-    parser.add_whole("--crystals", 20, "to learn from")
-    parser.add_whole("--small", 5, "cubic cells of 4 atoms along each side of these")
-    parser.add_whole("--cells", 14, "along each side of the crystal that moves")
-    parser.add_whole("--moves", 120, "steps of the motion")
-    parser.add_whole("--timestep", 8, "of the motion, in fs")
-    parser.add_whole("--temperature", 40, "that the crystal comes to, in K")
+    parser.add_whole("--steps", 400, "training steps")
+    parser.add_whole("--crystals", 20, "crystals in the training set")
+    parser.add_whole("--small", 5, "cubic cells of 4 atoms along each side of a training crystal")
+    parser.add_whole("--cells", 14, "cells along each side of the moving crystal")
+    parser.add_whole("--moves", 120, "time steps of the motion")
+    parser.add_whole("--timestep", 8, "time step of the motion in fs")
+    parser.add_whole("--temperature", 40, "target temperature of the crystal in K")
     parser.add_whole("--hidden", 16, "width of the network")
-    parser.add_whole("--blocks", 2, "messages, one after the other")
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of all draws (%(default)s)"
-    )
-    parser.add_argument("--check", action="store_true", help="compare with one process as well")
+    parser.add_whole("--blocks", 2, "message-passing layers")
+    parser.add_seed("all draws")
+    parser.add_check()
     parser.add_picture("out/atoms.png")
     options = parser.parse(arguments)
 

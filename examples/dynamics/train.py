@@ -86,14 +86,14 @@ def check(systems: dict[str, System], found: dict[str, Run], options: argparse.N
 
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(__doc__, smoke={"cells": 3, "steps": 40})
-    parser.add_whole("--cells", 5, "of 4 atoms along y and z, twice as many along x", least=2)
-    parser.add_whole("--steps", 1000, "of the motion")
-    parser.add_whole("--timestep", 5, "in fs")
-    parser.add_whole("--seed", 0, "of the velocities", least=0)
+    parser.add_whole("--cells", 5, "cells of 4 atoms along y and z; twice as many along x", least=2)
+    parser.add_whole("--steps", 1000, "time steps")
+    parser.add_whole("--timestep", 5, "time step in fs")
+    parser.add_seed("the velocities")
     parser.add_argument(
         "--network", action="store_true", help="add the small energies of a PaiNN to the potential"
     )
-    parser.add_argument("--check", action="store_true", help="compare with one process as well")
+    parser.add_check()
     parser.add_picture("out/dynamics.png")
     options = parser.parse(arguments)
 

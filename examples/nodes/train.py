@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--graph",
         choices=graphs.NAMES,
         default="copter2",
-        help="55,476 nodes, or 258,569 (%(default)s)",
+        help="graph with 55,476 or 258,569 nodes (%(default)s)",
     )
     parser.add_argument(
         "--models",
@@ -103,19 +103,15 @@ def main(arguments: list[str] | None = None) -> int:
         choices=MODELS,
         default=list(MODELS),
         metavar="NAME",
-        help=f"which of {', '.join(MODELS)} to train (all)",
+        help=f"models to train: some of {', '.join(MODELS)} (all)",
     )
-    parser.add_whole("--labels", 50, "known nodes of each part")
-    parser.add_whole("--steps", 60, "of training")
+    parser.add_whole("--labels", 50, "nodes with a known label in each part")
+    parser.add_whole("--steps", 60, "training steps")
     parser.add_whole("--hidden", 32, "width of the models")
-    parser.add_whole("--layers", 3, "of the models")
-    parser.add_argument(
-        "--seed", default=0, type=int, metavar="N", help="of the first weights (%(default)s)"
-    )
+    parser.add_whole("--layers", 3, "layers of each model")
+    parser.add_seed("the first weights")
     parser.add_picture("out/nodes.png")
-    parser.add_argument(
-        "--check", action="store_true", help="compare 5 steps with those of one process as well"
-    )
+    parser.add_check("5 steps")
     options = parser.parse(arguments)
     shape = options.hidden, options.layers, options.seed
 

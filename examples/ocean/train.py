@@ -118,18 +118,16 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__, smoke={"spacing": 4, "steps": 20, "hidden": 16})
     grid = {"type": int, "choices": ocean.SPACINGS, "metavar": "N"}
     parser.add_argument(
-        "--spacing", default=1, help="of the grid, in degrees (%(default)s)", **grid
+        "--spacing", default=1, help="grid spacing in degrees (%(default)s)", **grid
     )
-    parser.add_whole("--steps", 200, "of training")
+    parser.add_whole("--steps", 200, "training steps")
     parser.add_whole("--hidden", 32, "width of the network")
-    parser.add_whole("--blocks", 4, "steps of message passing")
-    parser.add_argument(
-        "--seed", default=0, type=int, metavar="N", help="of the first weights (%(default)s)"
-    )
+    parser.add_whole("--blocks", 4, "message-passing layers")
+    parser.add_seed("the first weights")
     parser.add_argument(
         "--method",
         choices=["metis", "rcb", "block", "random"],
-        help="how to split the graph (metis where pymetis is installed)",
+        help="partitioner (metis if pymetis is installed)",
     )
     parser.add_picture("out/ocean.png")
     parser.add_argument(
@@ -137,8 +135,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         nargs="?",
         const=0,
         **grid,
-        help="compare 20 steps with those of one process as well, on a grid of N degrees (that of "
-        "the training)",
+        help="compare 20 steps with one process, on a grid of N degrees (the training grid)",
     )
     return parser.parse(arguments)
 

@@ -156,7 +156,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         type=int,
         choices=RESOLUTIONS,
         metavar="N",
-        help="of the grid, in degrees, which divide 180 (%(default)s)",
+        help="grid spacing in degrees, a divisor of 180 (%(default)s)",
     )
     parser.add_argument(
         "--levels",
@@ -164,26 +164,24 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         type=int,
         choices=range(2, DEPTHS + 1),
         metavar="N",
-        help="how many of the 20 depths, from the surface to 5000 m (%(default)s)",
+        help="number of depths, of 20 from the surface to 5000 m (%(default)s)",
     )
-    parser.add_whole("--steps", 200, "of training, with those before the checkpoint")
+    parser.add_whole("--steps", 200, "training steps, including those before the checkpoint")
     parser.add_whole("--hidden", 32, "width of the network")
-    parser.add_whole("--blocks", 4, "steps of message passing")
-    parser.add_argument(
-        "--seed", default=0, type=int, metavar="N", help="of the first weights (%(default)s)"
-    )
+    parser.add_whole("--blocks", 4, "message-passing layers")
+    parser.add_seed("the first weights")
     parser.add_argument(
         "--recompute",
         action="store_true",
-        help="compute each block again in backward, rather than keep what backward needs",
+        help="recompute each block in backward, which saves memory",
     )
     parser.add_argument(
         "--checkpoint",
         type=Path,
         metavar="FOLDER",
-        help="where to save, and to go on from if something was saved there",
+        help="folder of checkpoints; training resumes from a checkpoint there",
     )
-    parser.add_whole("--every", 50, "steps from one checkpoint to the next")
+    parser.add_whole("--every", 50, "training steps between checkpoints")
     parser.add_picture("out/ocean_3d.png")
     options = parser.parse(arguments)
     parser.require(lambda: file_in_the_way(options.checkpoint))

@@ -141,24 +141,24 @@ def main(arguments: list[str] | None = None) -> int:
         choices=RATES,
         default=[*RATES],
         metavar="NAME",
-        help="to train (all)",
+        help="models to train (all)",
     )
     parser.add_argument(
-        "--hours", type=float, nargs="+", default=[1, 8], metavar="X", help="of a step (1 8)"
+        "--hours", type=float, nargs="+", default=[1, 8], metavar="X", help="hours per step (1 8)"
     )
     parser.add_argument(
-        "--spacing", type=float, default=4, metavar="X", help="of deep nodes, degrees (%(default)s)"
+        "--spacing",
+        type=float,
+        default=4,
+        metavar="X",
+        help="spacing of deep nodes in degrees (%(default)s)",
     )
-    parser.add_whole("--steps", 600, "of each training")
+    parser.add_whole("--steps", 600, "training steps per model")
     parser.add_whole("--hidden", 32, "width of the models")
-    parser.add_whole("--blocks", 4, "of the models")
-    parser.add_argument(
-        "--seed", default=0, type=int, metavar="N", help="of fields and weights (%(default)s)"
-    )
+    parser.add_whole("--blocks", 4, "blocks of each model")
+    parser.add_seed("fields and weights")
     parser.add_picture("out/points.png")
-    parser.add_argument(
-        "--check", action="store_true", help="compare 5 steps with those of one process as well"
-    )
+    parser.add_check("5 steps")
     options = parser.parse(arguments)
     if not 1 <= options.spacing <= 10:
         parser.error(f"argument --spacing: need 1 to 10, got {options.spacing}")

@@ -110,18 +110,14 @@ def main(arguments: list[str] | None = None) -> int:
         type=float,
         default=0.025,
         metavar="X",
-        help="of the nodes, where the plate is 1 wide (%(default)s)",
+        help="node spacing on a plate of width 1 (%(default)s)",
     )
-    parser.add_whole("--steps", 1000, "of training")
+    parser.add_whole("--steps", 1000, "training steps")
     parser.add_whole("--hidden", 32, "width of the network")
-    parser.add_whole("--blocks", 6, "steps of message passing")
-    parser.add_argument(
-        "--seed", default=0, type=int, metavar="N", help="of mesh and first weights (%(default)s)"
-    )
+    parser.add_whole("--blocks", 6, "message-passing layers")
+    parser.add_seed("mesh and first weights")
     parser.add_picture("out/poisson.png")
-    parser.add_argument(
-        "--check", action="store_true", help="compare 10 steps with those of one process as well"
-    )
+    parser.add_check("10 steps")
     options = parser.parse(arguments)
     if not 0.005 <= options.spacing <= 0.1:
         parser.error(f"argument --spacing: need 0.005 to 0.1, got {options.spacing}")

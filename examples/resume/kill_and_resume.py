@@ -132,17 +132,17 @@ def main(arguments: list[str] | None = None) -> int:
     )
     whole = {"type": positive, "metavar": "N"}
     parser.add_argument(
-        "--smoke", action="store_true", help="a quick look: --steps 60, --every 10, --side 20"
+        "--smoke", action="store_true", help="run in seconds: --steps 60, --every 10, --side 20"
     )
     parser.add_argument(
         "--moment",
         choices=["step", "save"],
         default="step",
-        help="in the middle of which to kill (%(default)s)",
+        help="kill a rank during a training step or a save (%(default)s)",
     )
-    parser.add_argument("--steps", default=150, help="of training (%(default)s)", **whole)
+    parser.add_argument("--steps", default=150, help="training steps (%(default)s)", **whole)
     parser.add_argument(
-        "--every", default=20, help="steps from one checkpoint to the next (%(default)s)", **whole
+        "--every", default=20, help="training steps between checkpoints (%(default)s)", **whole
     )
     parser.add_argument(
         "--side",
@@ -152,17 +152,18 @@ def main(arguments: list[str] | None = None) -> int:
         help="nodes along a side (%(default)s)",
     )
     parser.add_argument(
-        "--async", dest="async_", action="store_true", help="train on while a checkpoint is saved"
+        "--async",
+        dest="async_",
+        action="store_true",
+        help="save checkpoints while training continues",
     )
-    parser.add_argument(
-        "--within", default=240, help="seconds, after which to give up (%(default)s)", **whole
-    )
+    parser.add_argument("--within", default=240, help="timeout in seconds (%(default)s)", **whole)
     parser.add_argument(
         "--picture",
         type=image,
         default=Path("out/resume.png"),
         metavar="FILE",
-        help="what to draw (%(default)s)",
+        help="file of the picture (%(default)s)",
     )
     if parser.parse_args(arguments).smoke:
         parser.set_defaults(steps=60, every=10, side=20)

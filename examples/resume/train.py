@@ -88,20 +88,24 @@ class Training:
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__, smoke={"steps": 60, "every": 10, "side": 20})
-    parser.add_argument("folder", type=Path, help="of the checkpoint")
-    parser.add_whole("--steps", 150, "of training")
-    parser.add_whole("--every", 20, "steps from one checkpoint to the next")
+    parser.add_argument("folder", type=Path, help="folder of the checkpoint")
+    parser.add_whole("--steps", 150, "training steps")
+    parser.add_whole("--every", 20, "training steps between checkpoints")
     parser.add_whole("--side", 60, "nodes along a side", least=4)
     parser.add_whole("--hidden", 16, "width of the network")
-    parser.add_whole("--blocks", 2, "steps of message passing")
+    parser.add_whole("--blocks", 2, "message-passing layers")
+    parser.add_seed("all draws")
     parser.add_argument(
-        "--seed", default=0, type=int, metavar="N", help="of all draws (%(default)s)"
+        "--async",
+        dest="async_",
+        action="store_true",
+        help="save checkpoints while training continues",
     )
     parser.add_argument(
-        "--async", dest="async_", action="store_true", help="train on while a checkpoint is saved"
-    )
-    parser.add_argument(
-        "--history", type=Path, metavar="FILE", help="where to add what happens, in lines of JSON"
+        "--history",
+        type=Path,
+        metavar="FILE",
+        help="file to which events are appended, as lines of JSON",
     )
     return parser.parse(arguments)
 

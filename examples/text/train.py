@@ -123,33 +123,31 @@ def even(text: str) -> int:
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     smoke = {"steps": 8, "layers": 1, "head_size": 8, "length": 32, "sample": 40}
     parser = Parser(__doc__, smoke)
-    parser.add_whole("--steps", 500, "of training")
-    parser.add_whole("--layers", 3, "of the model")
-    parser.add_whole("--heads", 5, "in each layer")
+    parser.add_whole("--steps", 500, "training steps")
+    parser.add_whole("--layers", 3, "layers of the model")
+    parser.add_whole("--heads", 5, "attention heads per layer")
     parser.add_argument(
         "--head-size", default=32, type=even, metavar="N", help="features of a head (%(default)s)"
     )
-    parser.add_whole("--length", 128, "tokens of a piece")
-    parser.add_whole("--batch", 8, "pieces a step")
+    parser.add_whole("--length", 128, "tokens per sequence")
+    parser.add_whole("--batch", 8, "sequences per step")
     parser.add_argument(
-        "--rate", default=4e-3, type=float, metavar="X", help="of learning (%(default)s)"
+        "--rate", default=4e-3, type=float, metavar="X", help="learning rate (%(default)s)"
     )
-    parser.add_argument(
-        "--seed", default=0, type=int, metavar="N", help="of all draws (%(default)s)"
-    )
+    parser.add_seed("all draws")
     parser.add_argument(
         "--sequence-parallel",
         action="store_true",
-        help="share out the sequence as well, between the layers",
+        help="shard the sequence between the layers",
     )
-    parser.add_whole("--sample", 300, "tokens of a sample")
+    parser.add_whole("--sample", 300, "tokens to generate")
     parser.add_argument(
         "--check",
         nargs="?",
         const=20,
         type=positive,
         metavar="N",
-        help="compare N steps (20) with those of one process as well",
+        help="compare N steps (20) with one process",
     )
     parser.add_picture("out/text.png")
     options = parser.parse(arguments)

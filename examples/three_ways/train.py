@@ -193,29 +193,27 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=sizes_of,
         nargs="+",
         metavar="DxGxT",
-        help="data x graph x tensor ranks, whose product is that of all; several are trained one "
-        "after the other (as equal as can be)",
+        help="data x graph x tensor ranks; the product is the number of ranks; several layouts "
+        "are trained in turn (as equal as possible)",
     )
-    parser.add_whole("--steps", 100, "of training")
-    parser.add_whole("--side", 24, "of the plate, in nodes", least=2)
-    parser.add_whole("--samples", 64, "to train on")
-    parser.add_whole("--batch", 9, "samples a step")
-    parser.add_whole("--heads", 5, "of attention, each of 8 features")
+    parser.add_whole("--steps", 100, "training steps")
+    parser.add_whole("--side", 24, "nodes along a side of the plate", least=2)
+    parser.add_whole("--samples", 64, "training samples")
+    parser.add_whole("--batch", 9, "samples per step")
+    parser.add_whole("--heads", 5, "attention heads of 8 features")
     parser.add_whole("--wide", 131, "features between the wide layers")
-    parser.add_whole("--blocks", 3, "of the transformer")
+    parser.add_whole("--blocks", 3, "blocks of the transformer")
     parser.add_argument(
-        "--rate", type=float, default=1e-2, metavar="X", help="of learning (%(default)s)"
+        "--rate", type=float, default=1e-2, metavar="X", help="learning rate (%(default)s)"
     )
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of all draws (%(default)s)"
-    )
+    parser.add_seed("all draws")
     parser.add_argument(
         "--check",
         type=positive,
         nargs="?",
         const=20,
         metavar="N",
-        help="compare N steps (20) with those of one process, in double precision as well",
+        help="compare N steps (20) with one process, in double precision",
     )
     parser.add_picture("out/three_ways.png")
     options = parser.parse(arguments)

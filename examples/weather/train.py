@@ -80,13 +80,11 @@ def main(arguments: list[str] | None = None) -> None:
     world = vc.init()
     smoke = {"level": 2, "steps": 6, "hidden": 8, "blocks": 2}
     parser = Parser(__doc__, smoke)
-    parser.add_whole("--level", 4, "times that the mesh is refined: 4 is 2,562 nodes, 6 is 40,962")
-    parser.add_whole("--steps", 360, "of training")
+    parser.add_whole("--level", 4, "refinements of the mesh: 4 gives 2,562 nodes, 6 gives 40,962")
+    parser.add_whole("--steps", 360, "training steps")
     parser.add_whole("--hidden", 32, "width of the network")
-    parser.add_whole("--blocks", 4, "steps of the processor")
-    parser.add_argument(
-        "--seed", default=0, type=int, metavar="N", help="of weights and of months (%(default)s)"
-    )
+    parser.add_whole("--blocks", 4, "blocks of the processor")
+    parser.add_seed("weights and months")
     parser.add_picture("out/weather.png")
     options = parser.parse(arguments)
 
