@@ -28,39 +28,40 @@ LINES = {
 }
 
 
-def draw(scalings, path, title, dark=False):
+def draw(scalings, path, title):
     """Draw scalings one below the other, with their names above."""
-    with rc_context(figures.style(dark)):
+    with rc_context(figures.style()):
         figure = Figure((figures.WIDTH, 4.0 * len(scalings) + 0.9), layout="constrained")
         figure.suptitle(title, x=0.02, ha="left")
         panels = figure.subplots(len(scalings), 1, squeeze=False)[:, 0]
         for axes, (name, scaling) in zip(panels, scalings.items(), strict=True):
             axes.set_title(name)
-            panel(axes, scaling, dark)
+            panel(axes, scaling)
         # strong scaling comes first, and its legend has all entries
         handles = panels[0].get_legend_handles_labels()
         figure.legend(*handles, loc="outside lower left", ncols=2)
-        figure.savefig(path)
+        figures.save(figure, path)
 
 
-def panel(axes, scaling, dark):
+def panel(axes, scaling):
     columns, ranks = scaling.columns, scaling.columns["ranks"]
     points = list(zip(ranks, columns["step"], columns["efficiency"], strict=True))
-    ink, pale = (figures.ink(colour, dark) for colour in (figures.INK, figures.PALE))
     axes.set(xscale="log", yscale="log", xlabel="ranks")
     axes.set_ylabel("time of the slowest rank (ms)")
     for name, (words, colour) in LINES.items():
         style = {"linewidth": 3 if name == "step" else 1.8, "markersize": 4, "label": words}
         values = [1e3 * seconds or None for seconds in columns[name]]
-        axes.plot(ranks, values, "-o", color=colour or ink, **style)
+        axes.plot(ranks, values, "-o", color=colour or figures.INK, **style)
     ideal = [1e3 * seconds * efficiency for _, seconds, efficiency in points]
-    look = {"color": pale, "linewidth": 1.5, "zorder": 5, "label": "ideal step"}
+    look = {"color": figures.PALE, "linewidth": 1.5, "zorder": 5, "label": "ideal step"}
     axes.plot(ranks, ideal, ":", **look)
     limit = scaling.machine.memory
     full = [n for n, used in zip(ranks, columns["memory"], strict=True) if used > limit]
     if full:
         words = f"more than the {limit / 1e9:.0f} GB of a rank"
-        axes.axvspan(ranks[0] / 2, full[-1] * 1.4, color=pale, alpha=0.2, zorder=0, label=words)
+        axes.axvspan(
+            ranks[0] / 2, full[-1] * 1.4, color=figures.PALE, alpha=0.2, zorder=0, label=words
+        )
     every = slice(None, None, 1 if len(ranks) < 8 else 2)
     at = {"textcoords": "offset points", "xytext": (0, 9), "ha": "center"}
     for number, seconds, efficiency in points[every]:
@@ -69,7 +70,7 @@ def panel(axes, scaling, dark):
     axes.set_xlim(ranks[0] / 2, ranks[-1] * 2)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.minorticks_off()
-    axes.grid(color=pale, alpha=0.25, linewidth=0.7)
+    axes.grid(color=figures.PALE, alpha=0.25, linewidth=0.7)
     axes.margins(y=0.15)
 
 
@@ -124,7 +125,6 @@ def main():
     print(f"error of the linear fit: at most {max(sample.fit.error.values()):.1e}")
     if given.plot:
         draw(scalings, given.plot, title)
-        draw(scalings, given.plot.with_stem(f"{given.plot.stem}-dark"), title, dark=True)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ sys.path.insert(0, str(HERE / "_ext"))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler prints nothing
 
+from dark_twins import scraper  # noqa: E402
+
 project = "varcomm"
 author = "The varcomm developers"
 copyright = author
@@ -18,6 +20,7 @@ release = version = "0.1"
 
 extensions = [
     "breakable_names",
+    "dark_twins",
     "docstrings",
     "glossary_links",
     "math_as_svg",
@@ -76,6 +79,7 @@ sphinx_gallery_conf = {
     "download_all_examples": False,
     "remove_config_comments": True,
     "capture_repr": (),
+    "image_scrapers": (scraper,),
 }
 
 html_math_renderer = "svg"

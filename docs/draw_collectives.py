@@ -102,7 +102,7 @@ def bars(x, top, rows, unit):
                 )
 
 
-def lines(found, tops, unit, dark):
+def lines(found, tops, unit):
     """Yield a line from each row of an input to each row of a result that contains some of it."""
     starts = {}
     for rank, (before, _) in enumerate(found):
@@ -116,14 +116,11 @@ def lines(found, tops, unit, dark):
             drawn = {starts[source]: source[0] for source in row_sources(row)}
             for (x, start), owner in drawn.items():
                 end, bend = RIGHT - 3, (RIGHT - x) / 2
-                colour = "".join(
-                    f"{round(255 * value):02x}"
-                    for value in figures.rank_colours(8, 1 if dark else 0.7)[owner]
-                )
+                colour = figures.LINES[owner]
                 yield (
                     f'<path d="M{x:g} {start:g}C{x + bend:g} {start:g} {end - bend:g} {y:g} '
-                    f'{end - 6:g} {y:g}" stroke="#{colour}"/><path d="M{end:g} {y:g}l-8 -4v8z" '
-                    f'fill="#{colour}" stroke="none"/>'
+                    f'{end - 6:g} {y:g}" stroke="{colour}"/><path d="M{end:g} {y:g}l-8 -4v8z" '
+                    f'fill="{colour}" stroke="none"/>'
                 )
 
 
@@ -131,21 +128,21 @@ def row_sources(row):
     return [source for entry in row for source in entry]
 
 
-def picture(found, dark):
+def picture(found):
     """Return the SVG of the inputs and results of all ranks."""
     columns = max(len(row) for of_rank in found for rows in of_rank for row in rows)
     unit, tops, y = BAR / columns, [], TOP
     for before, after in found:
         tops.append(y)
         y += max(len(before), len(after), 1) * PITCH + GAP
-    ink, pale = (figures.ink(colour, dark) for colour in (figures.INK, figures.PALE))
+    ink, pale = figures.INK, figures.PALE
     style = (
-        f"text{{font:13px sans-serif;text-anchor:middle;fill:{ink}}}.on{{fill:{figures.INK}}}"
+        f"text{{font:13px sans-serif;text-anchor:middle;fill:{ink}}}.on{{fill:black}}"
         f".pale{{fill:{pale}}}.zeros{{fill:none;stroke:{pale}}}path{{fill:none;stroke-width:1.6}}"
     )
     parts = [f'<text x="{LEFT + BAR / 2:g}" y="14">before</text>']
     parts.append(f'<text x="{RIGHT + BAR / 2:g}" y="14">after</text>')
-    parts += lines(found, tops, unit, dark)
+    parts += lines(found, tops, unit)
     for rank, (before, after) in enumerate(found):
         parts += [
             f'<text x="{x:g}" y="{tops[rank] + 14:g}" class="pale">rank {rank}</text>'
@@ -165,12 +162,15 @@ def picture(found, dark):
 
 def pictures(run):
     """Return the content of each file; ``run(fn, argument)`` runs a function on three ranks."""
-    found = {name: run(follow, name) for name in CALLS}
-    return {
-        f"{name}{'-dark' if dark else ''}.svg": picture(found[name], dark)
-        for name in CALLS
-        for dark in (False, True)
-    }
+    found = {f"{name}.svg": picture(run(follow, name)) for name in CALLS}
+    return found | {str(figures.twin(Path(name))): darkened(svg) for name, svg in found.items()}
+
+
+def darkened(svg):
+    """Return a picture in the colours of a dark page."""
+    for light, dark in figures.ON_DARK.items():
+        svg = svg.replace(light, dark)
+    return svg
 
 
 if __name__ == "__main__":

@@ -33,10 +33,8 @@ ROOMS = {
     "sizes": "ShardSizes: rows per rank, arithmetic without communication",
     "errors": "VarcommError and its subclasses",
 }
-GROUPS = {  # for users, of science, of numbers on the wire; on light and on dark pages
-    False: ("#d7e3f4", "#d8ede6", "#fbe7cf"),
-    True: ("#24364d", "#1f4035", "#4d3a1c"),
-}
+# modules for users, of science, of numbers on the wire; and the colours of a dark page
+GROUPS = {"#d7e3f4": "#24364d", "#d8ede6": "#1f4035", "#fbe7cf": "#4d3a1c"}
 WIDTH, GAP, LINE, SIDE = 7.2, 0.08, 0.2, 0.35  # inches
 
 
@@ -46,22 +44,21 @@ def layers():
     return [[name.strip().removeprefix("varcomm.") for name in row.split("|")] for row in order]
 
 
-def draw(rows, dark):
+def draw(rows):
     """Draw a row of modules per layer; `rows` are names, the lowest layer last."""
     lines = [max(len(wrapped(room, len(row))) for room in row) for row in rows]
     heights = [LINE * (count + 1) + 0.16 for count in lines]
     depth = sum(heights) + GAP * len(rows)
-    ink, pale = (figures.ink(colour, dark) for colour in (figures.INK, figures.PALE))
     figure, axes = plt.subplots(figsize=(WIDTH, depth + 0.3))
     figure.subplots_adjust(0, 0, 1, 1)
     axes.set(xlim=(0, WIDTH), ylim=(-depth, 0.3))
     axes.axis("off")
-    axes.text(SIDE, 0.14, "A module imports only modules below it.", color=ink, va="center")
+    axes.text(SIDE, 0.14, "A module imports only modules below it.", color=figures.INK, va="center")
     y = 0.0
     for place, (row, height) in enumerate(zip(rows, heights, strict=True)):
         y -= height
         width = (WIDTH - SIDE - 0.02 - GAP * (len(row) - 1)) / len(row)
-        colour = GROUPS[dark][0 if place < 3 else 1 if place < 5 else 2]
+        colour = [*GROUPS][0 if place < 3 else 1 if place < 5 else 2]
         for column, room in enumerate(row):
             x = SIDE + column * (width + GAP)
             shape = {"boxstyle": "round,pad=0,rounding_size=0.06", "fc": colour, "ec": "none"}
@@ -69,14 +66,14 @@ def draw(rows, dark):
             words = wrapped(room, len(row))
             middle = {"ha": "center", "va": "center"}
             top = y + height / 2 + LINE * len(words) / 2
-            name = {"color": ink, "family": "monospace", "weight": "bold"}
+            name = {"color": figures.INK, "family": "monospace", "weight": "bold"}
             axes.text(x + width / 2, top, room, **name, **middle)
             for line, text in enumerate(words, 1):
-                axes.text(x + width / 2, top - LINE * line, text, color=ink, **middle)
+                axes.text(x + width / 2, top - LINE * line, text, color=figures.INK, **middle)
         y -= GAP
-    arrow = {"arrowstyle": "-|>", "color": pale, "lw": 1.4}
+    arrow = {"arrowstyle": "-|>", "color": figures.PALE, "lw": 1.4}
     axes.annotate("", (0.26, -depth + GAP), (0.26, 0), arrowprops=arrow)
-    axes.text(0.1, -depth / 2, "imports", rotation=90, ha="center", va="center", color=pale)
+    axes.text(0.1, -depth / 2, "imports", rotation=90, ha="center", va="center", color=figures.PALE)
     return figure
 
 
@@ -86,7 +83,5 @@ def wrapped(room, columns):
 
 
 if __name__ == "__main__":
-    for dark in (False, True):
-        plt.rcParams |= figures.style(dark)
-        name = "library-dark.png" if dark else "library.png"
-        draw(layers(), dark).savefig(ROOT / "docs" / "images" / name)
+    plt.rcParams |= figures.style()
+    figures.save(draw(layers()), ROOT / "docs" / "images" / "library.png", GROUPS)

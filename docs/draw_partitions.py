@@ -6,11 +6,14 @@ python docs/draw_partitions.py
 import sys
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 import meshio
 import numpy as np
+from matplotlib.figure import Figure
 
 import varcomm as vc
+from varcomm import _figures as figures
 
 ROOT = Path(__file__).parent.parent
 IMAGES = ROOT / "docs" / "images"
@@ -27,12 +30,18 @@ def squares(west, south, side):
     return np.pad(points, ((0, 0), (0, 1))), cells.reshape(-1, 4)
 
 
+def with_twin(figure, path, savefig=Figure.savefig):
+    with patch.object(Figure, "savefig", savefig):
+        figures.save(figure, path)
+
+
 def draw(points, cells, nodes, ranks, method, name):
     with tempfile.TemporaryDirectory() as folder:
         file = f"{folder}/mesh.vtu"
         meshio.Mesh(points, {"quad": cells}).write(file)
         mesh = vc.graph.read_mesh(file, nodes=nodes)
-    vc.simulate.partition(mesh.data, ranks, method).plot(IMAGES / name, mesh)
+    with patch.object(Figure, "savefig", with_twin):
+        vc.simulate.partition(mesh.data, ranks, method).plot(IMAGES / name, mesh)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,16 @@ wide, where their text is 11 points or larger.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["DARKER", "INK", "PALE", "RANKS", "WIDTH", "WRONG", "ink", "rank_colours", "style"]
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+__all__ = [
+    *("DARKER", "INK", "LINES", "ON_DARK", "PALE", "RANKS", "WIDTH", "WRONG"),
+    *("darken", "rank_colours", "save", "style", "twin"),
+]
 
 #: Paul Tol's light colours, which readers with any kind of colour vision distinguish, also at half
 #: brightness. Ink on each of them has a contrast of 4.5:1 or more.
@@ -23,12 +30,18 @@ INK, PALE, WRONG = "#1f2933", "#5f6b76", "#b3261e"
 #: Inches of a picture.
 WIDTH = 7.2
 
-_ON_DARK = {INK: "#e6e9ec", PALE: "#a9b4be", WRONG: "#ff8a80"}
-
-
-def ink(colour: str = INK, dark: bool = False) -> str:
-    """Return :data:`INK`, :data:`PALE` or :data:`WRONG` for a light page, or for a dark one."""
-    return _ON_DARK.get(colour, colour) if dark else colour
+#: The colours of ranks for lines on white; those of dark pages are RANKS.
+LINES = tuple(
+    "#" + "".join(f"{round(0.62 * int(colour[at : at + 2], 16)):02x}" for at in (1, 3, 5))
+    for colour in RANKS
+)
+#: Colours of a light page, and those of a dark one. Other colours stay, such as black text on the
+#: colours of ranks.
+ON_DARK = {
+    **{"#ffffff": "#131416", INK: "#e6e9ec", PALE: "#a9b4be", WRONG: "#ff8a80"},
+    **dict(zip(LINES, RANKS, strict=True)),
+}
+_PARTS = ("color", "facecolor", "edgecolor", "markerfacecolor", "markeredgecolor")
 
 
 def rank_colours(ranks: int, brightness: float = 1.0) -> list[tuple[float, float, float]]:
@@ -47,22 +60,17 @@ def rank_colours(ranks: int, brightness: float = 1.0) -> list[tuple[float, float
     ]
 
 
-def style(dark: bool = False) -> Any:
-    """Return parameters for ``matplotlib.rc_context`` or ``plt.rcParams``.
-
-    With `dark`, text and lines are light, and the ground is that of a dark page.
-    """
+def style() -> Any:
+    """Return parameters for ``matplotlib.rc_context`` or ``plt.rcParams``."""
     from cycler import cycler
 
-    text, pale = ink(INK, dark), ink(PALE, dark)
-    ground = "#131416" if dark else "white"
     return {
         "figure.figsize": (WIDTH, 0.5 * WIDTH),
         "figure.dpi": 100,
         "savefig.dpi": 200,
-        "figure.facecolor": ground,
-        "savefig.facecolor": ground,
-        "axes.facecolor": ground,
+        "figure.facecolor": "white",
+        "savefig.facecolor": "auto",
+        "axes.facecolor": "white",
         "font.size": 11,
         "axes.titlesize": 11,
         "axes.titlelocation": "left",
@@ -72,19 +80,50 @@ def style(dark: bool = False) -> Any:
         "legend.fontsize": 11,
         "figure.titlesize": 13,
         "figure.titleweight": "bold",
-        "text.color": text,
-        "axes.labelcolor": text,
-        "axes.titlecolor": text,
-        "xtick.labelcolor": text,
-        "ytick.labelcolor": text,
-        "xtick.color": pale,
-        "ytick.color": pale,
-        "axes.edgecolor": pale,
+        "text.color": INK,
+        "axes.labelcolor": INK,
+        "axes.titlecolor": INK,
+        "xtick.labelcolor": INK,
+        "ytick.labelcolor": INK,
+        "xtick.color": PALE,
+        "ytick.color": PALE,
+        "axes.edgecolor": PALE,
         "axes.spines.top": False,
         "axes.spines.right": False,
-        "axes.prop_cycle": cycler(color=rank_colours(8) if dark else rank_colours(8, 0.62)),
+        "axes.prop_cycle": cycler(color=LINES),
         "legend.frameon": False,
         "lines.linewidth": 2,
         "image.cmap": "viridis",
         "svg.fonttype": "none",
     }
+
+
+def twin(path: Path) -> Path:
+    """Return the file of the same picture for dark pages."""
+    return path.with_stem(f"{path.stem}-dark")
+
+
+def save(figure: Any, path: Path, fills: Mapping[str, str] | None = None) -> None:
+    """Save a figure of this style, and its twin for dark pages beside it.
+
+    `fills` are further colours, and those of the twin.
+    """
+    figure.savefig(path)
+    darken(figure, fills)
+    figure.savefig(twin(path))
+
+
+def darken(figure: Any, fills: Mapping[str, str] | None = None) -> None:
+    """Exchange the colours of :data:`ON_DARK` and `fills` in a figure."""
+    from matplotlib.colors import to_rgb, to_rgba_array
+
+    pairs = [(to_rgb(old), to_rgb(new)) for old, new in {**ON_DARK, **(fills or {})}.items()]
+    for artist in figure.findobj():
+        for part in _PARTS:
+            read = getattr(artist, f"get_{part}", None)
+            before = to_rgba_array(read()) if read is not None else []
+            if len(before):
+                after = before.copy()
+                for old, new in pairs:
+                    after[(abs(before[:, :3] - old) < 0.002).all(axis=1), :3] = new
+                getattr(artist, f"set_{part}")(after if len(after) > 1 else tuple(after[0]))

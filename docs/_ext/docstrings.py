@@ -81,11 +81,8 @@ def _picture(name, lines):
     short = name.rpartition(".")[2]
     if name != f"varcomm.{short}" or not (_PICTURES / f"{short}.svg").exists():
         return []
-    found = [""]
-    for suffix, shown in (("", "only-light"), ("-dark", "only-dark")):
-        found += [f".. image:: /images/collectives/{short}{suffix}.svg", f"   :class: {shown}"]
-        found += [f"   :alt: Rows of three ranks before and after {short}. {lines[0]}", ""]
-    return found
+    words = f"Rows of three ranks before and after {short}. {lines[0]}"
+    return ["", f".. image:: /images/collectives/{short}.svg", f"   :alt: {words}", ""]
 
 
 def prepare(app, what, name, obj, options, lines):

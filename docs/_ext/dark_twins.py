@@ -1,0 +1,53 @@
+"""Pictures of light pages get their twins on dark pages: ``NAME-dark.png`` beside ``NAME.png``."""
+
+import re
+from pathlib import Path
+
+from matplotlib import pyplot as plt
+from sphinx_gallery.scrapers import matplotlib_scraper
+
+from varcomm import _figures as figures
+
+_IMAGE = re.compile(r'<img\b[^>]*\bsrc="([^"]*)"[^>]*>')
+_GALLERY = "generated/tutorials/images"
+
+
+def scraper(block, block_vars, gallery_conf):
+    """Save the figures of a tutorial with their twins."""
+    drawn = [plt.figure(number) for number in plt.get_fignums()]
+    paths = block_vars["image_path_iterator"].paths
+    before = len(paths)
+    rst = matplotlib_scraper(block, block_vars, gallery_conf)
+    for figure, path in zip(drawn, paths[before:], strict=True):
+        figures.darken(figure)
+        figure.savefig(figures.twin(Path(path)))
+    return rst
+
+
+def pair(app, page, template, context, doctree):
+    """Show each image of a page that has a twin on light pages only, and the twin on dark ones."""
+    sources = {name: source for source, name in app.builder.images.items()}
+
+    def both(found):
+        name = Path(found[1]).name
+        source = Path(sources.get(name, f"{_GALLERY}/{name}"))
+        dark = figures.twin(source)
+        if not (app.srcdir / dark).exists():
+            return found[0]
+        shown = figures.twin(Path(name)).name
+        app.builder.images[str(dark)] = shown
+        other = found[0].replace(name, shown)
+        return _classed(found[0], "only-light") + _classed(other, "only-dark")
+
+    if "body" in context:
+        context["body"] = _IMAGE.sub(both, context["body"])
+
+
+def _classed(tag, name):
+    more = re.sub(r'(\bclass\s*=\s*")', rf"\1{name} ", tag)
+    return more if more != tag else tag.replace("<img", f'<img class="{name}"', 1)
+
+
+def setup(app):
+    app.connect("html-page-context", pair)
+    return {"parallel_read_safe": True, "parallel_write_safe": False}
