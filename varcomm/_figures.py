@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = [
-    *("DARKER", "INK", "LINES", "ON_DARK", "PALE", "RANKS", "WIDTH", "WRONG"),
+    *("CURVES", "DARKER", "INK", "LAND", "LINES", "ON_DARK", "PALE", "RANKS", "WIDTH", "WRONG"),
     *("darken", "rank_colours", "save", "style", "twin"),
 ]
 
@@ -27,6 +27,10 @@ RANKS = (
 DARKER = 0.5
 #: Text and lines; text of less weight; a fault. Each has a contrast of 5:1 or more on white.
 INK, PALE, WRONG = "#1f2933", "#5f6b76", "#b3261e"
+#: Curves and bars that are not ranks; Paul Tol's bright colours.
+CURVES = ("#4477aa", "#aa3377", "#228833")
+#: Land on maps, and wide lines behind others.
+LAND = "#d5d1ca"
 #: Inches of a picture.
 WIDTH = 7.2
 
@@ -38,8 +42,9 @@ LINES = tuple(
 #: Colours of a light page, and those of a dark one. Other colours stay, such as black text on the
 #: colours of ranks.
 ON_DARK = {
-    **{"#ffffff": "#131416", INK: "#e6e9ec", PALE: "#a9b4be", WRONG: "#ff8a80"},
+    **{"#ffffff": "#131416", INK: "#e6e9ec", PALE: "#a9b4be", WRONG: "#ff8a80", LAND: "#3b3f45"},
     **dict(zip(LINES, RANKS, strict=True)),
+    **dict(zip(CURVES, ("#7fa6d6", "#d97fb0", "#66b877"), strict=True)),
 }
 _PARTS = ("color", "facecolor", "edgecolor", "markerfacecolor", "markeredgecolor")
 
@@ -115,15 +120,22 @@ def save(figure: Any, path: Path, fills: Mapping[str, str] | None = None) -> Non
 
 def darken(figure: Any, fills: Mapping[str, str] | None = None) -> None:
     """Exchange the colours of :data:`ON_DARK` and `fills` in a figure."""
-    from matplotlib.colors import to_rgb, to_rgba_array
+    from matplotlib.colors import ListedColormap, to_rgb, to_rgba_array
 
     pairs = [(to_rgb(old), to_rgb(new)) for old, new in {**ON_DARK, **(fills or {})}.items()]
+
+    def exchanged(colours: Any) -> Any:
+        before = to_rgba_array(colours)
+        after = before.copy()
+        for old, new in pairs:
+            after[(abs(before[:, :3] - old) < 0.002).all(axis=1), :3] = new
+        return after
+
     for artist in figure.findobj():
         for part in _PARTS:
             read = getattr(artist, f"get_{part}", None)
-            before = to_rgba_array(read()) if read is not None else []
-            if len(before):
-                after = before.copy()
-                for old, new in pairs:
-                    after[(abs(before[:, :3] - old) < 0.002).all(axis=1), :3] = new
-                getattr(artist, f"set_{part}")(after if len(after) > 1 else tuple(after[0]))
+            if read is not None and len(found := exchanged(read())):
+                getattr(artist, f"set_{part}")(found if len(found) > 1 else tuple(found[0]))
+        scale = getattr(artist, "cmap", None)
+        if isinstance(scale, ListedColormap) and len(scale.colors) <= 2 * len(RANKS):
+            artist.set_cmap(ListedColormap(exchanged(scale.colors)))

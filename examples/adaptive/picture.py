@@ -35,18 +35,18 @@ def draw(
         numbers = np.arange(len(history))
         column = {name: np.array([row[name] for row in history]) for name in history[0]}
         panel = figure.add_subplot(grid[1, 0])
-        panel.plot(numbers, column["before"], color="#aa3377", label="before rebalance")
-        panel.plot(numbers, column["after"], color="#4477aa", label="after")
+        panel.plot(numbers, column["before"], color=figures.CURVES[1], label="before rebalance")
+        panel.plot(numbers, column["after"], color=figures.CURVES[0], label="after")
         panel.set(xlabel="adaptation", ylabel="largest part / mean part")
         panel.margins(y=0.2)
         panel.legend(loc="upper left")
         share = figure.add_subplot(grid[1, 1])
-        share.bar(numbers, 100 * column["moved"] / column["cells"], color=figures.RANKS[0])
+        share.bar(numbers, 100 * column["moved"] / column["cells"], color=figures.CURVES[0])
         share.set(xlabel="adaptation", ylabel="moved cells (%)")
         for each in (panel, share):
             each.xaxis.set_major_locator(MaxNLocator(integer=True))
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
+        figures.save(figure, path)
 
 
 def squares(panel, cells: np.ndarray, colours: np.ndarray | None) -> PolyCollection:

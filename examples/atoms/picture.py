@@ -12,9 +12,6 @@ from torch import Tensor
 
 from varcomm import _figures as figures
 
-INK = figures.INK
-PALETTE = figures.RANKS
-
 
 def draw(
     path: Path,
@@ -32,13 +29,16 @@ def draw(
     end of the motion, (N, 3), in eV / Angstrom. Of each moment: potential and kinetic energy of the
     mean atom, (T, 2), in eV, by the network and by the true potential; `timestep` in fs.
     """
-    with rc_context({"font.size": 13, "text.color": INK, "axes.labelcolor": INK}):
-        figure = Figure(figsize=(16, 5.6), dpi=90, facecolor="white", layout="constrained")
-        parts, parity, time = figure.subplots(1, 3, width_ratios=(1, 1.15, 1.35))
+    with rc_context(figures.style()):
+        figure = Figure((figures.WIDTH, 7.4), layout="constrained")
+        (parts, parity), _ = panels = figure.subplots(2, 2, width_ratios=(1, 1.2))
+        for panel in panels[1]:
+            panel.remove()
+        time = figure.add_subplot(2, 1, 2)
         _parts(parts, crystal, owner)
         _parity(parity, 1000 * true_forces.flatten(), 1000 * forces.flatten())
         _energies(time, 1000 * energies, 1000 * true_energies, timestep)
-        figure.savefig(path)
+        figures.save(figure, path)
 
 
 def _parts(ax: Axes, crystal: Crystal, owner: Tensor) -> None:
@@ -46,29 +46,28 @@ def _parts(ax: Axes, crystal: Crystal, owner: Tensor) -> None:
     shown = crystal.pos[:, 2] < SPACING
     x, y, _ = crystal.pos[shown].T
     ranks = int(owner.max()) + 1
-    colours = ListedColormap([PALETTE[rank % len(PALETTE)] for rank in range(ranks)])
-    dots = ax.scatter(x, y, c=owner[shown], s=22, cmap=colours, vmin=-0.5, vmax=ranks - 0.5)
+    colours = ListedColormap(figures.rank_colours(ranks))
+    dots = ax.scatter(x, y, c=owner[shown], s=9, cmap=colours, vmin=-0.5, vmax=ranks - 0.5)
     ax.legend(
         *dots.legend_elements(num=list(range(ranks))),
         title="rank",
         ncols=min(ranks, 4),
         loc="upper center",
-        bbox_to_anchor=(0.5, -0.14),
-        frameon=False,
+        bbox_to_anchor=(0.5, -0.22),
     )
-    ax.set(xlabel="x, Å", ylabel="y, Å", aspect="equal")
-    ax.set_title(f"Two layers of {len(crystal.pos):,} atoms", loc="left")
+    ax.set(xlabel="x (Å)", ylabel="y (Å)", aspect="equal")
+    ax.set_title(f"Two layers of {len(crystal.pos):,} atoms")
 
 
 def _parity(ax: Axes, truth: Tensor, forces: Tensor) -> None:
     """Count pairs of a true force and a predicted one."""
     limit = float(truth.abs().max())
     bins = ax.hexbin(truth, forces, gridsize=70, norm=LogNorm(), cmap="viridis", linewidths=0)
-    ax.plot([-limit, limit], [-limit, limit], color=INK, linewidth=0.8)
-    ax.figure.colorbar(bins, ax=ax, label="number of components", shrink=0.8)
+    ax.plot([-limit, limit], [-limit, limit], color=figures.INK, linewidth=0.8)
+    ax.figure.colorbar(bins, ax=ax, label="components", shrink=0.8)
     error = (forces - truth).square().mean().sqrt()
-    ax.set(xlabel="true force, meV/Å", ylabel="force of the network, meV/Å", aspect="equal")
-    ax.set_title(f"Forces at the end: off by {error:.1f} meV/Å (RMS)", loc="left")
+    ax.set(xlabel="true force (meV/Å)", ylabel="predicted force (meV/Å)", aspect="equal")
+    ax.set_title(f"Forces: RMS error {error:.1f} meV/Å")
 
 
 def _energies(ax: Axes, energies: Tensor, true_energies: Tensor, timestep: float) -> None:
@@ -78,22 +77,22 @@ def _energies(ax: Axes, energies: Tensor, true_energies: Tensor, timestep: float
     for name, colour, values, true in (
         (
             "potential",
-            PALETTE[0],
+            figures.CURVES[0],
             energies[:, 0] - start,
             true_energies[:, 0] - true_energies[0, 0],
         ),
-        ("kinetic", PALETTE[1], energies[:, 1], true_energies[:, 1]),
-        ("total", INK, energies.sum(1) - start, None),
+        ("kinetic", figures.CURVES[1], energies[:, 1], true_energies[:, 1]),
+        ("total", figures.INK, energies.sum(1) - start, None),
     ):
         ax.plot(time, values, color=colour, label=name, linewidth=2)
         if true is not None:
-            ax.plot(time, true, color=INK, linestyle=":", linewidth=1.5)
-    ax.plot([], [], color=INK, linestyle=":", label="by the true potential")
+            ax.plot(time, true, color=figures.INK, linestyle=":", linewidth=1.5)
+    ax.plot([], [], color=figures.INK, linestyle=":", label="true potential")
     ax.set(
-        xlabel="time, ps",
-        ylabel="energy per atom, meV (potential: from its start)",
+        xlabel="time (ps)",
+        ylabel="energy per atom (meV)",
         xlim=(0, float(time[-1])),
     )
-    ax.legend(frameon=False, loc=(0.48, 0.6))
+    ax.legend(loc=(0.6, 0.5))
     off = (energies.sum(1) - energies[0].sum()).abs().max()
-    ax.set_title(f"Energy: the total stays within {off:.3f} meV", loc="left")
+    ax.set_title(f"Energy: the total stays within {off:.3f} meV")

@@ -11,42 +11,40 @@ from torch import Tensor
 
 from varcomm import _figures as figures
 
-INK = figures.INK
-PALETTE = figures.RANKS
-
 
 def draw(
     path: Path, systems: dict[str, System], found: dict[str, Any], ranks: int, timestep: float
 ) -> None:
     """Save a picture, in the format of the suffix, of the runs of systems by name."""
-    with rc_context({"font.size": 12, "text.color": INK, "axes.labelcolor": INK}):
-        figure = Figure(figsize=(13, 5.6), dpi=100, facecolor="white", layout="constrained")
+    with rc_context(figures.style()):
+        figure = Figure((figures.WIDTH, 5.0), layout="constrained")
         grid = figure.add_gridspec(2, 6, height_ratios=(1, 1.1))
         melt, crystal = found["melt"], found["crystal"]
         panels = {
-            "Melt at the start, by rank": ("melt", systems["melt"].pos),
-            "Crystal at the end, by first rank": ("crystal", crystal.last),
-            "Melt at the end, by first rank": ("melt", melt.last),
+            "Melt at the start,\nby rank": ("melt", systems["melt"].pos),
+            "Crystal at the end,\nby first rank": ("crystal", crystal.last),
+            "Melt at the end,\nby first rank": ("melt", melt.last),
         }
         for column, (title, (name, pos)) in enumerate(panels.items()):
             ax = figure.add_subplot(grid[0, 2 * column : 2 * column + 2])
             _atoms(ax, title, systems[name].cell, pos, found[name].first_owner, ranks)
         below = [figure.add_subplot(grid[1, :3]), figure.add_subplot(grid[1, 3:])]
-        for colour, (name, one) in zip((PALETTE[5], PALETTE[3]), found.items(), strict=True):
+        for colour, (name, one) in zip(
+            (figures.CURVES[0], figures.CURVES[1]), found.items(), strict=True
+        ):
             history = one.history
             time = [step * timestep / 1000 for step in range(len(history))]
             total = history[:, :2].sum(1)
-            below[0].step(time, history[:, 2], color=colour, linewidth=2, label=name, where="post")
+            below[0].step(time, history[:, 2], color=colour, label=name, where="post")
             below[1].plot(time, 1e6 * (total - total[0]), color=colour, linewidth=1.2, label=name)
-        below[0].set(xlabel="time, ps", ylabel="atoms", xlim=(0, time[-1]))
-        below[0].set_title("Atoms that have changed their rank", loc="left")
-        below[1].set(xlabel="time, ps", ylabel="µeV per atom", xlim=(0, time[-1]))
-        below[1].set_title("Change of the total energy", loc="left")
+        below[0].set(xlabel="time (ps)", ylabel="atoms", xlim=(0, time[-1]))
+        below[0].set_title("Atoms that changed rank")
+        below[1].set(xlabel="time (ps)", ylabel="µeV per atom", xlim=(0, time[-1]))
+        below[1].set_title("Change of the total energy")
         for panel in below:
-            panel.spines[["top", "right"]].set_visible(False)
-            panel.legend(frameon=False)
+            panel.legend()
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
+        figures.save(figure, path)
 
 
 def _atoms(ax: Axes, name: str, cell: Tensor, pos: Tensor, owner: Tensor, ranks: int) -> None:
@@ -57,8 +55,8 @@ def _atoms(ax: Axes, name: str, cell: Tensor, pos: Tensor, owner: Tensor, ranks:
     width, height = sides[:2].tolist()
     for rank in range(ranks):
         x, y, _ = pos[shown & (owner == rank)].T
-        ax.scatter(x, y, s=24, color=PALETTE[rank % len(PALETTE)], linewidths=0)
+        ax.scatter(x, y, s=9, color=figures.rank_colours(ranks)[rank], linewidths=0)
         if rank:
-            ax.axvline(width * rank / ranks, color=INK, linestyle="--", linewidth=1)
-    ax.set(xlim=(0, width), ylim=(0, height), aspect="equal", xlabel="x, Å", ylabel="y, Å")
-    ax.set_title(name, loc="left")
+            ax.axvline(width * rank / ranks, color=figures.INK, linestyle="--", linewidth=1)
+    ax.set(xlim=(0, width), ylim=(0, height), aspect="equal", xlabel="x (Å)", ylabel="y (Å)")
+    ax.set_title(name)

@@ -10,7 +10,8 @@ from matplotlib.lines import Line2D
 
 from varcomm import _figures as figures
 
-CURVES = ("#4477aa", "#aa3377", "#228833")  # of models
+# Paul Tol's muted colours: parts to be predicted are not ranks
+PARTS = ("#88ccee", "#cc6677", "#117733", "#ddcc77", "#aa4499", "#44aa99", "#999933", "#882255")
 DRAWN = 12_000  # nodes at most
 
 
@@ -44,16 +45,17 @@ def draw(
         wrong = drawn[guess[drawn] != part[drawn]]
         panels[1, 0].plot(*place[wrong].T, ".", markersize=2, markeredgewidth=0, color="black")
         compare(panels[1, 1], curves, simple)
-        figure.savefig(path)
+        figures.save(figure, path)
 
 
 def cloud(panel: Axes, place: np.ndarray, values: np.ndarray, kind: str) -> None:
     """Nodes at their first two components of the distances; these axes have no unit."""
-    colours = np.array(figures.RANKS)[values % 8]
+    palette = figures.RANKS if kind == "rank" else PARTS
+    colours = np.array(palette)[values % 8]
     panel.scatter(*place.T, s=3, c=colours, linewidths=0)
     count = int(values.max()) + 1
     look = {"marker": "o", "linestyle": "", "markersize": 8}
-    marks = [Line2D([], [], color=figures.RANKS[value % 8], **look) for value in range(count)]
+    marks = [Line2D([], [], color=palette[value % 8], **look) for value in range(count)]
     if kind:
         under = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "handletextpad": 0}
         panel.legend(
@@ -65,7 +67,7 @@ def cloud(panel: Axes, place: np.ndarray, values: np.ndarray, kind: str) -> None
 
 def compare(panel: Axes, curves: dict[str, list[float]], simple: dict[str, float]) -> None:
     """Accuracies over the steps, and, as lines, those of methods without training."""
-    for (name, shares), colour in zip(curves.items(), CURVES, strict=False):
+    for (name, shares), colour in zip(curves.items(), figures.CURVES, strict=False):
         panel.plot(100 * np.array(shares), color=colour, label=name)
     for (name, share), style in zip(simple.items(), (":", "--", "-."), strict=True):
         panel.axhline(100 * share, color=figures.INK, linewidth=1, linestyle=style, label=name)

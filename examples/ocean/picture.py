@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import numpy as np
-from matplotlib import colormaps, rc_context
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import BoundaryNorm, Colormap, ListedColormap, Normalize
@@ -11,8 +11,7 @@ from matplotlib.figure import Figure
 
 from varcomm import _figures as figures
 
-LAND, SHALLOW, INK = "#d5d1ca", "#f0f4f6", figures.INK
-PALETTE = figures.RANKS
+SHALLOW = "#b9b6b0"  # sea without a temperature at this depth
 WEST = 20  # the maps begin at this meridian, in Africa, which leaves each ocean in one piece
 
 
@@ -49,33 +48,38 @@ def draw(
     celsius = Normalize(np.nanmin(truth), np.nanpercentile(truth, 99.5))
     limit = np.nanpercentile(np.abs(error), 99)
 
-    with rc_context({"font.size": 15, "text.color": INK, "axes.labelcolor": INK}):
-        figure = Figure(figsize=(16, 10), dpi=100, facecolor="white")
-        figure.text(0.02, 0.958, title, fontsize=22, weight="bold")
+    with rc_context(figures.style()):
+        figure = Figure((figures.WIDTH, 5.7), layout="constrained")
+        figure.suptitle(title, x=0.01, ha="left")
         panels = figure.subplots(2, 2)
-        # These margins leave each panel the shape of its map, so that all edges line up.
-        figure.subplots_adjust(0.02, 0.084, 0.98, 0.9, wspace=0.04, hspace=0.295)
 
-        def panel(ax: Axes, values: np.ndarray, heading: str, image: ScalarMappable) -> None:
+        def panel(
+            ax: Axes,
+            values: np.ndarray,
+            heading: str,
+            image: ScalarMappable,
+            label: str,
+            **options: object,
+        ) -> None:
             world_map(ax, sea, grid(values), image)
-            ax.set_title(heading, loc="left", fontsize=18, pad=8)
+            ax.set_title(heading)
+            below = {"location": "bottom", "shrink": 0.9, "aspect": 30, "pad": 0.03}
+            bar = figure.colorbar(image, ax=ax, label=label, **below, **options)
+            bar.outline.set_visible(False)
+            bar.minorticks_off()
 
         image = ScalarMappable(BoundaryNorm(np.arange(ranks + 1) - 0.5, ranks), colours(ranks))
-        panel(panels[0, 0], rank, "Partition", image)
-        colour_bar(panels[0, 0], image, "rank", ticks=range(ranks))
-
+        panel(panels[0, 0], rank, "Partition", image, "rank", ticks=range(ranks))
         image = ScalarMappable(celsius, "plasma")
-        panel(panels[0, 1], truth, "Truth", image)
-        colour_bar(panels[0, 1], image, "temperature at 400 m, °C", extend="max")
-        panel(panels[1, 0], masked, "Prediction", image)
-        colour_bar(panels[1, 0], image, "temperature at 400 m, °C", extend="max")
-
+        label = "temperature at 400 m (°C)"
+        panel(panels[0, 1], truth, "Truth", image, label, extend="max")
+        panel(panels[1, 0], masked, "Prediction", image, label, extend="max")
         image = ScalarMappable(Normalize(-limit, limit), "RdBu_r")
-        heading = f"Error: RMSE {rmse:.2f} °C in the test tiles (outlined)"
-        panel(panels[1, 1], error, heading, image)
+        heading = f"Error: RMSE {rmse:.2f} °C in outlined tiles"
+        label = "prediction - truth (°C)"
+        panel(panels[1, 1], error, heading, image, label, extend="both")
         outline(panels[1, 1], grid(test_mask) == 1)
-        colour_bar(panels[1, 1], image, "prediction - truth, °C", extend="both")
-        figure.savefig(path)
+        figures.save(figure, Path(path))
 
 
 def extent() -> tuple[float, float, float, float]:
@@ -83,7 +87,7 @@ def extent() -> tuple[float, float, float, float]:
 
 
 def world_map(ax: Axes, sea: np.ndarray, cells: np.ndarray, image: ScalarMappable) -> None:
-    ax.set_facecolor(LAND)
+    ax.set_facecolor(figures.LAND)
     place = {"origin": "lower", "extent": extent(), "interpolation": "nearest"}
     ax.imshow(sea, cmap=ListedColormap([SHALLOW]), **place)
     ax.imshow(cells, cmap=image.cmap, norm=image.norm, **place)
@@ -97,19 +101,9 @@ def world_map(ax: Axes, sea: np.ndarray, cells: np.ndarray, image: ScalarMappabl
 def outline(ax: Axes, inside: np.ndarray) -> None:
     """Draw the border between cells inside and outside, along the cells' edges."""
     fine = inside.repeat(8, axis=0).repeat(8, axis=1)
-    ax.contour(fine, [0.5], extent=extent(), origin="lower", colors=INK, linewidths=0.7)
+    ax.contour(fine, [0.5], extent=extent(), origin="lower", colors="black", linewidths=0.5)
 
 
 def colours(count: int) -> Colormap:
-    """One colour a rank, as distinct as so many can be."""
-    few = count <= len(PALETTE)
-    return ListedColormap(PALETTE[:count]) if few else colormaps["turbo"].resampled(count)
-
-
-def colour_bar(ax: Axes, image: ScalarMappable, label: str, **options: object) -> None:
-    place = ax.inset_axes((0, -0.1, 0.5, 0.045))
-    bar = ax.figure.colorbar(image, cax=place, orientation="horizontal", **options)
-    bar.outline.set_visible(False)
-    bar.minorticks_off()
-    bar.ax.tick_params(length=0, pad=4)
-    ax.text(0.53, -0.078, label, transform=ax.transAxes, va="center")
+    """Return one colour per rank."""
+    return ListedColormap(figures.rank_colours(count))

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import numpy as np
-from matplotlib import colormaps, rc_context
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import BoundaryNorm, Colormap, ListedColormap, Normalize
@@ -12,8 +12,6 @@ from ocean import Ocean
 
 from varcomm import _figures as figures
 
-LAND, INK = "#d5d1ca", figures.INK
-PALETTE = figures.RANKS
 WEST = 20  # the map begins at this meridian, in Africa, which leaves each ocean in one piece
 ATLANTIC = 330  # degrees east: the section, which crosses three test tiles
 
@@ -37,15 +35,16 @@ def draw(
     celsius = ScalarMappable(Normalize(np.nanmin(truth), np.nanmax(truth)), "plasma")
     limit = np.nanpercentile(np.abs(error), 99)
 
-    with rc_context({"font.size": 14, "text.color": INK, "axes.labelcolor": INK}):
-        figure = Figure(figsize=(16, 10), dpi=100, facecolor="white", layout="constrained")
-        several = "one rank" if ranks == 1 else f"{ranks} ranks"
-        title = f"The ocean in three dimensions, learned from its surface on {several}"
-        figure.suptitle(title, fontsize=22, weight="bold", x=0.01, ha="left")
+    with rc_context(figures.style()):
+        figure = Figure((figures.WIDTH, 7.6), layout="constrained")
+        figure.suptitle(
+            "The ocean in three dimensions, learned from its surface", x=0.01, ha="left"
+        )
         panels = figure.subplots(2, 2)
+        below = {"location": "bottom", "shrink": 0.9, "aspect": 30}
         image = ScalarMappable(BoundaryNorm(np.arange(ranks + 1) - 0.5, ranks), colours(ranks))
         partition(panels[0, 0], ocean, rank, image, shown.longitude)
-        bar = figure.colorbar(image, ax=panels[0, 0], ticks=range(ranks), label="rank")
+        bar = figure.colorbar(image, ax=panels[0, 0], ticks=range(ranks), label="rank", **below)
         bar.minorticks_off()
 
         for ax, values, heading in (
@@ -53,14 +52,15 @@ def draw(
             (panels[1, 0], guess, "Prediction"),
         ):
             shown.draw(ax, values, celsius)
-            ax.set_title(f"{heading} at {shown.name}", loc="left")
-            figure.colorbar(celsius, ax=ax, label="temperature, °C")
+            ax.set_title(f"{heading} at {shown.name}")
+            figure.colorbar(celsius, ax=ax, label="temperature (°C)", **below)
 
         image = ScalarMappable(Normalize(-limit, limit), "RdBu_r")
         shown.draw(panels[1, 1], error, image)
-        panels[1, 1].set_title(f"Error: RMSE {rmse:.2f} °C in all test tiles", loc="left")
-        figure.colorbar(image, ax=panels[1, 1], extend="both", label="prediction - truth, °C")
-        figure.savefig(path)
+        panels[1, 1].set_title(f"Error: RMSE {rmse:.2f} °C in all test tiles")
+        label = "prediction - truth (°C)"
+        figure.colorbar(image, ax=panels[1, 1], extend="both", label=label, **below)
+        figures.save(figure, Path(path))
 
 
 class Section:
@@ -83,20 +83,22 @@ class Section:
     def draw(self, ax: Axes, cells: np.ndarray, image: ScalarMappable) -> None:
         levels, rows = cells.shape
         edges = np.arange(rows + 1) * self.ocean.resolution - 90
-        ax.set_facecolor(LAND)
+        ax.set_facecolor(figures.LAND)
         ax.pcolormesh(edges, np.arange(levels + 1) - 0.5, cells, cmap=image.cmap, norm=image.norm)
         hidden = np.zeros(rows)
         hidden[self.row] = self.ocean.test[self.columns]
         for first, last in runs(hidden):
             left, right = edges[first].clip(-80, 80), edges[last].clip(-80, 80)
-            lines = {"colors": INK, "linewidths": 1.2, "linestyles": (0, (4, 2))}
-            ax.vlines([left, right], -0.5, levels - 0.5, **lines)
+            # dashes that are visible on any colour of the section
+            for colour, dash in (("#fdfdfd", "-"), ("black", (0, (4, 2)))):
+                lines = {"colors": colour, "linewidths": 1.2, "linestyles": dash}
+                ax.vlines([left, right], -0.5, levels - 0.5, **lines)
             if left < right:
                 ax.text((left + right) / 2, -0.6, "test", ha="center", va="bottom")
         ticks = range(0, levels, max(levels // 7, 1))
         ax.set_yticks(ticks, [f"{self.ocean.depth[level]:.0f}" for level in ticks])
-        ax.set(xlim=(-80, 80), ylim=(levels - 0.5, -1.9), ylabel="depth, m (levels)")
-        ax.set_xticks(range(-60, 61, 30), ["60° S", "30° S", "0°", "30° N", "60° N"])
+        ax.set(xlim=(-80, 80), ylim=(levels - 0.5, -1.9), ylabel="depth of the level (m)")
+        ax.set_xticks(range(-60, 61, 30), ["60°S", "30°S", "0°", "30°N", "60°N"])
         ax.set_xlabel("latitude")
 
 
@@ -117,19 +119,18 @@ def partition(
     cells[row, column] = rank
     inside = np.zeros(cells.shape)
     inside[row, column] = ocean.test
-    ax.set_facecolor(LAND)
+    ax.set_facecolor(figures.LAND)
     place = {"origin": "lower", "extent": extent, "aspect": "auto"}
     ax.imshow(cells, cmap=image.cmap, norm=image.norm, interpolation="nearest", **place)
     fine = inside.repeat(8, axis=0).repeat(8, axis=1)
-    ax.contour(fine, [0.5], extent=extent, origin="lower", colors=INK, linewidths=0.6)
-    ax.axvline(longitude, color="white", linewidth=2.5)
-    ax.set_xticks(range(60, 361, 60), ["60° E", "120° E", "180°", "120° W", "60° W", "0°"])
-    ax.set_yticks(range(-60, 61, 30), ["60° S", "30° S", "0°", "30° N", "60° N"])
+    ax.contour(fine, [0.5], extent=extent, origin="lower", colors="black", linewidths=0.6)
+    ax.axvline(longitude, color="black", linewidth=2, linestyle="--")
+    ax.set_xticks(range(60, 361, 120), ["60°E", "180°", "60°W"])
+    ax.set_yticks(range(-60, 61, 30), ["60°S", "30°S", "0°", "30°N", "60°N"])
     ax.set(xlabel="longitude", ylabel="latitude", ylim=(-80, 90))
-    ax.set_title("Partition; test tiles outlined, the section a white line", loc="left")
+    ax.set_title("Ranks; test tiles outlined")
 
 
 def colours(count: int) -> Colormap:
-    """One colour a rank, as distinct as so many can be."""
-    few = count <= len(PALETTE)
-    return ListedColormap(PALETTE[:count]) if few else colormaps["turbo"].resampled(count)
+    """Return one colour per rank."""
+    return ListedColormap(figures.rank_colours(count))

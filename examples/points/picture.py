@@ -15,9 +15,8 @@ from torch_geometric.data import Data
 
 from varcomm import _figures as figures
 
-LAND = "#d5d1ca"
 WEST = 20  # the maps begin at this meridian, in Africa, which leaves each ocean in one piece
-COLOURS = {"MeshGraphNet": "#4477aa", "Transolver": "#aa3377"}
+COLOURS = dict(zip(("MeshGraphNet", "Transolver"), figures.CURVES, strict=False))
 
 
 def draw(
@@ -48,12 +47,12 @@ def draw(
         for panel in panels.flat[2 + len(maps) :]:
             panel.axis("off")
         bars(panels[2, 1].inset_axes((0.17, -0.05, 0.83, 0.95)), errors)
-        figure.savefig(path)
+        figures.save(figure, path)
 
 
 def frame(panel: Axes, title: str) -> None:
     panel.set(xlim=(WEST, WEST + 360), ylim=(-80, 90), aspect="equal", xticks=[], yticks=[])
-    panel.set_facecolor(LAND)
+    panel.set_facecolor(figures.LAND)
     panel.spines[:].set_visible(False)
     panel.set_title(title)
 

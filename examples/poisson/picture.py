@@ -51,7 +51,7 @@ def draw(
             bar.ax.set_title(label, pad=10)
             frame(panel, heading)
         compare(next(panels), solutions, predictions)
-        figure.savefig(path)
+        figures.save(figure, path)
 
 
 def partition(panel: Axes, mesh: Triangulation, rank: np.ndarray) -> None:
@@ -78,7 +78,7 @@ def compare(panel: Axes, solutions: np.ndarray, predictions: np.ndarray) -> None
     """The error of each held-out solution, and of all."""
     square = ((predictions - solutions) ** 2).sum(axis=0)
     errors = 100 * np.sqrt(square / (solutions**2).sum(axis=0))
-    panel.bar(np.arange(1, len(errors) + 1), np.sort(errors), color=figures.RANKS[0])
+    panel.bar(np.arange(1, len(errors) + 1), np.sort(errors), color=figures.CURVES[0])
     everything = 100 * np.sqrt(square.sum() / (solutions**2).sum())
     panel.axhline(everything, color=figures.INK, linewidth=1, linestyle="--")
     panel.text(0.6, everything + 1, f"all: {everything:.1f} %", va="bottom")

@@ -10,29 +10,26 @@ from matplotlib.figure import Figure
 
 from varcomm import _figures as figures
 
-INK, ALONE = figures.INK, "#d5d1ca"
-PALETTE = ("#4477aa", "#aa3377", "#228833")  # of runs
-
 
 def draw(path: Path, alone: Run, runs: Sequence[Run]) -> None:
     """Save the losses of each run, and how far they are from those of one process."""
     with rc_context(figures.style()):
         figure = Figure((figures.WIDTH, 5.4), layout="constrained")
         losses, apart = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-        losses.plot([*alone.losses], [*alone.losses.values()], color=ALONE, linewidth=8)
-        losses.plot([], [], color=ALONE, linewidth=8, label="one process")
-        for run, colour in zip(runs, PALETTE, strict=False):
+        losses.plot([*alone.losses], [*alone.losses.values()], color=figures.LAND, linewidth=8)
+        losses.plot([], [], color=figures.LAND, linewidth=8, label="one process")
+        for run, colour in zip(runs, figures.CURVES, strict=False):
             steps = [*run.losses]
             losses.plot(steps, [*run.losses.values()], color=colour, label=f"{run.ranks} ranks")
             away = [abs(run.losses[step] / alone.losses[step] - 1) for step in steps]
             apart.plot(steps, away, ".", color=colour, markersize=4)
         for run, following in pairwise(runs):
             killed = max(run.losses, default=run.start)
-            losses.axvline(killed, color=INK, linestyle=":")
+            losses.axvline(killed, color=figures.INK, linestyle=":")
             losses.text(
                 killed + 1, 0.95, "a rank is killed", transform=losses.get_xaxis_transform()
             )
-            losses.axvline(following.start, color=INK, linewidth=0.8)
+            losses.axvline(following.start, color=figures.INK, linewidth=0.8)
             losses.text(
                 *(following.start - 1, 0.03, "the checkpoint"),
                 transform=losses.get_xaxis_transform(),
@@ -42,4 +39,4 @@ def draw(path: Path, alone: Run, runs: Sequence[Run]) -> None:
         losses.set_title("Three ranks, then two: the losses of one process")
         losses.legend(loc="center right")
         apart.set(xlabel="step", ylabel="relative difference\nfrom one process")
-        figure.savefig(path)
+        figures.save(figure, path)

@@ -9,7 +9,6 @@ from matplotlib.figure import Figure
 
 from varcomm import _figures as figures
 
-INK, PALE, BLUE, RED = figures.INK, "#a9c3dd", "#4477aa", "#c0392b"
 WINDOW = 20  # steps
 
 
@@ -28,14 +27,20 @@ def draw(
         figure = Figure((figures.WIDTH, 4.2), layout="constrained")
         ax = figure.subplots()
         steps = np.arange(1, len(losses) + 1)
-        ax.plot(steps, losses, color=PALE, linewidth=0.8, label="each step")
+        ax.plot(steps, losses, color=figures.PALE, alpha=0.5, linewidth=0.8, label="each step")
         if len(losses) > WINDOW:
             means = np.convolve(losses, np.full(WINDOW, 1 / WINDOW), "valid")
             label = f"mean of {WINDOW} steps"
-            ax.plot(steps[WINDOW - 1 :], means, color=BLUE, linewidth=2, label=label)
-        ax.plot(list(held_out), list(held_out.values()), "o-", color=RED, label="held-out text")
+            ax.plot(steps[WINDOW - 1 :], means, color=figures.CURVES[0], label=label)
+        ax.plot(
+            list(held_out),
+            list(held_out.values()),
+            "o-",
+            color=figures.CURVES[1],
+            label="held-out text",
+        )
         for name, loss in guesses.items():
-            ax.axhline(loss, color=INK, linewidth=0.8, linestyle="--")
+            ax.axhline(loss, color=figures.INK, linewidth=0.8, linestyle="--")
             ax.text(steps[-1], loss + 0.03, f"{name}: {loss:.2f}", ha="right", va="bottom")
         last = held_out[max(held_out)]
         ax.annotate(
@@ -44,4 +49,4 @@ def draw(
         ax.set(xlabel="step", ylabel="loss (nats per token)", xlim=(0, len(losses) * 1.01))
         ax.set_title("A GPT learns to write docstrings", weight="bold")
         ax.legend(loc="lower left")
-        figure.savefig(path)
+        figures.save(figure, path)

@@ -185,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     say(cost.report())
     guesses = {
         "frequency of tokens": by_frequency(ids, held_out, tokens),
-        "all tokens alike": math.log(tokens),
+        "uniform guess": math.log(tokens),
     }
     say(f"\nloss on held-out text after {options.steps} steps, in nats a token:")
     for name, loss in {"model": known[options.steps], **guesses}.items():

@@ -12,9 +12,6 @@ from matplotlib.patches import Rectangle
 
 from varcomm import _figures as figures
 
-INK, GREY = figures.INK, "#dedbd5"
-PALETTE = figures.RANKS
-CURVES = ["#4477aa", "#aa3377", "#228833"]
 LINES = ["--", ":", "-."]  # of meshes, each over the ones before
 
 
@@ -64,14 +61,14 @@ def draw(
         left, right = below.subplots(2, 1, sharex=True)
         compare_losses(left, alone, curves, baselines)
         compare_digits(right, alone, curves)
-        figure.savefig(path)
+        figures.save(figure, path)
 
 
 def holding(ax: Axes, pos: np.ndarray, part: Part, ranks: Sequence[Part]) -> None:
     """Draw the share of a rank in colour: its nodes, samples, heads and wide features."""
-    colour = PALETTE[ranks.index(part) % len(PALETTE)]
+    colour = figures.RANKS[ranks.index(part) % len(figures.RANKS)]
     nodes = ax.inset_axes((0, 0.5, 1, 0.5))
-    nodes.scatter(*pos.T, s=2, color=GREY, linewidths=0)
+    nodes.scatter(*pos.T, s=2, color=figures.LAND, linewidths=0)
     nodes.scatter(*pos[part.nodes].T, s=4, color=colour, linewidths=0)
     nodes.set_aspect("equal", anchor="W")
     nodes.set_axis_off()
@@ -81,7 +78,7 @@ def holding(ax: Axes, pos: np.ndarray, part: Part, ranks: Sequence[Part]) -> Non
         total = max(getattr(other, name).stop for other in ranks)
         y = 0.3 - 0.17 * line
         ax.text(0, y + 0.06, f"{len(mine)}/{total} {what}", va="center")
-        ax.add_patch(Rectangle((0, y - 0.05), 1, 0.045, color=GREY, linewidth=0))
+        ax.add_patch(Rectangle((0, y - 0.05), 1, 0.045, color=figures.LAND, linewidth=0))
         left, width = mine.start / total, len(mine) / total
         ax.add_patch(Rectangle((left, y - 0.05), width, 0.045, color=colour, linewidth=0))
         for cut in range(1, total) if total < 20 else ():
@@ -95,7 +92,7 @@ def styled(
 ) -> Iterator[tuple[str, Sequence[float], dict[str, str]]]:
     """Curves, their names, and how to draw them."""
     for number, (name, losses) in enumerate(curves.items()):
-        style = {"linestyle": LINES[number % 3], "color": CURVES[number % 3]}
+        style = {"linestyle": LINES[number % 3], "color": figures.CURVES[number % 3]}
         yield name, losses, style
 
 
@@ -107,15 +104,11 @@ def compare_losses(
 ) -> None:
     """Draw the losses of each step, all of which lie on each other, and errors to be beaten."""
     steps = np.arange(1, len(alone) + 1)
-    ax.semilogy(steps, alone, color=GREY, linewidth=7, label="one process")
+    ax.semilogy(steps, alone, color=figures.LAND, linewidth=7, label="one process")
     for name, losses, style in styled(curves):
         ax.semilogy(steps, losses, linewidth=1.8, label=f"{name} ranks", **style)
-    least = min(baselines.values())
-    for name, error in baselines.items():
-        ax.axhline(error, color=INK, linewidth=0.7)
-        # that of the least below its line, which is near another
-        place, side = (0.96, "top") if error == least else (1.04, "bottom")
-        ax.text(steps[-1], error * place, name, ha="right", va=side)
+    for (name, error), dash in zip(baselines.items(), (":", "--", "-."), strict=False):
+        ax.axhline(error, color=figures.INK, linewidth=1, linestyle=dash, label=name)
     ax.set(ylabel="mean squared error", xlim=(1, len(alone)))
     ax.set_title("The losses of all meshes coincide", weight="bold")
     ax.set_ylim(top=20 * max(alone))  # above the curves there is room

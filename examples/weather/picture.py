@@ -8,7 +8,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.collections import LineCollection, PolyCollection
-from matplotlib.colors import Normalize, to_rgb
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Circle, Patch
@@ -18,8 +18,6 @@ from torch_geometric.data import HeteroData
 
 from varcomm import _figures as figures
 
-LAND, INK = "#d5d1ca", figures.INK
-PALETTE = figures.RANKS
 WEST, STEP = 20, 2  # where the grid begins, in Africa, and its spacing, in degrees
 
 
@@ -34,15 +32,14 @@ def draw(path: Path, data: HeteroData, owner: Owner, change: np.ndarray, start: 
     limit = np.percentile(np.abs(truth), 99)
     image = ScalarMappable(Normalize(-limit, limit), "RdBu_r")
 
-    with rc_context({"font.size": 14, "text.color": INK, "axes.labelcolor": INK}):
-        figure = Figure(figsize=(14.4, 6.8), dpi=80, facecolor="white")
+    with rc_context(figures.style()):
+        figure = Figure((figures.WIDTH, 5.6), layout="constrained")
         panels = figure.subplots(2, 2)
-        figure.subplots_adjust(0.04, 0.05, 0.88, 0.94, wspace=0.12, hspace=0.2)
         globe(panels[0, 0], data, owner)
         maps = {
-            f"Truth: the change from {month} to {following}": truth,
-            "Forecast of a month that no training saw": change[start],
-            f"Error: forecast - truth, RMSE {rmse:.2f} °C": error,
+            f"Truth: change from {month} to {following}": truth,
+            f"Forecast: {following} is not in training": change[start],
+            f"Error: RMSE {rmse:.2f} °C": error,
         }
         for ax, (title, values) in zip(panels.flat[1:], maps.items(), strict=True):
             cells = np.full((180 // STEP, 360 // STEP), np.nan)
@@ -50,10 +47,11 @@ def draw(path: Path, data: HeteroData, owner: Owner, change: np.ndarray, start: 
                 values
             )
             world_map(ax, cells, image)
-            ax.set_title(title, loc="left", fontsize=17)
-        bar = figure.colorbar(image, figure.add_axes((0.91, 0.1, 0.014, 0.8)), extend="both")
-        bar.set_label("change of the temperature of the sea's surface in a month, °C")
-        figure.savefig(path)
+            ax.set_title(title)
+        below = {"location": "bottom", "shrink": 0.7, "aspect": 40, "extend": "both"}
+        label = "change of the sea surface temperature in a month (°C)"
+        figure.colorbar(image, ax=panels, label=label, **below)
+        figures.save(figure, path)
 
 
 def places(data: HeteroData) -> tuple[np.ndarray, np.ndarray]:
@@ -63,14 +61,13 @@ def places(data: HeteroData) -> tuple[np.ndarray, np.ndarray]:
 
 
 def world_map(ax: Axes, cells: np.ndarray, image: ScalarMappable) -> None:
-    ax.set_facecolor(LAND)
+    ax.set_facecolor(figures.LAND)
     extent = (WEST, WEST + 360, -90, 90)
     place = {"origin": "lower", "extent": extent, "interpolation": "nearest"}
     ax.imshow(cells, cmap=image.cmap, norm=image.norm, **place)
     ax.set_ylim(-80, 84)
-    ax.set_xticks([60, 120, 180, 240, 300, 360], ["60°E", "120°E", "180°", "120°W", "60°W", "0°"])
-    ax.set_yticks([-60, -30, 0, 30, 60], ["60°S", "30°S", "0°", "30°N", "60°N"])
-    ax.tick_params(length=3, labelsize=12)
+    ax.set_xticks([60, 180, 300], ["60°E", "180°", "60°W"])
+    ax.set_yticks([-60, 0, 60], ["60°S", "0°", "60°N"])
 
 
 def view(data: HeteroData, owner: Owner) -> np.ndarray:
@@ -91,9 +88,9 @@ def globe(ax: Axes, data: HeteroData, owner: Owner) -> None:
     square = [(-1, -1), (-1, 1), (1, 1), (1, -1)]
     corners = np.stack([on_sphere(lat + n, lon + e) for n, e in square], axis=1) @ turn
     ranks = owner["grid"].numpy()
-    colours = np.array([to_rgb(PALETTE[rank % len(PALETTE)]) for rank in range(ranks.max() + 1)])
+    colours = np.array(figures.rank_colours(int(ranks.max()) + 1))
     front = corners[:, :, 2].min(axis=1) > 0
-    ax.add_patch(Circle((0, 0), 1, color=LAND))
+    ax.add_patch(Circle((0, 0), 1, color=figures.LAND))
     pale = 0.5 * colours[ranks[front]] + 0.5
     ax.add_collection(PolyCollection(corners[front, :, :2], facecolors=pale))
 
@@ -103,12 +100,12 @@ def globe(ax: Axes, data: HeteroData, owner: Owner) -> None:
     shown = (lines[:, :, 2].min(axis=1) > 0) & (ends[0] < ends[1]) & (length < 1.5 * length.min())
     colour = colours[owner["mesh"].numpy()[ends[1, shown]]]
     ax.add_collection(LineCollection(lines[shown, :, :2], colors=colour, linewidths=0.7))
-    ax.set(xlim=(-1.02, 1.02), ylim=(-1.02, 1.02), aspect="equal", anchor="W")
+    ax.set(xlim=(-1.02, 3.6), ylim=(-1.02, 1.02), aspect="equal")
     ax.axis("off")
-    ax.set_title("Cells and mesh, split together", loc="left", fontsize=17)
+    ax.set_title("Grid and mesh by rank")
     legend = [Patch(color=colour, label=f"rank {rank}") for rank, colour in enumerate(colours)]
     legend += [
-        Patch(color="#bfbfbf", label="pale: cells of the grid"),
-        Line2D([], [], color="#7f7f7f", linewidth=1, label="lines: edges of the mesh"),
+        Patch(color=figures.PALE, alpha=0.4, label="pale: grid cells"),
+        Line2D([], [], color=figures.PALE, linewidth=1, label="lines: mesh edges"),
     ]
-    ax.legend(handles=legend, loc="upper left", bbox_to_anchor=(1.02, 1), frameon=False)
+    ax.legend(handles=legend, loc="center right", handlelength=1)
