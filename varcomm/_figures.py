@@ -114,6 +114,7 @@ def save(figure: Any, path: Path, fills: Mapping[str, str] | None = None) -> Non
     `fills` are further colours, and those of the twin.
     """
     figure.savefig(path)
+    figure.set_layout_engine("none")  # each part stays at its place
     darken(figure, fills)
     figure.savefig(twin(path))
 
