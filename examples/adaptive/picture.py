@@ -17,7 +17,7 @@ def draw(
 ) -> None:
     """Save a picture of cells (N, 3), their ranks and u (N,), in the format of the suffix."""
     with rc_context(figures.style()):
-        figure = Figure((figures.WIDTH, 7.4), layout="constrained")
+        figure = Figure((figures.WIDTH, 7.0), layout="constrained")
         grid = figure.add_gridspec(2, 2, height_ratios=(1.15, 1))
         ranks = int(rank.max()) + 1
         colours = np.array(figures.rank_colours(ranks))
@@ -31,7 +31,9 @@ def draw(
         faces = squares(front, cells, None)
         faces.set(array=u, cmap="viridis", clim=(0, 1))
         front.set_title("Front")
-        figure.colorbar(faces, ax=front, shrink=0.6, location="bottom", label="u")
+        # a part of the panel, so that both maps have one size
+        bar = front.inset_axes((0.15, -0.08, 0.7, 0.03))
+        figure.colorbar(faces, cax=bar, orientation="horizontal", label="u")
         numbers = np.arange(len(history))
         column = {name: np.array([row[name] for row in history]) for name in history[0]}
         panel = figure.add_subplot(grid[1, 0])

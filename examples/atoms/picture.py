@@ -30,14 +30,12 @@ def draw(
     mean atom, (T, 2), in eV, by the network and by the true potential; `timestep` in fs.
     """
     with rc_context(figures.style()):
-        figure = Figure((figures.WIDTH, 7.4), layout="constrained")
-        (parts, parity), _ = panels = figure.subplots(2, 2, width_ratios=(1, 1.2))
-        for panel in panels[1]:
-            panel.remove()
-        time = figure.add_subplot(2, 1, 2)
-        _parts(parts, crystal, owner)
-        _parity(parity, 1000 * true_forces.flatten(), 1000 * forces.flatten())
-        _energies(time, 1000 * energies, 1000 * true_energies, timestep)
+        figure = Figure((figures.WIDTH, 7.0), layout="constrained")
+        layout = [["parts", "parity"], ["time", "time"]]
+        panels = figure.subplot_mosaic(layout, width_ratios=(1, 1.3))
+        _parts(panels["parts"], crystal, owner)
+        _parity(panels["parity"], 1000 * true_forces.flatten(), 1000 * forces.flatten())
+        _energies(panels["time"], 1000 * energies, 1000 * true_energies, timestep)
         figures.save(figure, path)
 
 
@@ -93,6 +91,6 @@ def _energies(ax: Axes, energies: Tensor, true_energies: Tensor, timestep: float
         ylabel="energy per atom (meV)",
         xlim=(0, float(time[-1])),
     )
-    ax.legend(loc=(0.6, 0.5))
+    ax.legend(loc="upper right", bbox_to_anchor=(1, 0.95), ncols=2)
     off = (energies.sum(1) - energies[0].sum()).abs().max()
     ax.set_title(f"Energy: the total stays within {off:.3f} meV")

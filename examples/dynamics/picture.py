@@ -7,6 +7,7 @@ from argon import System
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from torch import Tensor
 
 from varcomm import _figures as figures
@@ -17,7 +18,7 @@ def draw(
 ) -> None:
     """Save a picture, in the format of the suffix, of the runs of systems by name."""
     with rc_context(figures.style()):
-        figure = Figure((figures.WIDTH, 5.0), layout="constrained")
+        figure = Figure((figures.WIDTH, 5.2), layout="constrained")
         grid = figure.add_gridspec(2, 6, height_ratios=(1, 1.1))
         melt, crystal = found["melt"], found["crystal"]
         panels = {
@@ -28,6 +29,9 @@ def draw(
         for column, (title, (name, pos)) in enumerate(panels.items()):
             ax = figure.add_subplot(grid[0, 2 * column : 2 * column + 2])
             _atoms(ax, title, systems[name].cell, pos, found[name].first_owner, ranks)
+        colours = enumerate(figures.rank_colours(ranks))
+        marks = [Patch(color=colour, label=f"rank {rank}") for rank, colour in colours]
+        figure.legend(handles=marks, loc="outside upper left", ncols=ranks, handlelength=1)
         below = [figure.add_subplot(grid[1, :3]), figure.add_subplot(grid[1, 3:])]
         for colour, (name, one) in zip(
             (figures.CURVES[0], figures.CURVES[1]), found.items(), strict=True

@@ -10,8 +10,8 @@ from matplotlib.lines import Line2D
 
 from varcomm import _figures as figures
 
-# Paul Tol's muted colours: parts to be predicted are not ranks
-PARTS = ("#88ccee", "#cc6677", "#117733", "#ddcc77", "#aa4499", "#44aa99", "#999933", "#882255")
+# of Okabe and Ito: parts to be predicted are not ranks
+PARTS = ("#56b4e9", "#d55e00", "#009e73", "#f0e442", "#cc79a7", "#0072b2", "#e69f00", "#999999")
 DRAWN = 12_000  # nodes at most
 
 
@@ -31,31 +31,33 @@ def draw(
     ``simple`` those of what needs no network.
     """
     with rc_context(figures.style()):
-        figure = Figure((figures.WIDTH, 8.6), layout="constrained")
-        panels = figure.subplots(2, 2, height_ratios=(1.25, 1))
+        figure = Figure((figures.WIDTH, 7.2), layout="constrained")
+        panels = figure.subplots(2, 2)
         drawn = np.random.default_rng(0).permutation(len(place))[:DRAWN]
         last = list(curves)[-1]
-        for panel, values, kind, heading in (
-            (panels[0, 0], rank, "rank", f"Owner of {len(place):,} nodes"),
-            (panels[0, 1], part, "part", "Parts of METIS, to be predicted"),
-            (panels[1, 0], guess, "part", f"Predicted by {last}; wrong in black"),
+        right = (guess == part).astype(int)
+        for panel, values, kind, palette, heading in (
+            (panels[0, 0], rank, "rank", figures.RANKS, f"Owner of {len(place):,} nodes"),
+            (panels[0, 1], part, "part", PARTS, "Parts of METIS, to be predicted"),
+            (panels[1, 0], right, "", (figures.WRONG, figures.LAND), f"Errors of {last}, in red"),
         ):
-            cloud(panel, place[drawn], values[drawn], kind if panel in panels[0] else "")
+            cloud(panel, place[drawn], values[drawn], kind, palette)
             panel.set_title(heading)
-        wrong = drawn[guess[drawn] != part[drawn]]
-        panels[1, 0].plot(*place[wrong].T, ".", markersize=2, markeredgewidth=0, color="black")
         compare(panels[1, 1], curves, simple)
+        lines = panels[1, 1].get_legend_handles_labels()
+        figure.legend(*lines, loc="outside lower center", ncols=3, columnspacing=1)
         figures.save(figure, path)
 
 
-def cloud(panel: Axes, place: np.ndarray, values: np.ndarray, kind: str) -> None:
+def cloud(
+    panel: Axes, place: np.ndarray, values: np.ndarray, kind: str, palette: tuple[str, ...]
+) -> None:
     """Nodes at their first two components of the distances; these axes have no unit."""
-    palette = figures.RANKS if kind == "rank" else PARTS
-    colours = np.array(palette)[values % 8]
+    colours = np.array(palette)[values % len(palette)]
     panel.scatter(*place.T, s=3, c=colours, linewidths=0)
     count = int(values.max()) + 1
     look = {"marker": "o", "linestyle": "", "markersize": 8}
-    marks = [Line2D([], [], color=palette[value % 8], **look) for value in range(count)]
+    marks = [Line2D([], [], color=palette[value % len(palette)], **look) for value in range(count)]
     if kind:
         under = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "handletextpad": 0}
         panel.legend(
@@ -73,4 +75,3 @@ def compare(panel: Axes, curves: dict[str, list[float]], simple: dict[str, float
         panel.axhline(100 * share, color=figures.INK, linewidth=1, linestyle=style, label=name)
     panel.set(xlabel="step", ylabel="accuracy, other nodes (%)", ylim=(0, 100))
     panel.set_title("Accuracy")
-    panel.legend(loc="upper center", bbox_to_anchor=(0.4, -0.25), ncols=2, columnspacing=1)

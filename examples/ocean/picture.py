@@ -49,7 +49,7 @@ def draw(
     limit = np.nanpercentile(np.abs(error), 99)
 
     with rc_context(figures.style()):
-        figure = Figure((figures.WIDTH, 5.7), layout="constrained")
+        figure = Figure((figures.WIDTH, 5.6), layout="constrained")
         figure.suptitle(title, x=0.01, ha="left")
         panels = figure.subplots(2, 2)
 
@@ -72,7 +72,7 @@ def draw(
         panel(panels[0, 0], rank, "Partition", image, "rank", ticks=range(ranks))
         image = ScalarMappable(celsius, "plasma")
         label = "temperature at 400 m (°C)"
-        panel(panels[0, 1], truth, "Truth", image, label, extend="max")
+        panel(panels[0, 1], truth, "Truth (grey sea: shallower)", image, label, extend="max")
         panel(panels[1, 0], masked, "Prediction", image, label, extend="max")
         image = ScalarMappable(Normalize(-limit, limit), "RdBu_r")
         heading = f"Error: RMSE {rmse:.2f} °C in outlined tiles"

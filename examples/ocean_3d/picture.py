@@ -97,7 +97,7 @@ class Section:
                 ax.text((left + right) / 2, -0.6, "test", ha="center", va="bottom")
         ticks = range(0, levels, max(levels // 7, 1))
         ax.set_yticks(ticks, [f"{self.ocean.depth[level]:.0f}" for level in ticks])
-        ax.set(xlim=(-80, 80), ylim=(levels - 0.5, -1.9), ylabel="depth of the level (m)")
+        ax.set(xlim=(-80, 80), ylim=(levels - 0.5, -2.3), ylabel="depth of the level (m)")
         ax.set_xticks(range(-60, 61, 30), ["60°S", "30°S", "0°", "30°N", "60°N"])
         ax.set_xlabel("latitude")
 

@@ -71,10 +71,10 @@ def world_map(panel: Axes, mesh: Triangulation, values: np.ndarray, limit: float
 def partition(panel: Axes, mesh: Triangulation, rank: np.ndarray) -> None:
     """The sides of the triangles in the colour of their end's rank."""
     ranks = int(rank.max()) + 1
-    colours = np.array(figures.rank_colours(ranks, 0.8))
+    colours = [figures.LINES[each % len(figures.LINES)] for each in range(ranks)]
     ends = np.stack([mesh.x, mesh.y], axis=1)[mesh.edges]
-    sides = LineCollection(ends, colors=colours[rank[mesh.edges[:, 0]]], linewidths=0.3)
-    panel.add_collection(sides)
+    sides = [colours[each] for each in rank[mesh.edges[:, 0]]]
+    panel.add_collection(LineCollection(ends, colors=sides, linewidths=0.3))
     frame(panel, f"Mesh of {len(rank):,} nodes")
     marks = [Patch(color=colour, label=f"rank {each}") for each, colour in enumerate(colours)]
     below = {"loc": "upper left", "bbox_to_anchor": (0, 0), "handlelength": 1, "borderpad": 0}

@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 from matplotlib.tri import Triangulation
 from mesh import triangles
 
@@ -34,7 +35,7 @@ def draw(
     of_f, of_error = np.abs(f).max(), np.abs(error).max()
     share = 100 * np.sqrt(np.sum(error**2) / np.sum(true**2))
     with rc_context(figures.style()):
-        figure = Figure((figures.WIDTH, 8.8), layout="constrained")
+        figure = Figure((figures.WIDTH, 8.6), layout="constrained")
         panels = figure.subplots(3, 2).flat
         partition(next(panels), mesh, rank)
         for heading, values, limits, colours, label in (
@@ -45,10 +46,10 @@ def draw(
         ):
             panel = next(panels)
             image = panel.tricontourf(mesh, values, np.linspace(*limits, 21), cmap=colours)
-            middle = sum(limits) / 2
-            ticks = [limits[0], 0.0 if abs(middle) < 1e-12 else middle, limits[1]]
-            bar = figure.colorbar(image, ax=panel, shrink=0.75, ticks=ticks, format="%.2g")
-            bar.ax.set_title(label, pad=10)
+            bar = figure.colorbar(image, cax=panel.inset_axes((1.05, 0, 0.06, 1)))
+            bar.ax.set_title(label)
+            bar.locator = MaxNLocator(4)
+            bar.update_ticks()
             frame(panel, heading)
         compare(next(panels), solutions, predictions)
         figures.save(figure, path)
@@ -70,6 +71,7 @@ def partition(panel: Axes, mesh: Triangulation, rank: np.ndarray) -> None:
 
 def frame(panel: Axes, heading: str) -> None:
     panel.set(aspect="equal", xlabel="x", ylabel="y", xticks=[0, 0.5, 1], yticks=[0, 0.5, 1])
+    panel.set(xlim=(0, 1), ylim=(0, 1))
     panel.set_title(heading)
     panel.spines[:].set_visible(False)
 
@@ -81,7 +83,6 @@ def compare(panel: Axes, solutions: np.ndarray, predictions: np.ndarray) -> None
     panel.bar(np.arange(1, len(errors) + 1), np.sort(errors), color=figures.CURVES[0])
     everything = 100 * np.sqrt(square.sum() / (solutions**2).sum())
     panel.axhline(everything, color=figures.INK, linewidth=1, linestyle="--")
-    panel.text(0.6, everything + 1, f"all: {everything:.1f} %", va="bottom")
-    panel.set(xticks=[1, len(errors) // 2, len(errors)])
+    panel.set(xticks=[1, len(errors) // 2, len(errors)], box_aspect=1)
     panel.set(xlabel="held-out solution, sorted", ylabel="relative error (%)")
-    panel.set_title(f"Errors of {len(errors)} solutions")
+    panel.set_title(f"{len(errors)} solutions: {everything:.1f} % (dashed)")

@@ -105,23 +105,24 @@ def compare_losses(
     """Draw the losses of each step, all of which lie on each other, and errors to be beaten."""
     steps = np.arange(1, len(alone) + 1)
     ax.semilogy(steps, alone, color=figures.LAND, linewidth=7, label="one process")
-    for name, losses, style in styled(curves):
-        ax.semilogy(steps, losses, linewidth=1.8, label=f"{name} ranks", **style)
+    for _, losses, style in styled(curves):
+        ax.semilogy(steps, losses, linewidth=1.8, **style)
     for (name, error), dash in zip(baselines.items(), (":", "--", "-."), strict=False):
         ax.axhline(error, color=figures.INK, linewidth=1, linestyle=dash, label=name)
     ax.set(ylabel="mean squared error", xlim=(1, len(alone)))
     ax.set_title("The losses of all meshes coincide", weight="bold")
     ax.set_ylim(top=20 * max(alone))  # above the curves there is room
-    ax.legend(loc="upper right", ncols=2)
+    ax.legend(loc="upper right", ncols=2)  # the panel below names the meshes
 
 
 def compare_digits(ax: Axes, alone: Sequence[float], curves: Mapping[str, Sequence[float]]) -> None:
     """Draw how far losses are from those of one process: rounding, which training makes larger."""
-    steps, wanted = np.arange(1, len(alone) + 1), np.array(alone)
+    steps, wanted, most = np.arange(1, len(alone) + 1), np.array(alone), 1e-6
     for name, losses, style in styled(curves):
         apart = np.abs(np.array(losses) - wanted) / wanted
         ax.semilogy(steps, np.maximum(apart, 1e-8), label=f"{name} ranks", **style)
+        most = max(most, apart.max())
     ax.set(xlabel="step", ylabel="relative difference", xlim=(1, len(alone)))
-    ax.set_ylim(1e-8, 1)
+    ax.set_ylim(1e-8, 500 * most)
     ax.set_title("Difference from one process, in single precision", weight="bold")
     ax.legend(loc="upper left", ncols=2)

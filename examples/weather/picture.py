@@ -33,12 +33,12 @@ def draw(path: Path, data: HeteroData, owner: Owner, change: np.ndarray, start: 
     image = ScalarMappable(Normalize(-limit, limit), "RdBu_r")
 
     with rc_context(figures.style()):
-        figure = Figure((figures.WIDTH, 5.6), layout="constrained")
+        figure = Figure((figures.WIDTH, 4.8), layout="constrained")
         panels = figure.subplots(2, 2)
         globe(panels[0, 0], data, owner)
         maps = {
             f"Truth: change from {month} to {following}": truth,
-            f"Forecast: {following} is not in training": change[start],
+            f"Forecast ({following} is held out)": change[start],
             f"Error: RMSE {rmse:.2f} °C": error,
         }
         for ax, (title, values) in zip(panels.flat[1:], maps.items(), strict=True):
@@ -100,12 +100,12 @@ def globe(ax: Axes, data: HeteroData, owner: Owner) -> None:
     shown = (lines[:, :, 2].min(axis=1) > 0) & (ends[0] < ends[1]) & (length < 1.5 * length.min())
     colour = colours[owner["mesh"].numpy()[ends[1, shown]]]
     ax.add_collection(LineCollection(lines[shown, :, :2], colors=colour, linewidths=0.7))
-    ax.set(xlim=(-1.02, 3.6), ylim=(-1.02, 1.02), aspect="equal")
+    ax.set(xlim=(-1.02, 3.6), ylim=(-1.02, 1.02), aspect="equal", anchor="W")
     ax.axis("off")
     ax.set_title("Grid and mesh by rank")
     legend = [Patch(color=colour, label=f"rank {rank}") for rank, colour in enumerate(colours)]
     legend += [
-        Patch(color=figures.PALE, alpha=0.4, label="pale: grid cells"),
-        Line2D([], [], color=figures.PALE, linewidth=1, label="lines: mesh edges"),
+        Patch(color=figures.PALE, alpha=0.4, label="pale: grid"),
+        Line2D([], [], color=figures.PALE, linewidth=1, label="lines: mesh"),
     ]
-    ax.legend(handles=legend, loc="center right", handlelength=1)
+    ax.legend(handles=legend, loc="center right", bbox_to_anchor=(1.02, 0.5), handlelength=1)
