@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 # what else takes many steps
 MORE = {"atoms": ["--moves", "5"], "text": ["--sample", "2"]}
-COST = re.compile(r"([\d.]+) s a step, the median of \d+; at most (.*) MiB a rank")
+COST = re.compile(r"([\d.]+) s per step, the median of \d+; at most (.*) MiB per rank")
 
 
 def command(folder):

@@ -114,8 +114,8 @@ class Cost:
         peaks = vc.all_gather_v(torch.tensor([peak_memory()]), [1] * vc.init().size)
         ranks = " and ".join(f"{peak:.0f}" for peak in peaks)
         return (
-            f"{statistics.median(self.seconds):.3f} s a step, the median of {len(self.seconds)}; "
-            f"at most {ranks} MiB a rank"
+            f"{statistics.median(self.seconds):.3f} s per step, the median of {len(self.seconds)}; "
+            f"at most {ranks} MiB per rank"
         )
 
 
@@ -129,7 +129,7 @@ def peak_memory() -> float:
 def training(
     losses: Iterable[float], steps: int, cost: Cost, form: str = "{:.4f}"
 ) -> Iterator[float]:
-    """Pass losses on, one a step, with a bar that shows them; notes what each step costs."""
+    """Pass losses on, one per step, with a bar that shows them; notes what each step costs."""
     iterator = iter(losses)
     with tqdm(total=steps, desc="training", unit="step", disable=not is_first()) as bar:
         while True:

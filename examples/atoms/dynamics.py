@@ -103,6 +103,6 @@ def drift(energies: Tensor, timestep: float) -> str:
     kinetic = energies[len(energies) // 2 :, 1].mean() * 1000
     off = (total - total[0]).abs().max()
     return (
-        f"drift {slope:+.5f} meV an atom and ps, at most {off:.5f} meV off, "
+        f"drift {slope:+.5f} meV per atom and ps, at most {off:.5f} meV off, "
         f"{off / kinetic:.1e} of the kinetic energy of {kinetic:.2f} meV"
     )

@@ -59,7 +59,7 @@ def new_model(crystals: Sequence[Data], hidden: int, blocks: int, seed: int) -> 
 
 
 def loss_of(model: torch.nn.Module, part: Part) -> Tensor:
-    """Mean square error of forces, and of the energy an atom, in units of the model's scale."""
+    """Mean square error of forces, and of the energy per atom, in units of the model's scale."""
     mean = part.mean if isinstance(part, PartitionedGraph) else torch.mean
     energies, forces = energy_and_forces(model, part, part.pos, create_graph=True)
     of_energy = mean(energies - part.energies).square()

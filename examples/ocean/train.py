@@ -146,7 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
     data = ocean.load(options.spacing)
     graph = vc.graph.partition(data, method=options.method)
     report = graph.report()
-    say(f"{report}\nbytes a rank sends in each layer: {report.nbytes(options.hidden)}\n")
+    say(f"{report}\nbytes sent per rank and layer: {report.nbytes(options.hidden)}\n")
 
     model = new_model(data, options.hidden, options.blocks, options.seed)
     cost = Cost()

@@ -190,7 +190,7 @@ def main(arguments: list[str] | None = None) -> int:
             pictures[hours, name] = field
     rank = graph.gather(torch.full((graph.num_owned,), graph.group.rank), dst=0)
     if is_first():
-        say("\nhours  error (%)  s a step  bytes: model  gradients")
+        say("\nhours  error (%)  s/step    bytes: model  gradients")
         for hours, name, error, seconds, of_model, of_gradients in rows:
             costs = f"{seconds:8.3f}  {of_model:12,}  {of_gradients:9,}"
             say(f"{hours:5g}  {100 * error:9.1f}  {costs}  {name}")

@@ -78,7 +78,7 @@ def fit(model: GPT, ids: torch.Tensor, options: argparse.Namespace, steps: int) 
 
 @torch.no_grad()
 def held_out_loss(model: GPT, ids: torch.Tensor, length: int) -> float:
-    """Of text that was not trained on, in nats a token."""
+    """Of text that was not trained on, in nats per token."""
     starts = torch.arange(0, len(ids) - length, length)
     parts = starts.split(16)
     losses = [model.loss(*pieces(ids, part, length)).item() * len(part) for part in parts]
@@ -161,7 +161,7 @@ def shares(model: GPT, options: argparse.Namespace) -> str:
     heads = vc.ShardSizes.balanced(options.heads, vc.init().size)
     sizes = vc.ShardSizes.from_local(sum(p.numel() for p in model.parameters()))
     tokens = model.head.spec.sizes
-    return f"{list(tokens)} tokens, {list(heads)} heads and {list(sizes)} parameters a rank"
+    return f"{list(tokens)} tokens, {list(heads)} heads and {list(sizes)} parameters per rank"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -187,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "frequency of tokens": by_frequency(ids, held_out, tokens),
         "uniform guess": math.log(tokens),
     }
-    say(f"\nloss on held-out text after {options.steps} steps, in nats a token:")
+    say(f"\nloss on held-out text after {options.steps} steps, in nats per token:")
     for name, loss in {"model": known[options.steps], **guesses}.items():
         say(f"  {loss:6.3f}  {name}")
 

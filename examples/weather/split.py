@@ -58,7 +58,7 @@ def table(data: HeteroData, owner: Owner, ranks: int, blocks: int, hidden: int) 
         "each by itself": each_by_itself(data, ranks),
         "in blocks of numbers": vc.graph.assign(data, ranks, "block"),
     }
-    lines = [f"{'rows fetched by all ranks':25} encoder  processor  decoder  MB a forecast"]
+    lines = [f"{'rows fetched by all ranks':25} encoder  processor  decoder  MB per forecast"]
     for name, way in ways.items():
         into, along, out = fetched(data, way, ranks)
         size = (into + blocks * along + out) * hidden * 4 / 1e6

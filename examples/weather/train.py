@@ -51,7 +51,7 @@ def drawn(steps: int, seed: int) -> list[int]:
 def fit(
     model: torch.nn.Module, graph: PartitionedGraph, months: climate.Months, steps: int, seed: int
 ) -> Iterator[float]:
-    """Train on one month a step; yields the loss of each."""
+    """Train on one month per step; yields the loss of each."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=1e-2)
     schedule = one_cycle(optimizer, 5e-3, steps, rise=0.2)
     for x, y in months.samples(drawn(steps, seed)):  # read while the step before computes

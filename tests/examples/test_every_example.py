@@ -68,7 +68,7 @@ def test_training_on_ranks(worlds, ranks, line, tmp_path):
     assert not code, printed
     assert ("\none answer\n" in printed) == ("--check" in words)
     assert [text for _, text in others] == [""] * (ranks - 1), "only the first rank prints"
-    assert re.search(r"\d s a step, the median of \d+; at most .* MiB a rank", printed)
+    assert re.search(r"\d s per step, the median of \d+; at most .* MiB per rank", printed)
     assert f"picture: {path}" in printed
     assert path.read_bytes()[:4] == b"\x89PNG"
 
@@ -87,7 +87,7 @@ def test_the_command_of_the_readme(folder, tmp_path):
         timeout=100,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert "a step, the median of" in done.stdout
+    assert "per step, the median of" in done.stdout
     drawn = re.search(r"picture: (.*)", done.stdout)
     assert (tmp_path / drawn[1]).stat().st_size > 10_000
 

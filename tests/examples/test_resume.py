@@ -66,6 +66,6 @@ def test_a_rank_is_killed_while_it_saves_and_two_continue(tmp_path):
     assert "killed agent 2 and its rank in the middle of a save\n" in printed
     assert re.search(r"two ranks go on from step (\d+)", printed)[1] in ("20", "30")
     assert float(re.search(r"greatest relative difference: (\S+)", printed)[1]) <= 1e-9
-    assert re.search(r"^on 2 ranks: .* s a step, .* and \d+ MiB a rank$", printed, re.MULTILINE)
+    assert re.search(r"^on 2 ranks: .* s per step, .* and \d+ MiB per rank$", printed, re.MULTILINE)
     assert printed.endswith("\none answer\n")
     assert picture.stat().st_size > 10_000
