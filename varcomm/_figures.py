@@ -114,7 +114,6 @@ def save(figure: Any, path: Path, fills: Mapping[str, str] | None = None) -> Non
     `fills` are further colours, and those of the twin.
     """
     figure.savefig(path)
-    figure.set_layout_engine("none")  # each part stays at its place
     darken(figure, fills)
     figure.savefig(twin(path))
 
@@ -132,11 +131,14 @@ def darken(figure: Any, fills: Mapping[str, str] | None = None) -> None:
             after[(abs(before[:, :3] - old) < 0.002).all(axis=1), :3] = new
         return after
 
-    for artist in figure.findobj():
+    figure.set_layout_engine("none")  # each part stays at its place
+    artists = figure.findobj()
+    arrows = [getattr(artist, "arrow_patch", None) for artist in artists]  # of annotations
+    for artist in (*artists, *arrows):
         for part in _PARTS:
             read = getattr(artist, f"get_{part}", None)
             if read is not None and len(found := exchanged(read())):
                 getattr(artist, f"set_{part}")(found if len(found) > 1 else tuple(found[0]))
-        scale = getattr(artist, "cmap", None)
-        if isinstance(scale, ListedColormap) and len(scale.colors) <= 2 * len(RANKS):
-            artist.set_cmap(ListedColormap(exchanged(scale.colors)))
+        listed = getattr(getattr(artist, "cmap", None), "colors", ())  # of ranks, or a long scale
+        if 0 < len(listed) <= 2 * len(RANKS):
+            artist.set_cmap(ListedColormap(exchanged(listed)))

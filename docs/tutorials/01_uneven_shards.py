@@ -67,7 +67,8 @@ def draw_entry(ax, x, y, width, marks, counts):
         ax.add_patch(
             Rectangle((left, y), field, HEIGHT, facecolor=COLOURS[owner], lw=0)
         )
-        words(ax, left + field / 2, y + HEIGHT / 2, source - counts.offsets[owner])
+        number = source - counts.offsets[owner]
+        words(ax, left + field / 2, y + HEIGHT / 2, number, color="black")
 
 
 def draw_block(ax, left, top, title, found):
@@ -159,7 +160,7 @@ def explain(figure):
         "Colour: the rank where a row was\nwhen the arrow began.",
         "Number: its place there.",
         "Several fields: a sum of rows.",
-        "White: zeros.",
+        "No colour: zeros.",
     ]
     ax = figure.axes[-1]
     ax.text(

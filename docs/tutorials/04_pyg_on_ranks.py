@@ -190,7 +190,12 @@ for ax in (parts, measured, predicted):
     ax.set_axis_off()
 curve.plot(losses, color=vc._figures.INK, lw=1.5, label="one process")
 curve.plot(
-    found["losses"], "o", ms=5, mfc="none", color="#4477aa", label="three ranks"
+    found["losses"],
+    "o",
+    ms=5,
+    mfc="none",
+    color=vc._figures.CURVES[0],
+    label="three ranks",
 )
 curve.set_title("Training loss: both coincide")
 curve.set_ylabel("mean squared error")

@@ -296,14 +296,16 @@ for rank, colour in enumerate(COLOURS):
     )
 parity.axline((0, 0), slope=1, color=INK, lw=1)
 parity.set_title("Forces on a crystal not seen", loc="left")
-parity.set_xlabel("true, eV/Å")
-parity.set_ylabel("learned, eV/Å")
+parity.set_xlabel("true (eV/Å)")
+parity.set_ylabel("learned (eV/Å)")
 parity.set_aspect("equal", adjustable="datalim")
 parity.locator_params(nbins=4)
 parity.legend(markerscale=2)
 
 curve.plot(alone_losses, color=INK, lw=1.5, label="one process")
-curve.plot(losses, "o", ms=5, mfc="none", color="#4477aa", label="two ranks")
+curve.plot(
+    losses, "o", ms=5, mfc="none", color=vc._figures.CURVES[0], label="two ranks"
+)
 curve.set_title("Loss, mostly of forces", loc="left")
 curve.set_xlabel("step")
 curve.set_yscale("log")

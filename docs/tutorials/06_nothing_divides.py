@@ -56,7 +56,8 @@ def draw_sizes(sizes):
                 "lw": 0,
             }
             ax.barh(rank, widest - count, **padding)
-            ax.text(count / 2, rank, count, ha="center", va="center", weight="bold")
+            middle = {"ha": "center", "va": "center"}
+            ax.text(count / 2, rank, count, **middle, weight="bold", color="black")
         ax.set_yticks(range(P), [f"rank {rank}" for rank in range(P)])
         ax.set(xticks=[], ylim=(P - 0.4, -0.6))
         ax.spines["bottom"].set_visible(False)
@@ -232,7 +233,7 @@ for name, (
     first,
 ) in styles.items():  # markers at alternate steps, so that both are visible
     look = {
-        "color": COLOURS[first],
+        "color": vc._figures.CURVES[first],
         "mec": INK,
         "mew": 0.4,
         "markersize": 7,

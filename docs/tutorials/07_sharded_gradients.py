@@ -183,10 +183,10 @@ for name, found in differences.items():
 # sphinx_gallery_start_ignore
 INK, PALE = vc._figures.INK, vc._figures.PALE
 LOOKS = {
-    "three ranks": (vc._figures.RANKS[0], "o", 0),
-    "two ranks, resumed": (vc._figures.RANKS[1], "s", 1),
+    "three ranks": (vc._figures.CURVES[0], "o", 0),
+    "two ranks, resumed": (vc._figures.CURVES[1], "s", 1),
 }
-LOOKS["one process, resumed"] = (vc._figures.RANKS[3], "^", 3)
+LOOKS["one process, resumed"] = (vc._figures.CURVES[2], "^", 3)
 plt.rcParams |= vc._figures.style()
 
 figure, (above, below) = plt.subplots(

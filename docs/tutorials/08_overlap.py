@@ -150,13 +150,13 @@ for name, found in versions.items():
 # sphinx_gallery_start_ignore
 INK, PALE = vc._figures.INK, vc._figures.PALE
 LOOKS = {
-    "reading": ("reading", "#c9ced3"),
-    "own rows": ("own rows", vc._figures.RANKS[0]),
-    "all rows": ("all rows", vc._figures.RANKS[3]),
-    "backward": ("backward", vc._figures.RANKS[6]),
-    "_Wait": ("waiting", vc._figures.RANKS[1]),
+    "reading": ("reading", vc._figures.LAND),
+    "own rows": ("own rows", vc._figures.CURVES[0]),
+    "all rows": ("all rows", vc._figures.CURVES[2]),
+    "backward": ("backward", vc._figures.CURVES[1]),
+    "_Wait": ("waiting", "#ccbb44"),
 }
-ENGINE = vc._figures.RANKS[2]
+ENGINE = "#66ccee"
 plt.rcParams |= vc._figures.style()
 
 

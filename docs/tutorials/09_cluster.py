@@ -107,7 +107,7 @@ found = lines(*hosts)
 print("\n".join(found))
 
 # sphinx_gallery_start_ignore
-COLOURS = figures.RANKS  # per host
+COLOURS = figures.RANKS
 INK, PALE = figures.INK, figures.PALE
 plt.rcParams |= figures.style()
 figure, ax = plt.subplots(figsize=(7.2, 2.4), layout="constrained")
@@ -127,18 +127,12 @@ for rank, size, local, first, last in (
             x + 0.96, 1.24, f"host {host}: torchrun", ha="center", weight="bold"
         )
     box = FancyBboxPatch((x + 0.05, 0), 0.82, 1, "round,pad=0,rounding_size=0.05")
-    box.set(facecolor=COLOURS[host], lw=0)
+    box.set(facecolor=COLOURS[int(rank)], lw=0)
     ax.add_patch(box)
-    ax.text(
-        x + 0.46,
-        0.74,
-        f"rank {rank} of {size}",
-        ha="center",
-        va="center",
-        weight="bold",
-    )
-    ax.text(x + 0.46, 0.46, f"local rank {local}", ha="center", va="center")
-    ax.text(x + 0.46, 0.2, f"rows {first}-{last}", ha="center", va="center")
+    middle = {"ha": "center", "va": "center", "color": "black"}
+    ax.text(x + 0.46, 0.74, f"rank {rank} of {size}", **middle, weight="bold")
+    ax.text(x + 0.46, 0.46, f"local rank {local}", **middle)
+    ax.text(x + 0.46, 0.2, f"rows {first}-{last}", **middle)
 ax.set(xlim=(-0.15, 4.4), ylim=(-0.15, 1.45))
 ax.axis("off")
 plt.show()

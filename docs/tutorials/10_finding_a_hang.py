@@ -124,9 +124,9 @@ show(an_exception[0][1])
 
 # sphinx_gallery_start_ignore
 COLOURS = {
-    "all_gather_v": vc._figures.RANKS[0],
-    "all_reduce": vc._figures.RANKS[2],
-    "reduce_scatter_v": vc._figures.RANKS[3],
+    "all_gather_v": "#d7e3f4",
+    "all_reduce": "#fbe7cf",
+    "reduce_scatter_v": "#d8ede6",
 }
 ODD = vc._figures.WRONG
 plt.rcParams |= vc._figures.style()
@@ -139,12 +139,14 @@ def draw(ax, title, logs):
             box = FancyBboxPatch(
                 (place, rank - 0.36), 0.92, 0.72, "round,pad=0,rounding_size=0.05"
             )
-            box.set(facecolor=COLOURS.get(call.split()[0], "white"), lw=0)
+            colour = COLOURS.get(call.split()[0], "white")
+            box.set(facecolor=colour, lw=0)
             if call != usual:
                 box.set(edgecolor=ODD, lw=2.5)
             ax.add_patch(box)
-            text = call
-            ax.text(place + 0.46, rank, text, ha="center", va="center", size=11)
+            ink = vc._figures.INK if colour == "white" else "black"
+            middle = {"ha": "center", "va": "center", "color": ink}
+            ax.text(place + 0.46, rank, call, **middle)
     ax.set(xlim=(-0.05, 2), ylim=(2.5, -0.5), xticks=[])
     ax.set_yticks(range(3), [f"rank {rank}" for rank in range(3)])
     ax.tick_params(length=0)
