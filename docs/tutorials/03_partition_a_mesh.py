@@ -185,7 +185,7 @@ edges = np.concatenate(
 edges = edges[known[edges].all(axis=1) & (owner[edges] == RANK).any(axis=1)]
 
 figure, ax = plt.subplots(figsize=(7.2, 3.8), layout="constrained")
-ax.triplot(*points.T, triangles, color="#e3e6e8", lw=0.4, zorder=0)
+ax.triplot(*points.T, triangles, color=vc._figures.LAND, lw=0.4, zorder=0)
 ax.add_collection(
     LineCollection(points[edges], colors=PALE, linewidths=0.5, zorder=1)
 )

@@ -126,7 +126,7 @@ for rank, size, local, first, last in (
         ax.text(
             x + 0.96, 1.24, f"host {host}: torchrun", ha="center", weight="bold"
         )
-    box = FancyBboxPatch((x + 0.05, 0), 0.82, 1, "round,pad=0,rounding_size=0.05")
+    box = FancyBboxPatch((x + 0.02, 0), 0.88, 1, "round,pad=0,rounding_size=0.05")
     box.set(facecolor=COLOURS[int(rank)], lw=0)
     ax.add_patch(box)
     middle = {"ha": "center", "va": "center", "color": "black"}
