@@ -141,9 +141,10 @@ class Fields:
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
         """Return the nodes of the rank's columns, and all edges into these nodes.
 
-        The results are ids of the nodes, (n,); node attributes; edges (2, e) in global ids; and edge
-        attributes (e, 4). An edge has its displacement to the east and to the north and its length,
-        in units of the resolution, and its displacement down, on the logarithmic scale. Node attributes are
+        The results are ids of the nodes, (n,); node attributes; edges (2, e) in global ids; and
+        edge attributes (e, 4). An edge has its displacement to the east and to the north and its
+        length, in units of the resolution, and its displacement down, on the logarithmic scale.
+        Node attributes are
 
         - ``x`` (n, 7): position on the unit sphere, temperature and salinity of the surface above,
           depth of the sea floor, depth of the node.
