@@ -355,7 +355,7 @@ def all_to_all_sp2hp(
     hidden_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
 ) -> Tensor:
-    """Assume nothing, and turn parts of the sequence into shards of the hidden dimension.
+    """Assume nothing, and convert parts of the sequence into shards of the hidden dimension.
 
     tensor: This rank's part of the sequence, ``(sequence_sizes[rank], *F, H)``.
     sequence_sizes: Rows of the first dimension per rank; None asks all ranks.
@@ -384,7 +384,7 @@ def all_to_all_hp2sp(
     hidden_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
 ) -> Tensor:
-    """Assume nothing, and turn shards of the hidden dimension into parts of the sequence.
+    """Assume nothing, and convert shards of the hidden dimension into parts of the sequence.
 
     tensor: This rank's columns, ``(sum(sequence_sizes), *F, hidden_sizes[rank])``.
     sequence_sizes: Rows of the first dimension per rank; None is balanced.
