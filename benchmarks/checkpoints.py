@@ -1,8 +1,7 @@
 """Save and load a sharded state: varcomm.checkpoint beside torch.distributed.checkpoint.
 
-Both save the same shards, `Sharded` tensors of uneven rows, into new files, in turns, and sync
-them. Seconds are those of the slowest rank, CPU seconds the sum over ranks. Loads read files that
-are in the page cache.
+Both save the same uneven shards into new files, in turns, and sync the files. Seconds are of the
+slowest rank, CPU seconds are the sum over ranks. Loads find the files in the page cache.
 """
 
 import argparse
@@ -27,7 +26,7 @@ COLUMNS = 1024
 
 
 def state_of(rank, ranks, megabytes, tensors, fill):
-    """Shards of fp32 tensors; rank 0 has half as many rows as the others have."""
+    """Return shards of fp32 tensors; rank 0 has half as many rows as each other rank."""
     rows = megabytes * 250_000 // (tensors * COLUMNS)
     sizes = [rows // (2 * ranks - 1)] + [0] * (ranks - 1)
     for other in range(1, ranks):
@@ -39,7 +38,7 @@ def state_of(rank, ranks, megabytes, tensors, fill):
 
 
 def timed(call):
-    """Return seconds and CPU seconds of this rank, of all its threads."""
+    """Return seconds and CPU seconds of all threads of this rank."""
     dist.barrier()
     began, cpu = time.perf_counter(), time.process_time()
     call()

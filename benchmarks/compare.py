@@ -1,9 +1,9 @@
 """varcomm beside bare schedules and other libraries: ``python benchmarks/compare.py --help``.
 
-All contenders of a case run in turns. A time is that of the slowest rank: the median over
-repetitions, and its quartiles, from the input to a new output. Inputs require a gradient; a
-backward is measured on a graph that exists already. Every result is checked first. Columns are
-those of `varcomm bench`, and:
+All contenders of a case run in turns. Times are of the slowest rank, from the input to a new
+output: median and quartiles over repetitions. Inputs require a gradient; the graph of a backward
+exists before the clock starts. Every result is checked first. Columns are those of `varcomm bench`,
+and:
 
   skew      largest over mean shard
   /floor    varcomm's time over that of the fastest bare schedule
@@ -30,7 +30,7 @@ from suite.task import measure
 from varcomm.cli import arguments
 from varcomm.cli.bench import add_case_arguments, cases, check_options, is_first_rank
 
-# By suite: its operations, and build(case, peers, device), which prepares a case on a rank.
+# Operations of each suite, and build(case, peers, device), which prepares a case on a rank.
 SUITES = {
     "ops": (tuple(exchanges.PRIMITIVES), exchanges.build),
     "plan": (exchanges.PLANS, exchanges.build),
@@ -97,7 +97,7 @@ def main():
 
 
 def show(record, options):
-    """Print what follows the table, and write the files."""
+    """Print the text after the table, and write the files."""
     results = record["results"]
     print("", *report.reasons(results), sep="\n")
     if options.markdown:

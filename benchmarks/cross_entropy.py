@@ -1,9 +1,9 @@
 """The loss of a sharded vocabulary: ``python benchmarks/cross_entropy.py``.
 
-Forward and backward, beside the floor, torch's loss on this rank's own columns alone, which is a
-wrong number at the cost of the least work; and beside gathering the logits. Then the loss from
-hidden states, beside making the logits first. Memory is the peak of the process beyond inputs and
-gradients, in new ranks; times are medians of runs in turns, of the slowest rank.
+The script times forward and backward beside a floor and beside gathered logits. The floor is
+torch's loss of this rank's columns, which is a wrong number with the least work. A second table has
+the loss from hidden states. Memory is the peak of a new process beyond inputs and gradients. Times
+are of the slowest rank, medians of runs in turns.
 """
 
 import argparse
@@ -23,7 +23,7 @@ AT_ONCE, CHUNKED = "linear, vocab_parallel", "linear_cross_entropy"
 
 
 def works(rank, ranks, tokens, vocabulary, hidden, dtype):
-    """Each way as a function that makes its inputs, and one that computes the loss."""
+    """Return two functions per method: one makes the inputs, one computes the loss."""
     sizes = vc.ShardSizes.balanced(vocabulary, ranks)
     target = torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(0))
     own = (target - sizes.offsets[rank]).clamp(0, sizes[rank] - 1)
@@ -35,7 +35,7 @@ def works(rank, ranks, tokens, vocabulary, hidden, dtype):
     def states():
         generator = torch.Generator().manual_seed(1)
         x = torch.randn(tokens, hidden, dtype=dtype, generator=generator)
-        torch.manual_seed(2 + rank)  # the same head each time, and other numbers than x
+        torch.manual_seed(2 + rank)  # the same head each time, with numbers other than x
         head = torch.randn(sizes[rank], hidden, dtype=dtype) / hidden**0.5
         return [x.requires_grad_(), head.requires_grad_()]
 
@@ -61,7 +61,7 @@ def works(rank, ranks, tokens, vocabulary, hidden, dtype):
 
 
 def run(inputs, loss):
-    """Forward and backward: the cost of each, their numbers of collectives, and the loss."""
+    """Return the cost and the collectives of forward and backward, and the loss."""
     for x in inputs:
         x.grad = None
     vc.all_reduce(torch.zeros(1))  # ranks begin together
@@ -73,7 +73,7 @@ def run(inputs, loss):
 
 
 def memory(rank, name, what):
-    """Bytes at the peak, beyond inputs and gradients, of a new process."""
+    """Return the peak memory of a new process beyond inputs and gradients, in bytes."""
     torch.set_num_threads(1)
     make, loss = works(rank, what[0], 2, 2 * what[0], 2, what[-1])[name]
     run(make(), loss)  # torch's set-up at the first call
@@ -85,7 +85,7 @@ def memory(rank, name, what):
 
 
 def times(rank, names, what, repeats):
-    """Costs of ways that take turns."""
+    """Return the costs of methods that run in turns."""
     torch.set_num_threads(1)
     chosen = {name: works(rank, *what)[name] for name in names}
     inputs = {name: make() for name, (make, _) in chosen.items()}
@@ -99,7 +99,7 @@ def times(rank, names, what, repeats):
 
 
 def compare(title, names, what, repeats):
-    """Print a table of ways, relative to the first, and return their losses."""
+    """Print a table of methods, relative to the first, and return their losses."""
     ranks, tokens, dtype = what[0], what[1], what[-1]
     parts = vc.launch(times, ranks, names, what, repeats, timeout=1800)
     peaks = {n: max(vc.launch(memory, ranks, n, what, timeout=600)) for n in names}

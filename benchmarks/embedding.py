@@ -1,6 +1,6 @@
 """Bytes and times of embeddings with a sharded vocabulary: ``python benchmarks/embedding.py``.
 
-Each way to look up tokens runs forward and backward, in turns. A rank has one thread.
+Each method to look up tokens runs forward and backward, in turns, with one thread per rank.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from varcomm.tensor_parallel import vocab_parallel_embedding
 
 
 def drawn(kind, tokens, vocabulary):
-    """Ids; those of text have frequency 1 / (id + 2.7), as tokenizers number them."""
+    """Return ids; ids of text have the frequency 1 / (id + 2.7), as tokenizers assign them."""
     generator = torch.Generator().manual_seed(0)
     if kind == "distinct":
         several = max(vocabulary, tokens)
@@ -31,7 +31,7 @@ def drawn(kind, tokens, vocabulary):
 
 
 def measure(rank, ranks, kind, tokens, vocabulary, width, repeats):
-    """Seconds of each way's forward and backward, and bytes of its forward."""
+    """Return seconds of forward and backward, and bytes of forward, for each method."""
     torch.set_num_threads(1)
     ids = drawn(kind, tokens, vocabulary)
     sizes = vc.ShardSizes.balanced(vocabulary, ranks)
@@ -47,7 +47,7 @@ def measure(rank, ranks, kind, tokens, vocabulary, width, repeats):
         return lambda: vocab_parallel_embedding(given, weight, sizes, None, *options)
 
     def masked():
-        """Rows of a rank's own ids and zeros, as Megatron sums them."""
+        """Sum rows of own ids, with zeros for other ids, as Megatron does."""
         mine = sizes.range(rank)
         outside = (ids < mine.start) | (ids >= mine.stop)
         rows = torch.nn.functional.embedding((ids - mine.start).masked_fill(outside, 0), weight)
@@ -83,7 +83,7 @@ def report(ranks, kind, tokens, vocabulary, width, repeats):
     what = (ranks, kind, tokens, vocabulary, width, repeats)
     answers = vc.launch(measure, ranks, *what, timeout=1800)
     distinct = len(drawn(kind, tokens, vocabulary).unique())
-    # rows of all tokens but those that a rank owns: if the result is a part, or all of it
+    # rows of tokens that a rank does not own, if the result is a part, or the full tensor
     bounds = {"part": (1 - 1 / ranks) * tokens / ranks, "all": (1 - 1 / ranks) * tokens}
     bounds = {name: rows * width * 4 for name, rows in bounds.items()}
     seconds = {

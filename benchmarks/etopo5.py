@@ -1,8 +1,8 @@
 """The world ocean at 1/12 degree, 6.2 million nodes and 49 million edges, from pieces.
 
-``python benchmarks/etopo5.py etopo5.cdf.xz``: every rank reads its band of latitudes, makes the
-edges into its sea cells, and ``from_edges`` joins them. The file is NOAA's relief of the Earth in
-netCDF 3, from the data sets of PMEL's Ferret, in the public domain.
+Run ``python benchmarks/etopo5.py etopo5.cdf.xz``. Every rank reads its band of latitudes and makes
+the edges into its sea cells; ``from_edges`` builds the graph. The file is NOAA's relief of the
+Earth in netCDF 3, from the data sets of PMEL's Ferret, in the public domain.
 """
 
 import argparse
@@ -21,8 +21,8 @@ import varcomm as vc
 
 
 def band(is_sea, rows, first_id):
-    """Edges into the sea cells of some rows, and their columns and rows."""
-    # first_id is the number of the first sea cell of the row before the first one
+    """Return the edges into the sea cells of some rows, and the columns and rows of these cells."""
+    # first_id is the id of the first sea cell in the previous row
     above = max(0, rows.start - 1)
     around = np.asarray(is_sea[above : rows.stop + 1])
     number = np.cumsum(around.reshape(-1), dtype=np.int64).reshape(around.shape) - 1 + first_id
@@ -66,7 +66,7 @@ def main():
     parser.add_argument("--method", choices=["block", "hilbert", "rcb"], default="block")
     options = arguments(parser, ranks=4)
     with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/sea.npy"  # which ranks map into memory
+        path = f"{folder}/sea.npy"  # ranks map the file into memory
         np.save(path, vc.simulate.read_sea(options.file))
         what = path, options.ranks, options.method
         parts = vc.launch(build, options.ranks, *what, timeout=1200)

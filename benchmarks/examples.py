@@ -1,7 +1,7 @@
-"""What a step of each example takes on 1, 2 and 4 ranks: the tables of their READMEs.
+"""Time and memory per step of each example on 1, 2 and 4 ranks: the tables of the READMEs.
 
-``python benchmarks/examples.py``: runs the first command of each README with few steps, one after
-the other. Prints a table in Markdown for each.
+``python benchmarks/examples.py`` runs the first command of each README with few steps, in sequence,
+and prints a table in Markdown for each.
 """
 
 import argparse
@@ -15,20 +15,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-# what else takes many steps
+# other options that set numbers of steps
 MORE = {"atoms": ["--moves", "5"], "text": ["--sample", "2"]}
 COST = re.compile(r"([\d.]+) s per step, the median of \d+; at most (.*) MiB per rank")
 
 
 def command(folder):
-    """Return the first command of a README, as words, without what starts it."""
+    """Return the words of the first command of a README, without the launcher."""
     text = (folder / "README.md").read_text()
     line = re.search(r"^ {4}torchrun --nproc-per-node \d+ (.*?)(?:\s+#.*)?$", text, re.MULTILINE)
     return shlex.split(line[1]) if line else None
 
 
 def cost(words, ranks, steps, scratch):
-    """Return seconds of the median step and MiB on each rank, of all that is done in steps."""
+    """Return the seconds of the median step and the MiB of each rank, for each kind of step."""
     script, *options = words
     done = subprocess.run(
         [

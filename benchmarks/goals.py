@@ -1,7 +1,8 @@
 """Goals for speed, measured: ``python benchmarks/goals.py``.
 
-One table: varcomm beside the fastest bare schedule of the engine, in turns, for messages of 1 KB to
-16 MB between ranks with shards of 1:2; then Python's time on one rank. Inputs require a gradient.
+The table compares varcomm with the fastest bare schedule of the engine, in turns, for messages of
+1 KB to 16 MB and shards of 1:2. The last rows have Python's time on one rank. Inputs require a
+gradient.
 """
 
 import argparse
@@ -87,7 +88,7 @@ def mpi_copy(x):
 
 
 def row(result):
-    """Cells of an operation."""
+    """Return the cells of an operation."""
     name, bare = report.floor(result)
     ours, nbytes = result["timings"][OURS]["seconds"], result["asked"]
     limit = RATIOS[result["engine"]][nbytes > SMALL]

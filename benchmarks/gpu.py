@@ -2,8 +2,8 @@
 
     python benchmarks/gpu.py [--page FILE] [--seconds 0.2]
 
-NCCL serves one rank per GPU. Two ranks share a GPU through Gloo and pinned memory. Takes about five
-minutes on one GPU.
+NCCL serves one rank per GPU. Two ranks share a GPU through Gloo and pinned memory. The run takes
+about five minutes on one GPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Seconds, memory and bytes of building a partitioned graph: ``python benchmarks/graph_build.py``.
 
-Ranks share the cores of the machine: CPU seconds are those of a rank with a core to itself.
+Ranks share the cores of the machine. CPU seconds are the time of a rank on a core of its own.
 """
 
 import argparse
@@ -18,7 +18,7 @@ NEIGHBOURS = [(i, j) for i in (-1, 0, 1) for j in (-1, 0, 1) if (i, j) != (0, 0)
 
 
 def grid(rows, columns, own, around=False):
-    """Edges into the nodes of `own` rows of a grid with 8 neighbours, which may go around."""
+    """Return edges into the nodes of `own` rows of a grid with 8 neighbours."""
     row = torch.arange(own.start, own.stop)[:, None]
     column = torch.arange(columns)
     edges = []
@@ -31,7 +31,7 @@ def grid(rows, columns, own, around=False):
 
 
 def blocks(rows, columns, ranks):
-    """The rank of each node: the most square blocks that there are for so many ranks."""
+    """Return the rank of each node: blocks that are as square as possible."""
     down = max(n for n in range(1, int(ranks**0.5) + 1) if ranks % n == 0)
     across = ranks // down
     row, column = torch.arange(rows) * down // rows, torch.arange(columns) * across // columns
@@ -39,7 +39,7 @@ def blocks(rows, columns, ranks):
 
 
 def build(rank, side, ranks, repeats):
-    """Partition a grid that every rank has, by an assignment that is given."""
+    """Partition a grid that every rank has, with given owners."""
     torch.set_num_threads(1)
     data = Data(edge_index=grid(side, side, range(side)), num_nodes=side * side)
     owner = blocks(side, side, ranks)
@@ -58,7 +58,7 @@ def build(rank, side, ranks, repeats):
 
 
 def kept(graph):
-    """Bytes of the local graph and its plan, the order of its sums included."""
+    """Return the bytes of the local graph and its plan, including the order of sums."""
     tensors = [graph.edge_index, graph.halo_ids, graph.plan.send_index]
     tensors += [graph.edges.ids.gaps, graph.edges.ids.rest, graph.nodes.ids.gaps]
     tensors += graph.plan.row_sum.bags
@@ -66,7 +66,7 @@ def kept(graph):
 
 
 def weak(rank, ranks, nodes, repeats):
-    """Build from edges that each rank makes for its own rows; no rank has the graph."""
+    """Build from edges that each rank makes for its rows; no rank has the full graph."""
     torch.set_num_threads(1)
     columns = 200
     rows = nodes // columns

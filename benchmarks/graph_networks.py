@@ -1,8 +1,9 @@
 """PyG networks in one process and on ranks of one thread: ``python benchmarks/graph_networks.py``.
 
-Time per step on nodes with edges from their 10 nearest neighbours. With ``--compile``, CPU seconds
-per rank until the first compiled step has run, with those of the C++ compiler, without any cache.
-Ranks that share cores take longer; their CPU seconds compare. Processes and ranks take turns.
+The script prints the time per step on nodes with edges from their 10 nearest neighbours. With
+``--compile``, it prints CPU seconds per rank until the first compiled step has run, including the
+C++ compiler, without a cache. If ranks share cores, compare CPU seconds. Processes and ranks take
+turns.
 """
 
 import argparse
@@ -28,12 +29,12 @@ NETWORKS = {
 
 
 def cpu_seconds():
-    """Seconds of this process and of the compilers that it started."""
+    """Return CPU seconds of this process and of the compilers that it started."""
     return sum(os.times()[:4])
 
 
 def step(model, graph, is_split, clock=time.perf_counter):
-    """A training step; returns seconds."""
+    """Make a training step; return its seconds."""
     begin = clock()
     model.zero_grad()
     loss = model(graph.x, graph.edge_index).square().mean(dim=1)
@@ -44,7 +45,7 @@ def step(model, graph, is_split, clock=time.perf_counter):
 
 
 def measure(rank, name, nodes, steps, is_split, is_compiled):
-    """Seconds of steps after the first, or of the first of compiled code."""
+    """Return seconds of the steps after the first, or of the first compiled step."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     pos = torch.rand(nodes, 2)

@@ -1,9 +1,9 @@
 """Parallel linears beside their products and collectives: ``python benchmarks/linears.py``.
 
-Forward and backward of each kind, beside the floor: the dense products of the local block and the
-bare collectives, calls of torch.distributed into existing memory, one after the other; and beside
-the same made of varcomm's operators, where nothing overlaps. All of one table take turns. A rank
-has one thread; an engine's own threads need a core too.
+The script times forward and backward of each linear beside a floor and beside varcomm's operators
+without overlap. The floor is the dense products of the local block and bare calls of
+torch.distributed into existing memory, in sequence. All methods of a table take turns, with one
+thread per rank. The threads of an engine need a core too.
 """
 
 import argparse
@@ -26,7 +26,7 @@ AGAIN = "column_parallel_linear, gathers again"
 
 
 class Case:
-    """Tensors of one rank: a sequence of T rows, K inputs, N outputs, each in uneven parts."""
+    """Tensors of one rank: T rows of a sequence, K inputs and N outputs, in uneven parts."""
 
     def __init__(self, rank, rows, inputs, outputs):
         torch.set_num_threads(1)
@@ -43,7 +43,7 @@ class Case:
         self.across = made(n, inputs[rank], scale=k**-0.5)
 
     def ways(self):
-        """By kind: each way to compute it, forward and backward, as a function of nothing."""
+        """Return the methods of each kind: functions that run forward and backward."""
         rows, t, n = self.rows, sum(self.rows), sum(self.outputs)
         column, row = (self.x, self.weight), (self.columns, self.across)
         sequence = (self.part, self.weight)
@@ -101,7 +101,7 @@ class Case:
         }
 
     def bounds(self):
-        """Fewest bytes that a rank sends and receives, by kind: the sum of its collectives."""
+        """Return the fewest bytes that a rank sends and receives, by kind."""
         t, mine, peers = sum(self.rows), self.rows[self.rank], len(self.rows) - 1
         k, n, pieces = sum(self.inputs), sum(self.outputs), 2 * t * peers / (peers + 1)
         gathers = torch.tensor([mine * peers, t - mine], dtype=torch.float64)
@@ -117,7 +117,7 @@ class Case:
 
 
 def gather(rows, width):
-    """Uneven rows of all ranks: broadcasts into their places, all in flight together."""
+    """Gather uneven rows with simultaneous broadcasts into their places."""
     out = torch.empty(sum(rows), width)
     places = out.split(rows)
 
@@ -132,7 +132,7 @@ def gather(rows, width):
 
 
 def scatter(rows, width):
-    """Own rows of the sum over ranks: each part to its rank, which adds."""
+    """Send each part to its rank, which sums."""
     mine = rows[dist.get_rank()]
     got, out = torch.empty(len(rows) * mine, width), torch.empty(mine, width)
 
@@ -149,9 +149,9 @@ def all_reduce_into(x):
 
 
 def floor(x, weight, gradient, **collectives):
-    """Products into existing memory.
+    """Compute products into existing memory, with collectives.
 
-    Collectives: `forward` on x, `after` on y, `before` on the gradient of y, `backward` on that of
+    `forward` acts on x, `after` on y, `before` on the gradient of y, `backward` on the gradient of
     x.
     """
     x, weight = x.detach(), weight.detach()
@@ -174,7 +174,7 @@ def floor(x, weight, gradient, **collectives):
 
 
 def measure(rank, sizes, repeats):
-    """Seconds and bytes of all ways to compute linears, in forward and backward."""
+    """Return seconds and bytes of all methods, in forward and backward."""
     case, seconds, moved = Case(rank, *sizes), {}, {}
     for kind, ways in case.ways().items():
         expected = [value.clone() for value in ways[FLOOR]()]
@@ -189,7 +189,7 @@ def measure(rank, sizes, repeats):
 
 
 def timings(seconds, first):
-    """Cells of each way: milliseconds, and the ratio to the first way, turn by turn."""
+    """Return the cells of each method: milliseconds, and the ratio to the first method."""
     for name, taken in seconds.items():
         yield name, *ms(median(taken), digits=2), spread(taken, seconds[first])
 
@@ -197,7 +197,7 @@ def timings(seconds, first):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     given = arguments(parser, ranks=2, rows=2048, inputs=1024, outputs=1024, repeats=15)
-    # every second part is two thirds of the others
+    # every second part has two thirds of the size
     parts = [shard_sizes("3:2", n, given.ranks) for n in (given.rows, given.inputs, given.outputs)]
     print(
         f"{given.ranks} ranks, fp32: T = {given.rows} rows in parts of {parts[0]}, "

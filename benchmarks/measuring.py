@@ -16,7 +16,7 @@ from varcomm.simulate.table import aligned
 
 
 class Measured:
-    """Measure a block: seconds, CPU seconds, bytes sent, memory at its peak and its rise to it."""
+    """Measure a block: seconds, CPU seconds, sent bytes, peak memory and its growth."""
 
     def __enter__(self):
         self.cost = SimpleNamespace()
@@ -37,46 +37,46 @@ class Measured:
 
 
 def reset_peak():
-    """Let the kernel count the peak again; if it cannot, the peak is that of the process."""
+    """Reset the kernel's peak of memory; without support, the peak of the process remains."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def status(field):
-    """Bytes of this process in memory: now (VmRSS), or the peak since reset_peak (VmHWM)."""
+    """Return the resident bytes: now (VmRSS), or the peak since reset_peak (VmHWM)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(dict(line.split(":", 1) for line in lines)[field].split()[0]) * 1024
 
 
 def turns_of(names, turn):
-    """Names in an order that is reversed every second turn: the first may find cold caches."""
+    """Return names in alternating order, because the first may find cold caches."""
     return list(names) if turn % 2 else list(names)[::-1]
 
 
 def slowest(parts):
-    """Seconds of the slowest rank, turn by turn, from the seconds of each rank."""
+    """Return the seconds of the slowest rank in each turn."""
     return [max(turn) for turn in zip(*parts, strict=True)]
 
 
 def ratio(seconds, of):
-    """Median ratio, turn by turn."""
+    """Return the median of the ratios per turn."""
     return median([a / b for a, b in zip(seconds, of, strict=True)])
 
 
 def spread(seconds, of):
-    """Median ratio turn by turn and its quartiles, as text."""
+    """Return the median and quartiles of the ratios per turn, as text."""
     ratios = [a / b for a, b in zip(seconds, of, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
     return f"{middle:.2f} ({low:.2f}-{high:.2f})"
 
 
 def ms(*seconds, digits=1):
-    """Cells of milliseconds."""
+    """Return cells with milliseconds."""
     return [f"{1e3 * each:.{digits}f}" for each in seconds]
 
 
 def machine():
-    """One line about the machine."""
+    """Return one line about the machine."""
     torch_version = torch.__version__.split("+")[0]
     cores = doctor.machine()["cores"]
     return f"cores: {cores}, Python {platform.python_version()}, torch {torch_version}"

@@ -1,8 +1,8 @@
 """Migration of 1 % of the rows beside builds of the same graph: ``python benchmarks/migration.py``.
 
-A grid with 8 neighbours, 8 floats per node and 3 per edge, cut into bands; ranks pass rows at their
-borders on. A build is ``partition`` of a graph that every rank has, by METIS or with the new owners
-given, or ``from_edges`` of the edges that each rank has, with the new owners given.
+The graph is a grid with 8 neighbours, 8 floats per node and 3 per edge, cut into bands. Rows at the
+borders change their rank. Three builds are compared: ``partition`` with METIS, ``partition`` with
+given owners, and ``from_edges`` with given owners.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def seconds(call):
 
 
 def measure(rank, side, ranks, share, rounds):
-    """Seconds of three builds, of a migration and of a transfer, by turns; moved nodes."""
+    """Return seconds of three builds, a migration and a transfer, in turns, and the moved nodes."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     nodes = side * side

@@ -1,9 +1,9 @@
 """Neighbours of atoms in a periodic box, found on ranks: ``python benchmarks/neighbours.py``.
 
-Milliseconds until edges, shifts and displacements are there, on ranks of one thread also halo and
-plan. Beside them the same in one process, without varcomm, by SciPy's tree and by vesin's cells.
-Processes and ranks take turns; each time is that of the slowest rank. CPU milliseconds show what
-ranks would take that have a core each.
+The script times the search of edges, shifts and displacements; on ranks, halo and plan are
+included. SciPy's tree and vesin's cells search in one process. Processes and ranks take turns, with
+one thread each. Times are of the slowest rank. CPU milliseconds are the time of ranks with a core
+each.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import varcomm as vc
 
 
 def by_scipy(pos, side, cutoff):
-    """A tree of the atoms, and one of their images beyond the borders."""
+    """Search with a tree of the atoms, and a tree of their images beyond the borders."""
     atom, shift = np.arange(len(pos)), np.zeros((len(pos), 3), np.int32)
     for axis in range(3):
         x = pos[atom, axis] + shift[:, axis] * side
@@ -50,7 +50,7 @@ def by_scipy(pos, side, cutoff):
 
 
 def by_vesin(pos, side, cutoff):
-    """Cells, in one thread."""
+    """Search with cell lists, in one thread."""
     import vesin
 
     search = vesin.NeighborList(cutoff=cutoff, full_list=True, n_threads=1)
@@ -61,7 +61,7 @@ ALONE = {"SciPy": by_scipy, "vesin": by_vesin}
 
 
 def measure(rank, way, atoms, neighbours, repeats):
-    """Seconds and CPU seconds of each repeat, edges of this rank, and bytes that it sent."""
+    """Return seconds and CPU seconds of each repetition, edges and sent bytes of this rank."""
     torch.set_num_threads(1)
     side, cutoff = atoms ** (1 / 3), (neighbours * 3 / 4 / np.pi) ** (1 / 3)
     pos = np.random.default_rng(0).random((atoms, 3)) * side

@@ -1,9 +1,8 @@
 """Python's time, of calls and between messages: ``python benchmarks/python_time.py``.
 
-The first table has the microseconds of eager calls on one rank, where nothing is sent. In the
-second, rank 0 receives and rank 1 sends, again and again; before each call both compute for as long
-as the first column says. On two cores the threads of Gloo then wait for a core, and a call takes
-longer by more than the computation.
+The first table has the microseconds of eager calls on one rank, without messages. In the second
+table, rank 0 receives and rank 1 sends repeatedly; the first column is the computation before each
+call. On two cores the threads of Gloo wait for a core, which makes calls slower.
 """
 
 import argparse
@@ -19,7 +18,7 @@ CALLS = 40  # per sample: ranks leave a barrier tens of microseconds apart
 
 
 def per_call(call, samples, calls=CALLS):
-    """Microseconds per call, the median of samples."""
+    """Return microseconds per call, the median of samples."""
     seconds = []
     for _ in range(samples):
         dist.barrier()
@@ -31,7 +30,7 @@ def per_call(call, samples, calls=CALLS):
 
 
 def alone(rank, samples):
-    """Microseconds of eager calls on one rank."""
+    """Return microseconds of eager calls on one rank."""
     torch.set_num_threads(1)
     x = torch.ones(8, 4)
     leaf = x.clone().requires_grad_()
@@ -47,7 +46,7 @@ def alone(rank, samples):
 
 
 def ping(rank, nbytes, computing, samples):
-    """Microseconds per message."""
+    """Return microseconds per message."""
     torch.set_num_threads(1)
     group = dist.group.WORLD
     data = torch.ones(nbytes, dtype=torch.uint8)

@@ -1,8 +1,8 @@
-"""Bytes and memory of training where rows are odd: ``python benchmarks/sharded_gradients.py``.
+"""Bytes and memory of training with uneven rows: ``python benchmarks/sharded_gradients.py``.
 
-The same model, data and AdamW, with torch's ways to train it on several ranks and with varcomm's.
-Each way has its own processes, and ways take turns. Bytes are those that the kernel has counted on
-the loopback interface, of all ranks together: no other program may use it meanwhile.
+The script trains one model with the methods of torch and of varcomm for several ranks. Each method
+has its own processes, and methods take turns. The kernel counts the bytes of all ranks on the
+loopback interface, which no other program may use during the run.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import varcomm as vc
 
 
 class Rows(torch.nn.Module):
-    """Some weights of `rows` x `columns`, applied one after the other; a layer each."""
+    """Layers with weights of `rows` x `columns`, applied in sequence."""
 
     def __init__(self, rows, columns, layers):
         super().__init__()
@@ -77,9 +77,9 @@ WAYS = {
 
 
 def train(rank, way, rows, columns, layers, steps):
-    """Bytes on the wire and seconds per step, memory at the peak, and a number to compare."""
+    """Return bytes and seconds per step, peak memory, and a number for the comparison."""
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # of torch about itself
+    warnings.simplefilter("ignore")  # warnings of torch about itself
     begin = status("VmRSS")
     reset_peak()
     model, optimizer = WAYS[way](Rows(rows, columns, layers))
@@ -108,7 +108,7 @@ def train(rank, way, rows, columns, layers, steps):
 
 
 def on_loopback():
-    """Bytes that the kernel has sent over the loopback interface so far."""
+    """Return the bytes that the kernel has sent over the loopback interface."""
     with open("/proc/net/dev") as file:
         fields = next(line for line in file if line.strip().startswith("lo:")).split()
     return int(fields[9])

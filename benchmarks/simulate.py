@@ -1,7 +1,7 @@
 """Predicted and measured steps of training on this machine, on a few ranks.
 
-``python benchmarks/simulate.py``: measures the rates of ranks here, predicts a step of MeshGraphNet
-from one process, and measures it on real ranks.
+``python benchmarks/simulate.py`` measures the rates of this machine, predicts a step of
+MeshGraphNet in one process, and measures the step on real ranks.
 """
 
 import argparse
@@ -24,7 +24,7 @@ def grid(side):
 
 
 def measured(rank, side, width, blocks, steps):
-    """Seconds of each step, bytes sent and messages of the last."""
+    """Return the seconds of each step, and the bytes and messages of the last step."""
     torch.set_num_threads(1)
     step = prepare(width, blocks)(vc.graph.partition(grid(side), method="hilbert"))
     step()

@@ -19,7 +19,7 @@ from varcomm.models import MeshGraphNet
 
 
 def ocean(file):
-    """Sea cells with 4 features, and edges to 8 neighbours with 3."""
+    """Return the graph of sea cells with 4 features, and edges to 8 neighbours with 3 features."""
     is_sea = vc.simulate.read_sea(file)
     data = vc.simulate.ocean(is_sea)
     x, y, z = data.pos.T[:, :, None]
@@ -31,7 +31,7 @@ def ocean(file):
 
 
 def train(rank, file, width, blocks, steps):
-    """Seconds of each step, the peak of memory, bytes sent per step, and the last loss."""
+    """Return seconds of each step, peak memory, sent bytes per step, and the last loss."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     graph = vc.graph.partition(ocean(file))

@@ -1,4 +1,4 @@
-"""How the pages are built: ``make docs``."""
+"""The configuration of the pages that ``make docs`` builds."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "_ext"))
 
-# Ranks that tutorials start have one thread each; so do the examples of the pages.
+# Ranks of tutorials and examples have one thread each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler prints nothing
 
@@ -35,12 +35,12 @@ extensions = [
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
 ]
-# the gallery's own copies of the tutorials come as pages; sources of them are no pages themselves
+# the gallery writes the pages of tutorials; their sources are not pages
 exclude_patterns = ["_build", "_ext", "tutorials", "generated/tutorials/sg_execution_times.rst"]
 nitpicky = True
-# There are no inventories of other projects here: only our own names are looked for.
+# Without inventories of other projects, only varcomm's names are checked.
 nitpick_ignore_regex = [("py:.*", r"(?!varcomm\.).*")]
-suppress_warnings = ["config.cache"]  # of sphinx_gallery_conf, which has a function
+suppress_warnings = ["config.cache"]  # sphinx_gallery_conf has a function
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
@@ -62,7 +62,7 @@ html_show_sphinx = False
 html_copy_source = False
 pygments_style = "a11y-high-contrast-light"
 pygments_dark_style = "github-dark"
-# prompts and the results after them are not what one wants to paste
+# prompts and results are not copied
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 

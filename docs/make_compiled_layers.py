@@ -1,8 +1,8 @@
 """Write ``reference/compiled_layers.md``: the table of layers under torch.compile.
 
-Run it from the root of the repository, after PyG, PyTorch or ``varcomm/graph/adapt`` have changed:
-``python docs/make_compiled_layers.py``. It compiles each layer of the tests, on two ranks, which
-takes minutes.
+After a change of PyG, PyTorch or ``varcomm/graph/adapt``, run ``python
+docs/make_compiled_layers.py`` in the root of the repository. The script compiles each layer of the
+tests on two ranks, which takes minutes.
 """
 
 import os
@@ -16,7 +16,7 @@ from tests.graph.layers_beyond import LAYERS
 
 PAGE = Path(__file__).with_name("reference") / "compiled_layers.md"
 
-# A process that has compiled many graphs keeps much of them.
+# A process that has compiled many graphs keeps much memory.
 AT_ONCE = 12
 
 RANKS_MEET = "ranks communicate outside the graph"
@@ -52,7 +52,7 @@ def outcome(layer, model, call, graph):
 
 
 def compiled(rank, names):
-    """Return what becomes of each of these layers."""
+    """Return the verdict on each of these layers."""
     torch.set_num_threads(1)
     graph, verdicts = varcomm.graph.partition(example(), method="random"), []
     graph.x.requires_grad_()

@@ -1,8 +1,8 @@
 """Write ``reference/graph_layers.md``: the tables of PyG layers and functions that are exact.
 
-Run it from the root of the repository, after PyG, the lists in ``varcomm.graph.adapt.checks`` or
-the tables below have changed: ``python docs/make_graph_layers.py``. ``tests/graph`` compares the
-tables with what the library does.
+After a change of PyG, of the lists in ``varcomm.graph.adapt.checks`` or of the tables below, run
+``python docs/make_graph_layers.py`` in the root of the repository. ``tests/graph`` compares the
+tables with the library.
 """
 
 from pathlib import Path

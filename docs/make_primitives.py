@@ -1,6 +1,6 @@
-"""Draw ``images/primitives.png``: the overview at the end of the first tutorial, from its real run.
+"""Draw ``images/primitives.png``: the overview of the first tutorial, from a real run.
 
-Run it from the root of the repository: ``MPLBACKEND=Agg python docs/make_primitives.py``.
+Run in the root of the repository: ``MPLBACKEND=Agg python docs/make_primitives.py``.
 """
 
 import runpy

@@ -1,6 +1,6 @@
 """Code shared by the examples: options, time and memory per step, comparison with one process.
 
-It is not needed to use varcomm.
+Your own programs do not need this module.
 """
 
 import argparse
@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--smoke", action="store_true", help=f"run in seconds: {said}")
 
     def add_whole(self, name: str, default: int, help: str, least: int = 1) -> None:
-        """Add an option that is a positive integer."""
+        """Add an option whose value is an integer of at least `least`."""
         number = partial(positive, least=least)
         self.add_argument(
             name, type=number, default=default, metavar="N", help=f"{help} (%(default)s)"
@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def add_check(self, compared: str = "") -> None:
-        """Add the option to compare a run, or what is `compared`, with one process."""
+        """Add the option to compare a run, or `compared`, with one process."""
         text = f"compare {compared} with one process" if compared else "compare with one process"
         self.add_argument("--check", action="store_true", help=text)
 
@@ -98,7 +98,7 @@ def say(text: str) -> None:
 
 
 class Cost:
-    """How long steps take, and how much memory this rank needs meanwhile."""
+    """The time of steps, and the peak memory of this rank."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -110,7 +110,7 @@ class Cost:
         self.seconds.append(time.perf_counter() - began)
 
     def report(self) -> str:
-        """Time of the median step, and the most memory that each rank had; collective."""
+        """Return the median time of a step and the peak memory of each rank; collective."""
         peaks = vc.all_gather_v(torch.tensor([peak_memory()]), [1] * vc.init().size)
         ranks = " and ".join(f"{peak:.0f}" for peak in peaks)
         return (
@@ -120,7 +120,7 @@ class Cost:
 
 
 def peak_memory() -> float:
-    """The peak memory of this process in MiB, on Linux."""
+    """Return the peak memory of this process in MiB, on Linux."""
     status = Path("/proc/self/status")
     found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
     return int(found[1]) / 1024 if found else float("nan")
@@ -129,7 +129,7 @@ def peak_memory() -> float:
 def training(
     losses: Iterable[float], steps: int, cost: Cost, form: str = "{:.4f}"
 ) -> Iterator[float]:
-    """Pass losses on, one per step, with a bar that shows them; notes what each step costs."""
+    """Yield the losses, one per step, with a progress bar; record the cost of each step."""
     iterator = iter(losses)
     with tqdm(total=steps, desc="training", unit="step", disable=not is_first()) as bar:
         while True:
@@ -144,9 +144,9 @@ def training(
 
 
 def one_cycle(optimizer: torch.optim.Optimizer, rate: float, steps: int, rise: float) -> OneCycleLR:
-    """Let the rate of learning rise to `rate` for a share of the steps, then fall to nothing.
+    """Return a schedule that raises the learning rate to `rate`, then lowers it to zero.
 
-    A training of a few steps ends before the fall: torch cannot rise within a single step.
+    A training of a few steps ends before the fall, because torch needs several steps for the rise.
     """
     shortest = math.ceil(2 / rise)
     return OneCycleLR(optimizer, rate, max(steps, shortest), pct_start=rise, cycle_momentum=False)
@@ -156,11 +156,11 @@ Record = tuple[Sequence[float], Sequence[torch.Tensor]]
 
 
 def differences(on_ranks: Callable[[], Record], alone: Callable[[], Record]) -> tuple[float, float]:
-    """How far a training on ranks is from one in one process; the same on every rank.
+    """Return the largest differences between training on ranks and in one process; collective.
 
-    Both give the losses of all steps and the whole gradients of the first. What comes back is
-    relative, at its worst: of losses, and of the gradients of any parameter, by the largest of its
-    entries. The first rank runs `alone`; the others wait.
+    Both functions return the losses of all steps and the full gradients of the first step. The
+    differences are relative: of losses, and of each gradient relative to its largest entry. The
+    first rank runs `alone`, and the other ranks wait.
     """
     losses, gradients = on_ranks()
     found = None
@@ -178,7 +178,7 @@ def differences(on_ranks: Callable[[], Record], alone: Callable[[], Record]) -> 
 
 
 def one_answer(found: Callable[[torch.dtype], tuple[float, float]]) -> bool:
-    """Say whether ranks give what one process gives, in double and in single precision."""
+    """Print whether ranks agree with one process in fp64 and fp32; return whether they do."""
     passed = True
     for dtype, (loss_limit, gradient_limit) in LIMITS.items():
         loss_error, gradient_error = found(dtype)

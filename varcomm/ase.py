@@ -30,11 +30,11 @@ Call = Callable[[torch.nn.Module, PartitionedGraph], torch.Tensor]
 
 
 class Calculator(base.Calculator):
-    """Calculator of ASE that splits one structure over local ranks, which it starts and keeps.
+    """Calculator of ASE that partitions one structure over local ranks, which it starts and keeps.
 
     The ranks start at the first calculation, and end with :meth:`close`, a ``with`` block, or this
-    process. Each call computes energy, free energy, energies and forces, and if periodic atoms have
-    a cell of three vectors, stress.
+    process. Each call computes energy, free energy, energies and forces. It also computes stress if
+    periodic atoms have a cell of three vectors.
 
     The model runs on the graph of :func:`varcomm.graph.radius`, in fp64: ``pos``, ``edge_index``,
     ``shift`` and displacements ``edge_attr``, with ``numbers``, (n,), and ``cell``, (3, 3).
@@ -42,10 +42,11 @@ class Calculator(base.Calculator):
     Parameters
     ----------
     make_model : callable
-        Called once on each rank; returns the same torch.nn.Module on all ranks, which is moved to
-        the rank's device and, with `adapt`, prepared by :func:`varcomm.graph.distribute`.
+        Called once on each rank. Returns the same torch.nn.Module on all ranks. The calculator
+        moves it to the rank's device and, with `adapt`, prepares it by
+        :func:`varcomm.graph.distribute`.
     cutoff : float, optional
-        Greatest distance between neighbours, in Angstrom; None reads ``model.cutoff``.
+        Largest distance between neighbours, in Angstrom; None reads ``model.cutoff``.
     ranks : int
         Number of local ranks.
     skin : float

@@ -1,6 +1,6 @@
 """Errors of varcomm, and the checks of integers that raise them.
 
-Each error is also the builtin that a caller expects, so ``except ValueError`` keeps working.
+Each error is also a subclass of the fitting builtin, so ``except ValueError`` works.
 """
 
 import operator
@@ -49,7 +49,7 @@ class DisagreementError(VarcommError, RuntimeError):
 
 
 class CommunicationError(VarcommError, RuntimeError):
-    """A call that this rank could not complete: a rank did not come in time, or has ended."""
+    """A call that this rank could not complete, because a rank is late or has ended."""
 
 
 class LaunchError(VarcommError, RuntimeError):

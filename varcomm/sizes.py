@@ -103,9 +103,9 @@ class ShardSizes(tuple[int, ...]):
 
     @classmethod
     def balanced(cls, n: int, parts: int, multiple_of: int = 1) -> Self:
-        """Split `n` rows into `parts` as evenly as whole units of `multiple_of` rows allow.
+        """Split `n` rows into `parts` as evenly as units of `multiple_of` rows allow.
 
-        The first ranks get one unit more; a remainder below one unit goes to the next rank.
+        The first ranks get one more unit; a remainder below one unit goes to the next rank.
 
         >>> ShardSizes.balanced(14, 8), ShardSizes.balanced(100, 3, multiple_of=8)
         (ShardSizes(2, 2, 2, 2, 2, 2, 1, 1), ShardSizes(36, 32, 32))
@@ -140,8 +140,8 @@ class ShardSizes(tuple[int, ...]):
     def from_local(cls, n: int, group: dist.ProcessGroup | DeviceMesh | None = None) -> Self:
         """Collect the sizes from the number of rows on each rank; collective.
 
-        All ranks raise ArgumentError if one rank has no such number. `group` is a ProcessGroup or
-        DeviceMesh; None is the whole world.
+        All ranks raise ArgumentError if the number is invalid on one rank. `group` is a
+        ProcessGroup or DeviceMesh; None is the whole world.
         """
         # collectives import this module, and agreement only inside debug()
         from varcomm.transport.agreement import share

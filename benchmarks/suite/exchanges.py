@@ -1,9 +1,8 @@
-"""Suites of the primitives, of plans, and of calls inside of debug().
+"""Suites of the primitives, of plans, and of calls inside debug().
 
-Bytes of plans are the mean over ranks of the bytes that each sends. In "halo" the nodes of a grid
-are cut into strips, and each rank sends the column next to its neighbour; "halo_with_own" appends
-the received rows to the rank's rows, as a layer on a graph needs them; in "random" each rank sends
-half as many rows as it owns, drawn with repetition.
+Bytes of plans are the mean of sent bytes over ranks. In "halo", a grid is cut into strips, and each
+rank sends the column next to its neighbour. "halo_with_own" appends the received rows to the rank's
+rows. In "random", each rank sends half as many rows as it owns, drawn with repetition.
 """
 
 from dataclasses import replace
@@ -17,7 +16,7 @@ from suite.task import FLOOR, OURS, PEER, Contender, Layout, Task, contender, re
 
 import varcomm as vc
 
-# By operation: its primitive, and that of its adjoint.
+# The primitive of each operation, and of its adjoint.
 PRIMITIVES = {
     "all_gather_v": ("all_gather", "reduce_scatter"),
     "reduce_scatter_v": ("reduce_scatter", "all_gather"),
@@ -82,7 +81,7 @@ def bare_backward(mine, way, gradient):
 
 
 def appending(layout, x, gradient):
-    """The one peer that appends to own rows, and why the others cannot."""
+    """Return the peer that appends to own rows, and the reasons of the others."""
     cannot = {name: "appends nothing to own rows" for name in PEERS if name != "anemoi"}
     try:
         exchange = anemoi_halo(layout)
@@ -92,7 +91,7 @@ def appending(layout, x, gradient):
 
 
 def build_debug(case, peers, device):
-    """Prepare a primitive inside of debug(); the floor is the call outside."""
+    """Prepare a primitive inside debug(); the floor is the call outside."""
     task = build(case, False, device)
     call = task.contenders[0].run
 

@@ -1,7 +1,7 @@
-"""Bare schedules: the same result by the engine's own calls, without autograd and without checks.
+"""Bare schedules: the same results from the engine's own calls, without autograd and checks.
 
-Each makes a new output, as varcomm does, and moves uneven shards straight from the input into the
-output wherever its calls can.
+Each makes a new output, as varcomm does, and moves uneven shards directly from the input to the
+output if its calls allow this.
 """
 
 from functools import cache, partial
@@ -13,11 +13,11 @@ import torch.distributed as dist
 from varcomm.cli.workload import ROOT
 
 TAG = 7
-BLOCK = 256 * 1024  # elements that are widened at a time, so that they stay in the cache
+BLOCK = 256 * 1024  # elements that are widened at once, so that they stay in the cache
 
 
 def schedules(engine, primitive, layout):
-    """The ways of an engine to do a primitive, by name, each from the input to the output."""
+    """Return the schedules of an engine for a primitive, by name."""
     exchange, call, messages, one_call = {
         "gloo": (gloo_exchange, dist.all_to_all_single, "send/recv", "all_to_all_single"),
         "nccl": (nccl_exchange, dist.all_to_all_single, "send/recv", "all_to_all_single"),
@@ -34,7 +34,7 @@ def schedules(engine, primitive, layout):
     if engine == "nccl" and primitive == "all_gather":
         ways["all_gather"] = nccl_all_gather
     if engine != "mpi" and primitive == "reduce_scatter" and layout.dtype.itemsize >= 4:
-        # torch's own sums fp16 and bf16 in their dtype, which is another result
+        # torch sums fp16 and bf16 in their dtype, which is another result
         ways["reduce_scatter"] = reduce_scatter
     return {name: partial(way, layout=layout) for name, way in ways.items()}
 
@@ -163,7 +163,7 @@ def widened(parts):
 
 
 def gloo_exchange(given, places):
-    """Calls of the group itself, which cost less than isend and irecv."""
+    """Exchange with calls of the group, which cost less than isend and irecv."""
     group, rank = dist.group.WORLD, dist.get_rank()
     others = [peer for peer in range(len(given)) if peer != rank]
     works = [group.recv([places[peer]], peer, TAG) for peer in others if len(places[peer])]
@@ -173,7 +173,7 @@ def gloo_exchange(given, places):
 
 
 def nccl_exchange(given, places):
-    """One group of calls."""
+    """Exchange with one group of calls."""
     others = [peer for peer in range(len(given)) if peer != dist.get_rank()]
     calls = [dist.P2POp(dist.irecv, places[peer], peer) for peer in others if len(places[peer])]
     calls += [dist.P2POp(dist.isend, given[peer], peer) for peer in others if len(given[peer])]
@@ -213,12 +213,12 @@ def mpi():
 
 
 def memory(x):
-    """The memory of a tensor, as MPI takes it: bytes."""
+    """Return the memory of a tensor as bytes, for MPI."""
     return x.view(-1).view(torch.uint8).numpy()
 
 
 def counted(x, rows):
-    """A tensor with bytes per rank, and where each begins."""
+    """Return a tensor with the bytes per rank and their offsets, for MPI."""
     counts = [count * x.shape[1] * x.element_size() for count in rows]
     return [memory(x), counts, list(accumulate(counts, initial=0))[:-1], mpi().BYTE]
 

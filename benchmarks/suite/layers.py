@@ -1,13 +1,13 @@
-"""Suites of layers: on a graph that is split over ranks, and of tensor parallelism.
+"""Suites of layers on a partitioned graph, and of tensor-parallel layers.
 
-Graph: bytes are the mean over ranks of the features of own nodes. The mesh is a grid with edges to
-eight neighbours, cut into strips. A layer goes from own nodes to own nodes, with the gradients of
-nodes (and edges) in backward; contenders differ in the exchange of the halo. "sage" is the mean
-over incoming edges and two linears; "mesh_graph_net" a block of varcomm.models.MeshGraphNet.
+Graph: bytes are the mean over ranks of the features of owned nodes. The mesh is a grid with edges
+to eight neighbours, cut into strips. Backward includes the gradients of nodes and edges. Contenders
+differ in the halo exchange. "sage" is the mean over incoming edges and two linears, and
+"mesh_graph_net" is a block of varcomm.models.MeshGraphNet.
 
-Tensor parallelism: bytes are those of the full input: as many tokens as features for the linears,
-and eight times as many classes as tokens for the cross entropy. The floors are the same products
-and sums by torch, into new memory, and bare collectives, one after the other.
+Tensor parallelism: bytes are of the full input. Linears have as many tokens as features, the cross
+entropy has eight times as many classes as tokens. The floors are the same products and sums by
+torch, into new memory, and bare collectives, in sequence.
 """
 
 from dataclasses import dataclass
@@ -32,13 +32,13 @@ NUMBERS = 3
 
 
 def made(what, shape, dtype, device, scale=1.0):
-    """Values that are the same on all ranks."""
+    """Return values that are equal on all ranks."""
     generator = torch.Generator().manual_seed(crc32(what.encode()))
     return (torch.randn(*shape, generator=generator) * scale).to(device, dtype)
 
 
 class Halo(Layout):
-    """The layout of a partitioned graph's plan; a rank knows its own rows alone."""
+    """The layout of a partitioned graph's plan, with the rows of this rank."""
 
     def indices(self, sender):
         assert sender == self.rank
@@ -50,7 +50,7 @@ class Halo(Layout):
 
 
 def build_graph(case, peers, device):
-    """Prepare a layer on a graph on this rank."""
+    """Prepare a graph layer on this rank."""
     rank, world, dtype = dist.get_rank(), case.world, getattr(torch, case.dtype)
     width = 64 if case.nbytes >= 16 * 2**10 else 8
     height = max(2, round(case.nbytes / (COLUMNS * width * dtype.itemsize)))
@@ -95,7 +95,7 @@ def build_graph(case, peers, device):
 
 
 def bare(case, layout, back):
-    """The bare schedules as functions of autograd."""
+    """Return the bare schedules as autograd functions."""
     forward = schedules(case.engine, "pick_rows", layout)
     backward = schedules(case.engine, "sum_rows", back)
 
@@ -116,7 +116,7 @@ def with_halo(graph, x, y, edges, own, into):
     here = torch.cat([graph.owned_ids, graph.halo_ids])
     if y is None:
         return lambda kind, fetch: fetch, x[own], None, x[here]
-    # the gradient of a copy is that of its original: each counts as often as there are copies
+    # a gradient counts once per copy of its row
     copies = 1 + torch.bincount(graph.plan.send_index, minlength=graph.num_owned)
     expected = (x[own].double() * copies[:, None]).to(x.dtype)
     return lambda kind, fetch: fetch, x[own], x[here], expected
@@ -177,7 +177,7 @@ GRAPH = {"with_halo": with_halo, "sage": sage, "mesh_graph_net": mesh_graph_net}
 
 
 def grid(columns, height):
-    """Edges to eight neighbours, and back; nodes are numbered column by column."""
+    """Return directed edges to eight neighbours; nodes are numbered column by column."""
     number = torch.arange(columns * height).view(columns, height)
     pairs = [
         (number[:-1], number[1:]),
@@ -191,7 +191,7 @@ def grid(columns, height):
 
 @dataclass(frozen=True)
 class Parts:
-    """Tokens and features of all ranks, and which of them are this rank's."""
+    """Tokens and features of all ranks, and the part of this rank."""
 
     case: object
     rank: int
@@ -217,7 +217,7 @@ class Parts:
         return Layout(self.rank, sizes, matrix, width, dtype, self.device)
 
     def rows(self, are_summed):
-        """Rows of a sequence that all ranks get, or that are summed over ranks."""
+        """Gather the rows of a sequence, or sum them over ranks."""
         sizes = self.sizes(self.tokens)
         matrix = [sizes if are_summed else [size] * len(sizes) for size in sizes]
         return self.layout(sizes, matrix, self.features, self.dtype)
@@ -246,7 +246,7 @@ def build_tensor_parallel(case, peers, device):
 
 
 def wide(function, *inputs):
-    """The expected result, computed in fp64."""
+    """Return the expected result, computed in fp64."""
     return function(*(x.double() for x in inputs)).to(inputs[0].dtype)
 
 
@@ -306,7 +306,7 @@ def row_linear(parts):
 
 
 def loss_of_classes(parts):
-    """A loss per token, of logits that are split over classes."""
+    """Return the loss per token from logits that are sharded by classes."""
     tokens, classes, world = parts.tokens, parts.features, parts.case.world
     own, full = parts.own(classes), parts.made("logits", tokens, classes)
     logits = full[:, own].contiguous()

@@ -1,4 +1,4 @@
-"""Other libraries that can do the same; each is imported only where it runs."""
+"""Other libraries with the same operations; each is imported only if it runs."""
 
 import importlib
 import importlib.metadata
@@ -19,11 +19,11 @@ PACKAGES = {"anemoi": "anemoi-models", "physicsnemo": "nvidia-physicsnemo"}
 
 
 class CannotError(Exception):
-    """A peer that cannot do a case, and why; raised on all ranks."""
+    """The reason why a peer cannot run a case; raised on all ranks."""
 
 
 def entered(case, layout, x, gradient):
-    """The peers that can do a case, and why the others cannot."""
+    """Return the peers that can run a case, and the reasons of the others."""
     found, cannot = [], {}
     for name, way in PEERS.items():
         try:
@@ -34,7 +34,7 @@ def entered(case, layout, x, gradient):
 
 
 def versions():
-    """The installed version of each package."""
+    """Return the installed version of each package."""
     found = {}
     for package in PACKAGES.values():
         try:
@@ -45,7 +45,7 @@ def versions():
 
 
 def padded(case, layout):
-    """The padded gather: the usual way of libraries where an engine refuses uneven shards."""
+    """The padded gather: the usual workaround if an engine refuses uneven shards."""
     if case.operation != "all_gather_v" or case.backward:
         raise CannotError("gathers, forward")
     largest, sizes = max(layout.sizes), layout.sizes
@@ -60,7 +60,7 @@ def padded(case, layout):
 
 
 def torch_nn(case, layout):
-    """torch.distributed.nn; most of it takes even shards, so uneven ones are padded and cut."""
+    """torch.distributed.nn; uneven shards are padded and cut if a function needs even shards."""
     uneven = len(set(layout.sizes)) > 1
     if case.operation == "reduce_scatter_v" and case.backward and uneven:
         raise CannotError("the backward of its reduce_scatter gathers even shards only")
@@ -141,8 +141,8 @@ def anemoi_halo(layout):
 def physicsnemo(case, layout):
     """nvidia-physicsnemo: its V-operations.
 
-    They use torch.distributed's all-to-all of lists, which Gloo refuses for uneven tensors. There
-    sends and receives replace it: the only change that is made to the library.
+    They use torch.distributed's all-to-all of lists, which Gloo refuses for uneven tensors. Sends
+    and receives replace it on Gloo, the only change to the library.
     """
     autograd, utils = physicsnemo_modules()
     if case.engine == "gloo" and not isinstance(utils.dist, WithAllToAll):
@@ -191,7 +191,7 @@ class WithAllToAll:
 
 @cache
 def physicsnemo_modules():
-    """Its modules, without what its packages import beside if that is not installed."""
+    """Import its modules without dependencies that are not installed."""
     found = importlib.util.find_spec("physicsnemo")
     if found is None or not found.submodule_search_locations:
         raise CannotError("nvidia-physicsnemo is not installed")

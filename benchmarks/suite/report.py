@@ -16,7 +16,7 @@ LINES = {FLOOR: "--", PEER: "-.", COPY: ":"}
 
 
 def short_bytes(count):
-    """A number of bytes, as 768, 16K or 1.5M."""
+    """Return a number of bytes as 768, 16K or 1.5M."""
     number, unit = float(count), ""
     for bigger in "KMG":
         if number < 1024:
@@ -30,7 +30,7 @@ def direction(result):
 
 
 def floor(result):
-    """Name and timing of the fastest bare schedule, or None."""
+    """Return the name and timing of the fastest bare schedule, or None."""
     floors = [(n, t) for n, t in result["timings"].items() if t["kind"] == FLOOR]
     return min(floors, key=lambda each: each[1]["seconds"], default=None)
 
@@ -40,7 +40,7 @@ def head():
 
 
 def row(result):
-    """The line of a result; a peer's column has its time over varcomm's."""
+    """Return the line of a result; a peer's column has its time over varcomm's."""
     ours, bare = result["timings"][OURS], floor(result)
     peers = (result["timings"].get(name) for name in PEERS)
     cells = [
@@ -61,7 +61,7 @@ def row(result):
 
 
 def reasons(results):
-    """Contenders that could not run, and why, each once."""
+    """Return the reasons of contenders that could not run, each once."""
     said = {}
     for result in results:
         for name, reason in result["cannot"].items():
@@ -81,7 +81,7 @@ def markdown(rows):
 
 
 def condensed(results):
-    """Tables in Markdown: median times of the first shards and dtype, and ranges of ratios."""
+    """Return Markdown tables: median times of the first shards and dtype, and ranges of ratios."""
     tables = {}
     for result in results:
         key = result["suite"], result["engine"], result["world"]

@@ -17,7 +17,7 @@ from varcomm.ops.reduction import sum_in_rank_order
 OURS, FLOOR, PEER, COPY = "varcomm", "floor", "peer", "copy"
 
 
-# One way to do a case; all ranks call `run` repeatedly.
+# A method for a case; all ranks call `run` repeatedly.
 Contender = namedtuple("Contender", "name kind run")
 
 # A case on one rank. `expected` is the result on this rank, `tolerance` is relative to its largest
@@ -27,7 +27,7 @@ Task = namedtuple("Task", "contenders expected tolerance nbytes skew fewest cann
 
 
 class Layout(Workload):
-    """A workload whose rows every rank can make for every other rank."""
+    """A workload; every rank can compute the rows of all ranks."""
 
     @classmethod
     def of(cls, case, rank, device):
@@ -52,16 +52,16 @@ class Layout(Workload):
 
     @cached_property
     def index(self):
-        """Rows that this rank sends, for one rank after the other."""
+        """Return the rows that this rank sends, rank by rank."""
         return torch.cat(self.indices(self.rank))
 
     @cached_property
     def home(self):
-        """The own row of each row that comes back in the adjoint."""
+        """Return the own row of each row that the adjoint returns."""
         return self.transposed().index
 
     def transposed(self):
-        """The layout of the adjoint."""
+        """Return the layout of the adjoint."""
         return replace(self, matrix=[list(column) for column in zip(*self.matrix, strict=True)])
 
     def values(self, rank, rows, what):
@@ -71,7 +71,7 @@ class Layout(Workload):
 
 
 def reference(primitive, layout, what):
-    """This rank's input, and its result from the inputs of all ranks, without messages.
+    """Return this rank's input, and its result from the inputs of all ranks, without messages.
 
     A primitive is one direction of an operation: the backward of "all_gather" is "reduce_scatter",
     and that of "pick_rows", an indexed exchange, is "sum_rows".
@@ -111,7 +111,7 @@ def reference(primitive, layout, what):
 
 
 def contender(name, kind, function, inputs, gradient):
-    """Call a function of autograd, or, with a gradient, run its backward again and again.
+    """Return a call of an autograd function, or of its backward.
 
     Inputs require a gradient, as in training. The first call builds the graph of a backward; it is
     not timed. Each contender has its own tensors, because some write into their input.
@@ -132,14 +132,14 @@ def contender(name, kind, function, inputs, gradient):
 
 
 def tolerance(case):
-    """Error of a sum relative to the largest value."""
+    """Return the allowed error of a sum relative to the largest value."""
     eps = torch.finfo(getattr(torch, case.dtype)).eps
     # fp16 and bf16 are rounded a few times; sums of other dtypes are long and differ in order
     return min(0.02, 4 * eps) if eps > 1e-4 else 84 * eps
 
 
 def measure(rank, case, seconds, repetitions, peers, build):
-    """Check the result of each contender, and time those that are right; collective."""
+    """Check the result of each contender, and time the right ones; collective."""
     torch.set_num_threads(1)
     device = vc.init().device
     task = build(case, peers, device)
@@ -157,10 +157,9 @@ def measure(rank, case, seconds, repetitions, peers, build):
 
 
 def timing(kind, samples, ours):
-    """Median and quartiles of seconds, and how varcomm compares.
+    """Return median and quartiles of seconds, and the ratio of varcomm's time to this one.
 
-    The ratio is varcomm's time over this one: the median over repetitions, in which both ran close
-    to each other.
+    The ratio is the median over repetitions, in which both ran close to each other.
     """
     ratio = statistics.median(a / b for a, b in zip(ours, samples, strict=True))
     many = samples * (3 if len(samples) == 1 else 1)
@@ -169,7 +168,7 @@ def timing(kind, samples, ours):
 
 
 def checked(task, case):
-    """The contenders that are right on all ranks, and what is wrong with the others."""
+    """Return the contenders that are right on all ranks, and the faults of the others."""
     right, cannot = [], dict(task.cannot)
     for each in task.contenders:
         try:
@@ -178,7 +177,7 @@ def checked(task, case):
             wrong = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         wrongs = [""] * dist.get_world_size()
         dist.all_gather_object(wrongs, wrong)
-        wrong = next(filter(None, wrongs), "")  # of the first rank that has one
+        wrong = next(filter(None, wrongs), "")  # the fault of the first rank that has one
         if not wrong:
             right.append(each)
         elif each.kind == OURS:
@@ -189,7 +188,7 @@ def checked(task, case):
 
 
 def difference(result, task):
-    """How a result differs from the expected one, or an empty string."""
+    """Return the difference of a result from the expected one, or an empty string."""
     results = result if isinstance(result, tuple) else (result,)
     expected = task.expected if isinstance(task.expected, tuple) else (task.expected,)
     for got, want in zip(results, expected, strict=True):

@@ -1,4 +1,4 @@
-"""Long names in tables may be broken after an underscore or a dot, and nowhere else."""
+"""Allow line breaks in long names of tables, after an underscore or a dot."""
 
 import re
 
@@ -8,7 +8,7 @@ _PLACE = re.compile(r"(?<=[a-z0-9_]{4})([_.(=/])(?=[a-z0-9*])")
 
 
 def allow_breaks(app, page, template, context, document):
-    """Put an invisible place for a break into the code of table cells."""
+    """Insert invisible places for breaks into the code of table cells."""
 
     def in_name(found):
         return _PLACE.sub(r"\1<wbr>", found[0])

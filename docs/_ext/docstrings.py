@@ -1,8 +1,8 @@
-"""Prepare docstrings, which are read in a terminal as well, as reStructuredText.
+"""Convert docstrings, which are also read in a terminal, to reStructuredText.
 
-Shapes have stars, as ``(n, *F)``: they are no emphasis. References are numbered from one in each
-docstring, and a page has many. Types of arguments and results become links, and the entry of a
-collective has its picture below the first line.
+Stars of shapes, such as ``(n, *F)``, do not start emphasis. References are numbered per docstring,
+and a page has several docstrings. Types of arguments and results become links, and a collective has
+its picture below the first line.
 """
 
 import re
@@ -42,7 +42,7 @@ def _own_types():
 
 
 def _link(found, of):
-    """Return the type with a link; of classes of one name, that of the object's module."""
+    """Return the type with a link; if classes share a name, the class of the object's module."""
     name = found[0]
     own = _own_types().get(name, [])
     near = [one for one in own if of.startswith(one.rpartition(".")[0] + ".")]
@@ -67,7 +67,7 @@ def _linked(lines, of):
 
 
 def _paragraphs(lines):
-    """Yield the lines, with each field of the notes as a paragraph of its own."""
+    """Yield the lines, with a paragraph for each field of the notes."""
     before = ""
     for line in lines:
         if before and not before.startswith("-") and _FIELD.match(line):
@@ -98,6 +98,6 @@ def prepare(app, what, name, obj, options, lines):
 
 def setup(app):
     app.setup_extension("sphinx.ext.autodoc")
-    # before napoleon, which makes sections of them
+    # before napoleon, which makes the sections
     app.connect("autodoc-process-docstring", prepare, priority=100)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

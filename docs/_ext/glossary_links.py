@@ -6,7 +6,7 @@ from docutils import nodes
 from sphinx.addnodes import index, pending_xref
 
 GLOSSARY = "explanation/glossary"
-# each term, and the words of pages that stand for it
+# each term, and its forms on pages
 TERMS = {
     "rank": "ranks?",
     "shard": "shards?",
@@ -36,7 +36,7 @@ def texts_of(document):
 def link_first_uses(app, document):
     if app.env.docname == GLOSSARY:
         for node in document.findall(index):
-            node["entries"] = []  # else the search lists the glossary before pages
+            node["entries"] = []  # otherwise the search lists the glossary before pages
     if app.env.docname in (GLOSSARY, "generated/changelog"):
         return
     for term, words in TERMS.items():

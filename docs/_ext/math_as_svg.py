@@ -1,4 +1,4 @@
-"""Formulas as outlines in the page: the same on every machine, with no script and no fonts."""
+"""Formulas as SVG outlines, which need no script and no font of the reader."""
 
 from functools import cache
 from html import escape
@@ -9,7 +9,7 @@ from matplotlib.path import Path
 from matplotlib.textpath import text_to_path
 
 _SIZE = 100  # units per em of the formula
-_SCALE = 1.2  # ems of the text per em of the formula: its small letters are smaller
+_SCALE = 1.2  # ems of the text per em of the formula, whose small letters are smaller
 _FONT = FontProperties(family="DejaVu Serif", math_fontfamily="stix", size=_SIZE)
 _LETTERS = {Path.MOVETO: "M", Path.LINETO: "L", Path.CURVE3: "Q", Path.CURVE4: "C"}
 _POINTS = {Path.MOVETO: 1, Path.LINETO: 1, Path.CURVE3: 2, Path.CURVE4: 3}
@@ -34,7 +34,7 @@ def _outline(formula):
 
 @cache
 def svg_of(formula):
-    """Return a formula as an SVG element that stands on the line of the text."""
+    """Return a formula as an SVG element on the baseline of the text."""
     formula = " ".join(formula.split()).replace(r"^{\mathsf T}", r"^{\mathsf{T}}")
     width, height, depth = text_to_path.get_text_width_height_descent(
         f"${formula}$", _FONT, ismath=True

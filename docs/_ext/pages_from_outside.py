@@ -1,7 +1,7 @@
-"""Pages that lie elsewhere in the repository, READMEs of examples for one, come into the docs.
+"""Copy pages from other folders of the repository, such as READMEs of examples, into the docs.
 
-They are copied into ``generated/``, with links that lead to the same places from there. Links of
-other pages to them, and to tutorials, which are Python files, lead to the pages that they become.
+The copies are in ``generated/``, with adapted links. Links of other pages to these files, and to
+tutorials, which are Python files, lead to their pages.
 """
 
 import os
@@ -12,7 +12,7 @@ _LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)#\s]+)(#[^)]*)?\)")
 
 
 def _pages(docs):
-    """Return the page that each file becomes."""
+    """Return the page of each file."""
     root, generated = docs.parent, docs / "generated"
     examples = sorted((root / "examples").glob("*/README.md"))
     return {
@@ -24,7 +24,7 @@ def _pages(docs):
 
 
 def _linked(text, folder, there, pages):
-    """Return a text whose links, as they are in one folder, are those of another; or none."""
+    """Return a text with its links adapted to another folder."""
 
     def link(found):
         words, path, anchor = found.groups(default="")
@@ -42,7 +42,7 @@ def _contents(pages, index):
 
 
 def write(app, config):
-    """Write the pages that have changed; Sphinx reads no others again."""
+    """Write the pages that have changed; Sphinx reads only these again."""
     pages = _pages(Path(app.srcdir))
     for file, page in pages.items():
         text = _linked(file.read_text(), file.parent, page.parent, pages)
@@ -54,7 +54,7 @@ def write(app, config):
 
 
 def lead_to_pages(app, name, source):
-    """Let links lead to pages, where those of the repository lead to what becomes one."""
+    """Replace links to files that become pages by links to the pages."""
     docs, file = Path(app.srcdir), Path(app.env.doc2path(name))
     if file.suffix == ".md" and not name.startswith("generated/"):
         scripts = (docs / "tutorials").glob("[0-9]*.py")

@@ -1,4 +1,4 @@
-"""A table of the names on top of each reference page: the name, and its docstring's first line."""
+"""A table at the top of each reference page: names, and the first lines of docstrings."""
 
 import re
 

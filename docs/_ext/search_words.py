@@ -1,6 +1,6 @@
 """Words that readers search for: ``<!-- search: deadlock, NCCL hang -->`` below a page's title.
 
-They become main entries of the index, which the search of the built pages ranks first.
+The words become main index entries, which the search of the built pages ranks first.
 """
 
 import re
@@ -14,7 +14,7 @@ def _index(found):
 
 
 def make_entries(app, name, source):
-    """Replace the comment of a page in Markdown by index entries."""
+    """Replace the comment of a Markdown page by index entries."""
     source[0] = _COMMENT.sub(_index, source[0])
 
 

@@ -1,6 +1,6 @@
 """A square of cells of several sizes: refinement, faces between cells, and parents.
 
-Cells are triples (level, row, column): level l has 2^l rows. Every rank has this list of integers;
+Cells are triples (level, row, column); level l has 2^l rows. Every rank holds these integers, and
 fields are sharded.
 """
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 def uniform(level: int) -> Tensor:
-    """All cells of one level, (4^level, 3)."""
+    """Return all cells of one level, (4^level, 3)."""
     row, column = torch.meshgrid(*[torch.arange(2**level)] * 2, indexing="ij")
     return torch.stack([torch.full_like(row, level), row, column], dim=-1).view(-1, 3)
 
 
 def raster(cells: Tensor, finest: int) -> Tensor:
-    """The number of the cell at each place of the finest level, (2^finest, 2^finest)."""
+    """Return the index of the cell at each place of the finest level, (2^finest, 2^finest)."""
     side = 2**finest
     out = torch.full((side, side), -1)
     for level in cells[:, 0].unique().tolist():
@@ -28,7 +28,7 @@ def raster(cells: Tensor, finest: int) -> Tensor:
 
 
 def faces(cells: Tensor, finest: int) -> tuple[Tensor, Tensor]:
-    """Edges (2, E) in both directions between cells that touch; face length by distance (E,)."""
+    """Return edges (2, E) between cells that touch, and face length / distance (E,)."""
     number, count = raster(cells, finest), len(cells)
     pairs = [(number[:-1], number[1:]), (number[:, :-1], number[:, 1:])]
     one, two = (torch.cat([pair[end].reshape(-1) for pair in pairs]) for end in (0, 1))
@@ -40,9 +40,9 @@ def faces(cells: Tensor, finest: int) -> tuple[Tensor, Tensor]:
 
 
 def adapted(cells: Tensor, wanted: Tensor, coarsest: int, finest: int) -> tuple[Tensor, Tensor]:
-    """Refine the cells `wanted` (N,) by a level; merge four others that were one.
+    """Refine the cells `wanted` (N,) by one level, and merge other groups of four siblings.
 
-    Returns new cells (M, 3) in the order of the old ones, and the numbers of their parents (M, 4),
+    Returns new cells (M, 3) in the order of the old cells, and the indices of their parents (M, 4),
     -1 for none.
     """
     old, level = torch.arange(len(cells)), cells[:, 0]

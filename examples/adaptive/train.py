@@ -1,10 +1,10 @@
-"""A front that moves over a mesh, which is refined around it and rebalanced over all ranks.
+"""A moving front on a mesh that is refined around the front and rebalanced over all ranks.
 
     torchrun --nproc-per-node 2 examples/adaptive/train.py
 
-Nagumo's equation, u' = D lap(u) + 4 r u (1 - u) (u - 0.2), by finite volumes. Every 20 steps cells
-are refined and merged, u is carried over without loss, and cells migrate until each rank has its
-share.
+The program solves Nagumo's equation, u' = D lap(u) + 4 r u (1 - u) (u - 0.2), with finite volumes.
+Every 20 steps it refines and merges cells, transfers u without loss, and migrates cells until the
+ranks are balanced.
 """
 
 import sys
@@ -24,14 +24,14 @@ import varcomm as vc
 from varcomm.graph import PartitionedGraph
 
 COARSEST, FIRST = 3, 5  # levels
-WIDTH = 0.02  # of the front, sqrt(D / r), relative to the side of the square
+WIDTH = 0.02  # width of the front, sqrt(D / r), for a square of side 1
 History = list[dict[str, float]]
 
 
 def partition(
     cells: Tensor, finest: int, group: ProcessGroup | None, method: str | Tensor
 ) -> PartitionedGraph:
-    """Each rank's cells with faces, areas and centres; all ranks have the integers of all cells."""
+    """Return the rank's part of the graph of cells, with faces, areas and centres."""
     edge_index, weight = mesh.faces(cells, finest)
     side = 2.0 ** -cells[:, 0].double()
     pos = (cells[:, 1:] + 0.5) * side[:, None]
@@ -45,7 +45,7 @@ def initial(graph: PartitionedGraph) -> Tensor:
 
 
 def step(graph: PartitionedGraph, u: Tensor, finest: int) -> Tensor:
-    """One explicit step, with time in units of 1 / r: flow through faces, and growth."""
+    """Make one explicit step of flow through faces and growth; time is in units of 1 / r."""
     time = 0.2 * (0.5**finest / WIDTH) ** 2
     source, target = graph.edges.local_ids
     flow = graph.edge_weight * (graph.with_halo(u)[source] - u[target])
@@ -56,12 +56,12 @@ def step(graph: PartitionedGraph, u: Tensor, finest: int) -> Tensor:
 def adapt(
     graph: PartitionedGraph, cells: Tensor, u: Tensor, finest: int, history: History
 ) -> tuple[PartitionedGraph, Tensor, Tensor]:
-    """Refine around the front, and even the numbers of cells; returns graph, cells and u."""
+    """Refine around the front and balance the ranks; return the graph, the cells and u."""
     group = graph.group.process_group
     is_front = ((u - 0.5).abs() < 0.49).double()
     source, target = graph.edges.local_ids
     near = is_front.index_add(0, target, graph.with_halo(is_front)[source])
-    # integers of all cells are on every rank, the field is not
+    # every rank has the integers of all cells, but only its part of the field
     wanted, rank_of = graph.gather(near > 0), graph.gather(torch.full_like(near, graph.group.rank))
     cells, parents = mesh.adapted(cells, wanted, COARSEST, finest)
     fine = partition(cells, finest, group, rank_of[parents[:, 0]].long())

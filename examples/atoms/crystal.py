@@ -1,4 +1,4 @@
-"""A crystal of argon, and the potential that is to be learned: Lennard-Jones, cut off smoothly.
+"""A crystal of argon, and its true potential: Lennard-Jones with a smooth cutoff.
 
 Lengths in Angstrom, energies in eV, times in fs, masses in u, temperatures in K.
 """
@@ -14,7 +14,7 @@ import varcomm as vc
 from varcomm.models.painn import Displacements
 
 DEPTH, SIGMA = 0.0103, 3.405  # of the potential: eV, Angstrom
-SWITCH, CUTOFF = 4.8, 5.8  # where it begins to end, and where it has ended
+SWITCH, CUTOFF = 4.8, 5.8  # distances at which the smoothing begins and ends
 SPACING = 5.26  # the side of the cubic cell of four atoms
 MASS = 39.948
 BOLTZMANN = 8.617333e-5  # eV / K
@@ -22,30 +22,30 @@ MOTION = 103.642697  # eV in u (Angstrom / fs)^2
 
 
 class Crystal(NamedTuple):
-    """Positions of atoms, (N, 3), and the sides of the box that repeats, (3,)."""
+    """Positions of atoms, (N, 3), in a periodic box with these sides, (3,)."""
 
     pos: Tensor
     box: Tensor
 
 
 def perfect(cells: int) -> Crystal:
-    """Face-centred cubic, 4 atoms in each of cells^3 cells, all at their sites."""
+    """Return a face-centred cubic crystal of cells^3 cells with 4 atoms each."""
     corner = torch.cartesian_prod(*[torch.arange(cells, dtype=torch.float64)] * 3)
     basis = torch.tensor([[0, 0, 0], [0, 1, 1], [1, 0, 1], [1, 1, 0]], dtype=torch.float64) / 2
-    # a bit inside, so that no site is on the border of the box
+    # shifted, so that no site lies on the border of the box
     pos = (corner.view(-1, 1, 3) + basis + 0.25).view(-1, 3) * SPACING
     return Crystal(pos, torch.full((3,), cells * SPACING, dtype=torch.float64))
 
 
 def shaken(cells: int, amplitude: float, seed: int) -> Crystal:
-    """The same with atoms off their sites, by normal draws of this deviation along each axis."""
+    """Return the crystal with normal displacements of this standard deviation along each axis."""
     sites, box = perfect(cells)
     draws = torch.Generator().manual_seed(seed)
     return Crystal(sites + amplitude * torch.randn(sites.shape, generator=draws).double(), box)
 
 
 def pair(distance: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the energy of two atoms at this distance, and its derivative."""
+    """Return the energy of two atoms at a distance, and its derivative."""
     power = (SIGMA / distance) ** 6
     energy = 4 * DEPTH * (power**2 - power)
     slope = -24 * DEPTH * (2 * power**2 - power) / distance
@@ -57,21 +57,21 @@ def pair(distance: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class LennardJones(torch.nn.Module):
-    """The true potential, to be called as the network is."""
+    """The true potential, with the signature of the network."""
 
     def __init__(self) -> None:
         super().__init__()
         self.displacements = Displacements()
 
     def forward(self, types: Tensor, pos: Tensor, edge_index: Tensor, shifts: Tensor) -> Tensor:
-        """Return energies of atoms, half of that of each of their pairs, (N,)."""
+        """Return the energy of each atom, (N,): half the energy of its pairs."""
         distance = self.displacements(pos, edge_index, shifts).square().sum(1).sqrt()
         energy, _ = pair(distance)
         return torch.zeros_like(pos[:, 0]).index_add(0, edge_index[1], energy / 2)
 
 
 def true_forces(pos: Tensor, edge_index: Tensor, shifts: Tensor) -> Tensor:
-    """Forces by the formula, without autograd, (N, 3)."""
+    """Return forces, (N, 3), from the formula, without autograd."""
     source, target = edge_index
     vector = pos[source] + shifts - pos[target]
     distance = vector.square().sum(1).sqrt()
@@ -81,7 +81,7 @@ def true_forces(pos: Tensor, edge_index: Tensor, shifts: Tensor) -> Tensor:
 
 
 def as_graph(crystal: Crystal, cutoff: float = CUTOFF) -> Data:
-    """Return all atoms as nodes, and neighbours as edges, found by this rank alone."""
+    """Return the graph of all atoms and their neighbours; this rank finds them alone."""
     alone = new_group([vc.init().rank], use_local_synchronization=True)
     cell = crystal.box.diag()
     graph = vc.graph.radius(crystal.pos, cutoff, alone, cell=cell)
@@ -92,7 +92,7 @@ def as_graph(crystal: Crystal, cutoff: float = CUTOFF) -> Data:
 
 
 def with_truth(data: Data) -> Data:
-    """Add the true energies of atoms, and the true forces."""
+    """Add the true energies and forces of the atoms."""
     given = data.pos, data.edge_index, data.shifts
     data.energies = LennardJones()(data.types, *given)
     data.forces = true_forces(*given)

@@ -1,4 +1,4 @@
-"""Atoms that move by the forces of a learned potential, each rank its own."""
+"""Molecular dynamics with a learned potential; each rank moves its own atoms."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -13,21 +13,21 @@ import varcomm as vc
 
 
 class MovingAtoms:
-    """A crystal whose atoms stay on their ranks while they move, and a potential for them.
+    """Moving atoms of a crystal and their potential; atoms stay on their ranks.
 
-    The list of neighbours reaches farther than the potential, by a skin. As long as no atom has
-    moved by half of it, no other atom is in reach; then list, halo and plan are rebuilt.
+    Neighbour lists include a skin beyond the cutoff. After an atom has moved by half the skin, the
+    list, the halo and the plan are built again.
 
     Parameters
     ----------
     model : torch.nn.Module
         The potential.
     crystal : Crystal
-        Where all atoms are, the same on every rank.
+        All atoms at their sites; equal on all ranks.
     skin : float
-        How much farther the list reaches, in Angstrom.
+        Length beyond the cutoff, in Angstrom.
     method : str or Tensor
-        How to split the atoms over ranks.
+        The partitioner, or the owner of each atom.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class MovingAtoms:
         self._renew(crystal.pos[self.ids])
 
     def _renew(self, pos: Tensor) -> None:
-        """Find neighbours of this rank's atoms, here and on other ranks."""
+        """Find the neighbours of this rank's atoms on all ranks."""
         reach = CUTOFF + self.skin
         self.graph = graph = vc.graph.radius(pos, reach, cell=self.cell, ids=self.ids)
         types, shifts = torch.zeros(len(pos), dtype=torch.long), graph.shift.to(pos) @ self.cell
@@ -50,7 +50,7 @@ class MovingAtoms:
         self.lists += 1
 
     def __call__(self, pos: Tensor) -> tuple[Tensor, Tensor]:
-        """Return energies, (n,), and forces, (n, 3), of this rank's atoms at positions, (n, 3)."""
+        """Return the energies, (n,), and forces, (n, 3), of this rank's atoms."""
         moved = (pos - self.graph.pos).square().sum(1)
         if self.graph.max(moved) > (self.skin / 2) ** 2:
             self._renew(pos)
@@ -58,7 +58,7 @@ class MovingAtoms:
 
 
 def thermal(atoms: int, temperature: float, seed: int) -> Tensor:
-    """Velocities in Angstrom / fs that add up to none, (N, 3)."""
+    """Return random velocities, (N, 3), in Angstrom / fs, with zero sum."""
     draws = torch.Generator().manual_seed(seed)
     spread = (BOLTZMANN * temperature / (MASS * MOTION)) ** 0.5
     velocity = spread * torch.randn(atoms, 3, generator=draws, dtype=torch.float64)
@@ -66,7 +66,7 @@ def thermal(atoms: int, temperature: float, seed: int) -> Tensor:
 
 
 class Moment(NamedTuple):
-    """Atoms at one time: positions and velocities, (n, 3), potential and kinetic energies, (n,)."""
+    """The rank's atoms at one time: positions, velocities, (n, 3), and energies, (n,)."""
 
     pos: Tensor
     velocity: Tensor
@@ -80,7 +80,7 @@ def moments(
     velocity: Tensor,
     timestep: float,
 ) -> Iterator[Moment]:
-    """Move atoms by Newton's law for as long as one wants, in steps of so many fs.
+    """Yield the atoms after each time step, given in fs, without end.
 
     Velocity Verlet is reversible in time, so the total energy does not drift.
     """
@@ -95,7 +95,7 @@ def moments(
 
 
 def drift(energies: Tensor, timestep: float) -> str:
-    """How well the total energy stays, by a line through it and by the farthest moment."""
+    """Describe the drift of the total energy, and its largest deviation."""
     total = energies.sum(1) * 1000
     time = torch.arange(len(total), dtype=total.dtype) * timestep / 1000
     time = time - time.mean()

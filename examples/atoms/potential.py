@@ -1,4 +1,4 @@
-"""A potential that is learned: its forces, its loss, its training."""
+"""A learned potential: forces, loss and training."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,10 +22,10 @@ Part = Data | PartitionedGraph  # of one process, of ranks
 def energy_and_forces(
     model: torch.nn.Module, part: Part, pos: Tensor, create_graph: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Energies of atoms, (n,), and what all atoms' energies say of the forces on these, (n, 3).
+    """Return the energies, (n,), and forces, (n, 3), of the rank's atoms.
 
-    On ranks, the energies of other ranks' atoms depend on positions here: the exchange of positions
-    brings these derivatives back, as long as all ranks ask for them.
+    Energies of other ranks' atoms depend on these positions. The adjoint of the halo exchange adds
+    their derivatives, so all ranks make this call.
     """
     if not pos.requires_grad:
         pos = pos.detach().requires_grad_()
@@ -35,7 +35,7 @@ def energy_and_forces(
 
 
 def small_crystals(count: int, cells: int) -> list[Data]:
-    """Crystals to learn from, shaken by little to much: 0.03 to 0.13 Angstrom."""
+    """Return crystals of the training set, with displacements of 0.03 to 0.13 Angstrom."""
     amplitudes = torch.linspace(0.03, 0.13, count).tolist()
     return [
         with_truth(as_graph(shaken(cells, amplitude, seed)))
@@ -44,7 +44,7 @@ def small_crystals(count: int, cells: int) -> list[Data]:
 
 
 def new_model(crystals: Sequence[Data], hidden: int, blocks: int, seed: int) -> PaiNN:
-    """The same on every rank, since all draw from the same seed."""
+    """Return a model with equal weights on all ranks, which draw them from one seed."""
     torch.manual_seed(seed)
     energies = torch.cat([data.energies for data in crystals])
     forces = torch.cat([data.forces for data in crystals])
@@ -54,12 +54,12 @@ def new_model(crystals: Sequence[Data], hidden: int, blocks: int, seed: int) -> 
         hidden_channels=hidden,
         num_blocks=blocks,
         mean=energies.mean().item(),
-        scale=forces.square().mean().sqrt().item(),  # eV, as energies change over an Angstrom
+        scale=forces.square().mean().sqrt().item(),  # eV per Angstrom
     )
 
 
 def loss_of(model: torch.nn.Module, part: Part) -> Tensor:
-    """Mean square error of forces, and of the energy per atom, in units of the model's scale."""
+    """Return the mean squared error of forces and energies, in units of the model."""
     mean = part.mean if isinstance(part, PartitionedGraph) else torch.mean
     energies, forces = energy_and_forces(model, part, part.pos, create_graph=True)
     of_energy = mean(energies - part.energies).square()
@@ -67,9 +67,9 @@ def loss_of(model: torch.nn.Module, part: Part) -> Tensor:
 
 
 def fit(model: torch.nn.Module, parts: Sequence[Part], steps: int) -> Iterator[float]:
-    """Train on one crystal after the other; yields the loss before each step.
+    """Train on the crystals in turn; yield the loss before each step.
 
-    Partitioning changes two lines: the model moves to the graph, and gradients are summed.
+    Partitioning changes two lines: `distribute` and `sum_gradients`.
     """
     optimizer = torch.optim.Adam(model.parameters())
     schedule = one_cycle(optimizer, 1e-2, steps, rise=0.2)

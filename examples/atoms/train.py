@@ -1,11 +1,11 @@
-"""Learn the forces between atoms, and let a crystal move by them, on as many ranks as there are.
+"""Learn the forces between atoms, and move a crystal with them, on any number of ranks.
 
     torchrun --nproc-per-node 2 examples/atoms/train.py
 
 A network without code for ranks learns the energies and forces of small crystals of argon.
-Forces are derivatives of its energies, so training differentiates twice, through the exchanges
-between ranks. Then 10,976 atoms move by what it has learned, and their total energy should stay.
-With --check, ranks are compared with one process.
+Forces are derivatives of energies, so training differentiates twice, through the exchanges between
+ranks. Then 10,976 atoms move with the learned forces, and their total energy stays constant.
+--check compares the ranks with one process.
 """
 
 import argparse
@@ -33,12 +33,12 @@ SKIN = 0.4  # Angstrom
 def run(
     potential: MovingAtoms, options: argparse.Namespace, name: str, cost: Cost
 ) -> tuple[torch.Tensor, Moment]:
-    """Move atoms that are at their sites; their energies at each moment, and the last moment.
+    """Move atoms from their sites; return energies at each time, and the last atoms.
 
-    The energies, (moves + 1, 2), are potential and kinetic, of the mean atom in eV. Of the heat at
-    the start, half becomes potential energy.
+    The energies, (moves + 1, 2), are the mean potential and kinetic energy per atom in eV. Half of
+    the initial kinetic energy becomes potential energy.
     """
-    graph = potential.graph  # the first: what is counted does not depend on edges
+    graph = potential.graph  # the first step, because the counted values do not depend on edges
     velocity = thermal(graph.node_sizes.total, 2 * options.temperature, options.seed)
     along = moments(potential, graph.pos, velocity[graph.owned_ids], options.timestep)
     rows = []
@@ -50,13 +50,13 @@ def run(
 
 
 def whole(potential: MovingAtoms, moment: Moment) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions and forces of all atoms, on the first rank."""
+    """Return the positions and forces of all atoms, on the first rank."""
     _, forces = potential(moment.pos)
     return potential.graph.gather(moment.pos, dst=0), potential.graph.gather(forces, dst=0)
 
 
 def force_errors(data: Data, forces: torch.Tensor, sites: torch.Tensor) -> dict[str, float]:
-    """Root mean square errors of forces, in meV / Angstrom: of the network, and of guesses."""
+    """Return RMS errors of forces, in meV / Angstrom: of the network and of baselines."""
     away = data.pos - sites
     spring = (away * data.forces).sum() / away.square().sum()
     guesses = {
@@ -71,7 +71,7 @@ def force_errors(data: Data, forces: torch.Tensor, sites: torch.Tensor) -> dict[
 
 
 def check(options: argparse.Namespace, crystals: list[Data], learned: torch.nn.Module) -> bool:
-    """Say whether ranks agree with one process: in training, and in forces on the large crystal."""
+    """Compare training, and the forces on the large crystal, with one process."""
     say("\n10 steps of training, on ranks and in one process:")
 
     def found(dtype: torch.dtype) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Argon: a crystal, a melt, and a potential. Angstrom, eV, fs, K; masses in u."""
+"""Argon: a crystal, a melt, and a potential. Units are Angstrom, eV, fs, K and u."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from varcomm.graph import PartitionedGraph
 from varcomm.models import PaiNN
 
 DEPTH, SIGMA = 0.0103, 3.405  # of the potential: eV, Angstrom
-SWITCH, CUTOFF = 5.0, 6.0  # distances at which it begins to end, and has ended
+SWITCH, CUTOFF = 5.0, 6.0  # distances at which the smoothing begins and ends
 MASS = 39.948
 BOLTZMANN = 8.617333e-5  # eV / K
 MOTION = 103.642697  # eV in u (Angstrom / fs)^2
@@ -24,7 +24,7 @@ class System(NamedTuple):
 
 
 def face_centred(cells: int, spacing: float, temperature: float, seed: int) -> System:
-    """Atoms at their sites in 2n x n x n cubic cells of four atoms, with the heat of a gas."""
+    """Return atoms at the sites of 2n x n x n cubic cells of four, with random velocities."""
     sides = torch.tensor([2 * cells, cells, cells], dtype=torch.float64)
     corner = torch.cartesian_prod(*map(torch.arange, sides))
     basis = torch.tensor([[0, 0, 0], [0, 1, 1], [1, 0, 1], [1, 1, 0]], dtype=torch.float64) / 2
@@ -36,10 +36,10 @@ def face_centred(cells: int, spacing: float, temperature: float, seed: int) -> S
 
 
 class LennardJones(torch.nn.Module):
-    """Half of the energy of each of an atom's pairs, brought to zero smoothly."""
+    """Half the energy of each pair of an atom, with a smooth cutoff."""
 
     def forward(self, graph: PartitionedGraph) -> Tensor:
-        """Return energies of the rank's atoms, (n,)."""
+        """Return the energies, (n,), of the rank's atoms."""
         distance = graph.edge_attr.square().sum(1).sqrt()
         power = (SIGMA / distance) ** 6
         x = ((distance - SWITCH) / (CUTOFF - SWITCH)).clamp(0, 1)
@@ -48,7 +48,7 @@ class LennardJones(torch.nn.Module):
 
 
 class WithNetwork(LennardJones):
-    """The same, and the small energies of a network of random weights: forces on many atoms."""
+    """The same energies plus small energies of a network with random weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class WithNetwork(LennardJones):
         self.network = PaiNN(1, CUTOFF, hidden_channels=8, num_blocks=2, scale=0.01).double()
 
     def forward(self, graph: PartitionedGraph) -> Tensor:
-        """Return energies of the rank's atoms, (n,)."""
+        """Return the energies, (n,), of the rank's atoms."""
         types = torch.zeros(graph.num_owned, dtype=torch.long)
         shifts = graph.shift.to(graph.pos) @ graph.cell
         return super().forward(graph) + self.network(types, graph.pos, graph.edge_index, shifts)

@@ -1,4 +1,4 @@
-"""Atoms that move, each on the rank in whose slab of the cell it is."""
+"""Moving atoms; each rank owns the atoms in its slab of the cell."""
 
 from dataclasses import replace
 
@@ -14,11 +14,11 @@ SKIN = 0.8  # Angstrom
 
 
 class MovingAtoms:
-    """Newton's law in steps of velocity Verlet; atoms migrate to the rank of their slab.
+    """Velocity Verlet; atoms migrate to the rank of their slab.
 
-    Each rank keeps positions, velocities and forces of its own atoms. Neighbours, halo and plan
-    stay until an atom has moved by half the skin. Then atoms that have left their slab migrate,
-    and ranks find neighbours again.
+    Each rank holds the positions, velocities and forces of its own atoms. Neighbours, halo and plan
+    stay until an atom has moved by half the skin. Then atoms outside their slab migrate, and ranks
+    find neighbours again.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class MovingAtoms:
         self.search(system.pos[ids], ids)
 
     def slab(self, pos: Tensor) -> Tensor:
-        """The rank that is to own each atom: slabs of equal width along the first cell vector."""
+        """Return the new owner of each atom: slabs of equal width along the first cell vector."""
         part = torch.linalg.solve(self.cell.T, pos.T)[0] % 1
         return (part * self.ranks).long().clamp(max=self.ranks - 1)
 
@@ -42,7 +42,7 @@ class MovingAtoms:
         self.compute(pos, None, ids)
 
     def compute(self, pos: Tensor, previous: PartitionedGraph | None, ids: Tensor) -> None:
-        """Energies, (n,), and forces, (n, 3), of the rank's atoms."""
+        """Return the energies, (n,), and forces, (n, 3), of the rank's atoms."""
         graph = vc.graph.radius(
             pos.requires_grad_(),
             CUTOFF,
@@ -66,7 +66,7 @@ class MovingAtoms:
         return graph.pos, graph.owned_ids
 
     def step(self, time: float) -> None:
-        """Move all atoms by one step of so many fs."""
+        """Move all atoms by one time step, given in fs."""
         kick = time / (2 * MASS * MOTION)
         self.velocity = self.velocity + kick * self.forces
         pos = self.graph.pos.detach() + time * self.velocity
@@ -77,11 +77,11 @@ class MovingAtoms:
         self.velocity = self.velocity + kick * self.forces
 
     def totals(self) -> Tensor:
-        """Potential and kinetic energy of the mean atom, in eV, and migrations so far; (3,)."""
+        """Return the mean potential and kinetic energy in eV, and the migrations so far; (3,)."""
         kinetic = self.velocity.square().sum(1) * (MASS * MOTION / 2)
         means = [self.graph.mean(each) for each in (self.energies, kinetic)]
         return torch.stack([*means, means[0].new_tensor(self.migrated)])
 
     def whole(self) -> Tensor:
-        """Positions of all atoms, (N, 3), on the first rank."""
+        """Return the positions of all atoms, (N, 3), on the first rank."""
         return self.graph.gather(self.graph.pos.detach(), dst=0)

@@ -1,9 +1,9 @@
-"""Molecular dynamics of a crystal and a melt, on as many ranks as there are.
+"""Molecular dynamics of a crystal and a melt, on any number of ranks.
 
     torchrun --nproc-per-node 3 examples/dynamics/train.py
 
-Each rank owns the atoms in its slab of the cell. Atoms move by a potential; those that cross a
-border migrate to the next rank. With --check, ranks are compared with one process.
+Each rank owns the atoms in its slab of the cell. Atoms that cross a border migrate to the next
+rank. --check compares the ranks with one process.
 """
 
 import argparse
@@ -28,7 +28,7 @@ EARLY = 100  # steps after which positions are compared
 
 
 class Run(NamedTuple):
-    """Totals of all moments, (T, 3); positions of all atoms, early and last, on the first rank."""
+    """Totals at all times, (T, 3); early and last positions of all atoms, on the first rank."""
 
     history: Tensor
     early: Tensor
@@ -53,7 +53,7 @@ def run(
 
 
 def drift(history: Tensor, timestep: float) -> Tensor:
-    """Slope of a line through the total energy, in meV per atom and ps."""
+    """Return the slope of a line through the total energy, in meV per atom and ps."""
     total = 1000 * history[:, :2].sum(1)
     time = torch.arange(len(total), dtype=total.dtype) * timestep / 1000
     time = time - time.mean()
@@ -61,7 +61,7 @@ def drift(history: Tensor, timestep: float) -> Tensor:
 
 
 def check(systems: dict[str, System], found: dict[str, Run], options: argparse.Namespace) -> bool:
-    """Say whether ranks agree with one process, which is the first rank alone."""
+    """Print whether ranks agree with one process; the first rank computes alone."""
     say("\nthe same on ranks and in one process:")
     first, passed = new_group([0]), True
     for name, system in systems.items():

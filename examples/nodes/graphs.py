@@ -1,7 +1,7 @@
-"""Two large graphs, a question about their nodes, and what needs no network to answer it.
+"""Two large graphs, a task on their nodes, and baselines without a network.
 
-Nodes have no features and no coordinates. What is known of each is how many edges away some
-random landmarks are; of a few nodes it is known in which of METIS's parts they are.
+Nodes have no features and no coordinates. The input of a node is its distance, in edges, from
+random landmarks. The label is its part in a partition by METIS, known for a few nodes.
 """
 
 import lzma
@@ -23,13 +23,14 @@ LANDMARKS = 16
 
 
 def neighbours(path: Path) -> np.ndarray:
-    """Edges (2, E), source above target, of a file of ``make_data.py``; sorted by target."""
+    """Return the edges (2, E), sources first, of a file of ``make_data.py``, sorted by target."""
     raw = lzma.decompress(path.read_bytes())
     nodes, edges = np.frombuffer(raw, "<u4", 2).astype(int)
     count = np.frombuffer(raw, np.uint8, nodes, 8)
     planes = np.frombuffer(raw, np.uint8, 4 * edges, 8 + nodes).reshape(4, edges)
     gap = np.ascontiguousarray(planes.T).view("<u4").ravel().astype(np.int64)
-    # the sum of a node's gaps, from the node on: one sum over all edges, less what was before
+    # cumulative gaps of each node: one cumulative sum over all edges, minus its value before the
+    # node
     node = np.repeat(np.arange(nodes), count)
     total = np.cumsum(gap)
     before = np.concatenate([[0], total])[np.cumsum(count, dtype=np.int64) - count]
@@ -39,18 +40,18 @@ def neighbours(path: Path) -> np.ndarray:
 
 
 def adjacency(edge_index: np.ndarray) -> sparse.csr_matrix:
-    """A matrix (N, N) with a 1 for each edge."""
+    """Return the matrix (N, N) with a 1 for each edge."""
     source, target = edge_index
     return sparse.coo_matrix((np.ones(len(source), np.float32), (target, source))).tocsr()
 
 
 def load(name: str, labels: int = 50) -> Data:
-    """A graph by its name, in float32.
+    """Return a graph by its name, in float32.
 
     - ``x`` (N, 16): edges between the node and each landmark, standardised.
-    - ``y`` (N,): which of METIS's 8 parts the node is in.
-    - ``train_mask``, ``test_mask`` (N,): the nodes of which that is known, `labels` of each part,
-      and all others.
+    - ``y`` (N,): the part of the node, one of 8.
+    - ``train_mask``, ``test_mask`` (N,): the nodes with a known label, `labels` per part, and all
+      other nodes.
     """
     edge_index = neighbours(FOLDER / f"{name}.xz")
     data = Data(edge_index=torch.from_numpy(edge_index), num_nodes=int(edge_index.max()) + 1)
@@ -58,7 +59,7 @@ def load(name: str, labels: int = 50) -> Data:
 
 
 def with_question(data: Data, labels: int) -> Data:
-    """Add inputs, and parts to be found, to a graph that has edges alone."""
+    """Add inputs and labels to a graph that has only edges."""
     draws = np.random.default_rng(0)
     landmarks = draws.choice(data.num_nodes, LANDMARKS, replace=False)
     hops = dijkstra(adjacency(data.edge_index.numpy()), unweighted=True, indices=landmarks).T
@@ -74,12 +75,12 @@ def with_question(data: Data, labels: int) -> Data:
 
 
 def accuracy(data: Data, guess: torch.Tensor) -> float:
-    """Share of the nodes of the test of which the guess (N,) is right."""
+    """Return the share of test nodes whose guess (N,) is right."""
     return float((guess == data.y)[data.test_mask].double().mean())
 
 
 def baselines(data: Data) -> dict[str, torch.Tensor]:
-    """Guesses (N,) that need no network."""
+    """Return guesses (N,) without a network, by name."""
     known = data.train_mask.nonzero()[:, 0].numpy()
     *_, nearest = dijkstra(
         adjacency(data.edge_index.numpy()),
@@ -112,7 +113,7 @@ def logistic_regression(data: Data) -> torch.Tensor:
 
 
 def plane(x: torch.Tensor) -> torch.Tensor:
-    """Two coordinates (N, 2) to draw nodes by: the first principal components of features."""
+    """Return two coordinates (N, 2) for drawings: the first principal components of features."""
     centred = (x - x.mean(dim=0)).double()
-    _, directions = torch.linalg.eigh(centred.T @ centred)  # the last ones are the largest
+    _, directions = torch.linalg.eigh(centred.T @ centred)  # eigenvalues ascend
     return centred @ directions[:, [-1, -2]]

@@ -2,7 +2,7 @@
 
     python examples/nodes/make_data.py FILE ...
 
-A ``FILE`` is called ``NAME.graph``, or ``NAME.graph.xz`` if it is compressed.
+``FILE`` is ``NAME.graph``, or ``NAME.graph.xz`` if it is compressed.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from graphs import FOLDER, neighbours
 
 
 def read(path: Path) -> tuple[int, np.ndarray]:
-    """Nodes, and edges (2, E), each in both directions as in the file."""
+    """Return the number of nodes and the edges (2, E), each in both directions."""
     content = path.read_bytes()
     content = lzma.decompress(content) if path.suffix == ".xz" else content
     head, *lines = content.decode().splitlines()
@@ -27,7 +27,7 @@ def read(path: Path) -> tuple[int, np.ndarray]:
 
 
 def packed(nodes: int, edge_index: np.ndarray) -> bytes:
-    """Each node's number of later neighbours, and how far each of these is from the one before.
+    """Return the number of later neighbours of each node, and the gaps between them.
 
     Small numbers with similar high bytes compress well.
     """

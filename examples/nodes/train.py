@@ -1,9 +1,9 @@
-"""Three models of PyTorch Geometric, as they are, on one large graph over all ranks.
+"""Three unchanged models of PyTorch Geometric on one large partitioned graph.
 
     torchrun --nproc-per-node 2 examples/nodes/train.py
 
-From distances to landmarks and a few labelled nodes, GCN, GAT and GraphSAGE predict in which of
-METIS's parts all other nodes are.
+GCN, GAT and GraphSAGE predict the part of METIS of each node, from distances to landmarks and a few
+labelled nodes.
 """
 
 import sys
@@ -29,7 +29,7 @@ Mean = Callable[[Tensor, Tensor], Tensor]
 
 
 def new_model(name: str, hidden: int, layers: int, seed: int) -> torch.nn.Module:
-    """The same on every rank, since all draw from the same seed."""
+    """Return a model with equal weights on all ranks, which draw them from one seed."""
     torch.manual_seed(seed)
     kind, more = MODELS[name]
     return kind(graphs.LANDMARKS, hidden, layers, graphs.PARTS, norm="batch_norm", **more)
@@ -43,9 +43,9 @@ def fit(
     steps: int,
     curve: list[float] | None = None,
 ) -> Iterator[float]:
-    """Train on the whole graph at every step; yields the loss before each.
+    """Train on the full graph in every step; yield the loss before each step.
 
-    ``mean`` is over the nodes where a mask is true; ``curve`` gets the accuracies on the test.
+    ``mean`` is over the nodes of a mask; ``curve`` receives the accuracies on the test nodes.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=1e-2)
     for _ in range(steps):
@@ -64,20 +64,20 @@ def fit(
 def fit_on_ranks(
     model: torch.nn.Module, graph: PartitionedGraph, steps: int, curve: list[float] | None = None
 ) -> Iterator[float]:
-    """What partitioning changes: means are over all ranks, and gradients are summed."""
+    """Train on ranks: means are over all ranks, and gradients are summed."""
     model = vc.graph.distribute(model, graph)
     return fit(model, graph, graph.mean, vc.data_parallel.sum_gradients, steps, curve)
 
 
 def fit_alone(model: torch.nn.Module, data: Data, steps: int) -> Iterator[float]:
-    """The same in one process, without varcomm."""
+    """Train in one process, without varcomm."""
     return fit(model, data, lambda values, mask: values[mask].mean(), lambda model: None, steps)
 
 
 def record(model: torch.nn.Module, losses: Iterator[float]) -> Record:
     """Run a training; return its losses, and the gradients of its first step.
 
-    As one vector: by itself the bias before a batch norm has none but rounding.
+    Gradients are one vector, because the gradient of a bias before a batch norm is only rounding.
     """
     first = next(losses)
     gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])

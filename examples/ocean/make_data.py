@@ -2,7 +2,7 @@
 
     python examples/ocean/make_data.py FOLDER
 
-``FOLDER`` holds ``levitus_climatology.cdf`` and ``etopo60.cdf``, as they are or compressed with xz.
+``FOLDER`` holds ``levitus_climatology.cdf`` and ``etopo60.cdf``, plain or compressed with xz.
 """
 
 import argparse
@@ -17,7 +17,7 @@ OUTPUT = Path(__file__).parent / "data" / "ocean_1deg.npz"
 
 
 def read(folder: Path, name: str, variable: str) -> tuple[np.ndarray, ...]:
-    """Values of one variable, NaN where missing, followed by the values of its axes."""
+    """Return the values of a variable, NaN if missing, and the values of its axes."""
     plain, packed = folder / f"{name}.cdf", folder / f"{name}.cdf.xz"
     content = plain.read_bytes() if plain.exists() else lzma.decompress(packed.read_bytes())
     with netcdf_file(io.BytesIO(content), mmap=False) as file:
@@ -29,7 +29,7 @@ def read(folder: Path, name: str, variable: str) -> tuple[np.ndarray, ...]:
 
 
 def mask_agreement(sea: np.ndarray, relief: np.ndarray, columns: int) -> float:
-    """Correlation of one grid's sea with the other's, turned eastwards by some columns."""
+    """Return the correlation of two sea masks, the second shifted eastwards by some columns."""
     below = np.roll(relief < 0, columns, axis=1)
     return float(np.corrcoef(sea.ravel(), below.ravel())[0, 1])
 
@@ -61,7 +61,7 @@ def main() -> None:
         surface_temperature=temperature[0][sea],
         surface_salinity=salinity[0][sea],
         temperature_400m=temperature[level][sea],
-        # Of a coastal cell that is land on average, the sea is as shallow as can be.
+        # A coastal cell that is land on average gets the smallest depth.
         floor_depth=np.maximum(-relief[sea], 0),
     )
     print(f"{len(row):,} sea cells, {np.isfinite(temperature[level][sea]).sum():,} reach 400 m")

@@ -1,7 +1,7 @@
-"""The world ocean as a graph: predict the temperature at 400 m from what the surface shows.
+"""The world ocean as a graph: predict the temperature at 400 m from surface data.
 
-A node is a sea cell of a regular grid; an edge joins it to each of its 8 neighbours that is sea
-too. The temperature at 400 m is hidden in the test tiles, squares of 10 degrees spread evenly.
+A node is a sea cell of a regular grid, with edges to up to 8 neighbouring sea cells. Test tiles are
+squares of 10 degrees, spread evenly, in which the temperature at 400 m is held out.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ SPACINGS = [n for n in range(1, 46) if 180 % n == 0]  # coarser grids have no te
 
 
 def neighbours(row: np.ndarray, column: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """Directed edges (2, E), source above target, between cells that touch; columns wrap round."""
+    """Return directed edges (2, E) between cells that touch; longitudes are periodic."""
     node = np.full((shape[0] + 2, shape[1]), -1)  # a row of land beyond each pole
     node[row + 1, column] = np.arange(len(row))
     around = [(north, east) for north in (-1, 0, 1) for east in (-1, 0, 1) if north or east]
@@ -28,13 +28,13 @@ def neighbours(row: np.ndarray, column: np.ndarray, shape: tuple[int, int]) -> n
 
 
 def on_sphere(lat: np.ndarray, lon: np.ndarray) -> np.ndarray:
-    """Positions (N, 3) on the unit sphere; unlike the longitude, they have no seam."""
+    """Return positions (N, 3) on the unit sphere, which have no seam as longitudes have."""
     phi, theta = np.deg2rad(lat), np.deg2rad(lon)
     return np.stack([np.cos(phi) * np.cos(theta), np.cos(phi) * np.sin(theta), np.sin(phi)], axis=1)
 
 
 def displacement(pos: np.ndarray, edge_index: np.ndarray) -> np.ndarray:
-    """East, north and length (E, 3), in degrees of a great circle, from source to target."""
+    """Return displacements (E, 3) from source to target: east, north and length, in degrees."""
     source, target = pos[edge_index[0]], pos[edge_index[1]]
     north, east = (target - source).T
     east = (east + 180) % 360 - 180
@@ -47,16 +47,16 @@ def standardise(values: np.ndarray) -> np.ndarray:
 
 
 def load(spacing: int = 1) -> Data:
-    """The graph of the sea cells, in float32, nodes from south to north and then eastwards.
+    """Return the graph of the sea cells, in float32; nodes go from south to north, then eastwards.
 
-    ``spacing`` is in degrees: 1 takes every cell, k every k-th row and column. The graph has
+    ``spacing`` is in degrees: with k, every k-th row and column of cells. The graph has
 
     - ``x`` (N, 6): position on the unit sphere, surface temperature, surface salinity, depth of
-      the sea floor. The last three are standardised over all nodes: they are known everywhere.
+      the sea floor. The last three are standardised over all nodes.
     - ``edge_attr`` (E, 3): displacement to the east and to the north, and distance, in spacings.
-    - ``y`` (N, 1): temperature at 400 m, standardised over the training nodes; NaN where the sea
+    - ``y`` (N, 1): temperature at 400 m, standardised over the training nodes; NaN if the sea
       is shallower. In deg C it is ``y * y_std + y_mean``.
-    - ``train_mask``, ``test_mask`` (N,): the nodes with a ``y``, one tile in five for the test.
+    - ``train_mask``, ``test_mask`` (N,): nodes with a ``y``; one tile in five is for the test.
     - ``pos`` (N, 2): latitude north and longitude east, in degrees.
     """
     if spacing < 1 or 180 % spacing:
@@ -76,7 +76,7 @@ def load(spacing: int = 1) -> Data:
 
     deep = np.isfinite(field["temperature_400m"])
     tile_row, tile_column = (pos // TILE).astype(np.int64).T
-    # A knight's move from one test tile to the next: no two touch, but where the longitude wraps.
+    # Test tiles are a knight's move apart: two of them touch only at the seam of longitudes.
     test = (tile_row + 2 * tile_column) % 5 == 0
     known = field["temperature_400m"][deep & ~test]
     y = (field["temperature_400m"] - known.mean()) / known.std()
@@ -95,13 +95,13 @@ def load(spacing: int = 1) -> Data:
 
 
 def rmse(data: Data, prediction: torch.Tensor) -> float:
-    """Error on the test tiles, in deg C, of a standardised prediction (N, 1)."""
+    """Return the error of a standardised prediction (N, 1) in the test tiles, in deg C."""
     error = (prediction - data.y)[data.test_mask].double()
     return float(error.square().mean().sqrt()) * data.y_std
 
 
 def baselines(data: Data) -> dict[str, float]:
-    """Errors on the test tiles, in deg C, of what needs no network."""
+    """Return errors of baselines without a network in the test tiles, in deg C."""
     known = torch.cat([data.x[:, :5], torch.ones_like(data.x[:, :1])], dim=1).double()
     train = data.train_mask
     weights = torch.linalg.lstsq(known[train], data.y[train].double()).solution

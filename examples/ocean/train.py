@@ -1,9 +1,9 @@
-"""Train a graph network on the world ocean, on as many ranks as there are.
+"""Train a graph network on the world ocean, on any number of ranks.
 
     torchrun --nproc-per-node 2 examples/ocean/train.py
 
-From what the surface shows it predicts the temperature at 400 m. The graph is split over the
-ranks; the model does not depend on ranks. With --check, it also trains in one process and compares.
+The network predicts the temperature at 400 m from surface data. The graph is partitioned over the
+ranks; the model has no code for ranks. --check compares the training with one process.
 """
 
 import argparse
@@ -27,14 +27,14 @@ from common import Cost, Parser, Record, differences, one_answer, one_cycle, say
 
 
 def new_model(data: Data, hidden: int, blocks: int, seed: int) -> MeshGraphNet:
-    """The same on every rank, since all draw from the same seed."""
+    """Return a model with equal weights on all ranks, which draw them from one seed."""
     torch.manual_seed(seed)
     channels = data.x.shape[1], data.edge_attr.shape[1], data.y.shape[1]
     return MeshGraphNet(*channels, hidden_channels=hidden, num_blocks=blocks)
 
 
 def squared_error(model: torch.nn.Module, part: Data | PartitionedGraph) -> torch.Tensor:
-    """Of each node; where the target is not known it means nothing, but is a number."""
+    """Return the squared error of each node; finite, but without meaning, if the target is NaN."""
     return (model(part.x, part.edge_index, part.edge_attr) - part.y.nan_to_num()).square()
 
 
@@ -44,7 +44,7 @@ def fit(
     complete_gradients: Callable[[torch.nn.Module], None],
     steps: int,
 ) -> Iterator[float]:
-    """Train on the whole graph at every step; yields the loss before each."""
+    """Train on the full graph in every step; yield the loss before each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=1e-2)
     schedule = one_cycle(optimizer, 1e-2, steps, rise=0.3)
     for _ in range(steps):
@@ -58,7 +58,7 @@ def fit(
 
 
 def fit_on_ranks(model: torch.nn.Module, graph: PartitionedGraph, steps: int) -> Iterator[float]:
-    """What partitioning changes: the loss is a mean over all ranks, and gradients are summed."""
+    """Train on ranks: the loss is a mean over all ranks, and gradients are summed."""
     vc.graph.distribute(model, graph)
     return fit(
         model,
@@ -69,7 +69,7 @@ def fit_on_ranks(model: torch.nn.Module, graph: PartitionedGraph, steps: int) ->
 
 
 def fit_alone(model: torch.nn.Module, data: Data, steps: int) -> Iterator[float]:
-    """The same in one process, without varcomm."""
+    """Train in one process, without varcomm."""
     return fit(
         model,
         lambda: squared_error(model, data)[data.train_mask].mean(),
@@ -88,7 +88,7 @@ def record(model: torch.nn.Module, losses: Iterator[float]) -> Record:
 def compare(
     model: torch.nn.Module, data: Data, method: str | torch.Tensor | None, steps: int
 ) -> tuple[float, float]:
-    """How far training on ranks is from training alone; the same on every rank."""
+    """Return the differences between training on ranks and in one process; equal on all ranks."""
     graph = vc.graph.partition(data, method=method)
     together, alone = copy.deepcopy(model), copy.deepcopy(model)
     return differences(
@@ -102,7 +102,7 @@ def in_precision(data: Data, dtype: torch.dtype) -> Data:
 
 
 def check(options: argparse.Namespace) -> bool:
-    """Tell whether ranks give what one process gives, in double and in single precision."""
+    """Compare ranks with one process in fp64 and fp32."""
     spacing = options.check or options.spacing
     say(f"\n20 steps on the grid of {spacing} degrees, on ranks and in one process:")
     data = ocean.load(spacing)

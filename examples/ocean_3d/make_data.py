@@ -2,7 +2,7 @@
 
     python examples/ocean_3d/make_data.py FOLDER
 
-``FOLDER`` holds ``levitus_climatology.cdf`` and ``etopo60.cdf``, as they are or compressed with xz.
+``FOLDER`` holds ``levitus_climatology.cdf`` and ``etopo60.cdf``, plain or compressed with xz.
 """
 
 import argparse
@@ -18,7 +18,7 @@ MISSING = -(2**15)
 
 
 def read(folder: Path, name: str, variable: str) -> tuple[np.ndarray, ...]:
-    """Values of one variable, NaN where missing, followed by the values of its axes."""
+    """Return the values of a variable, NaN if missing, and the values of its axes."""
     plain, packed = folder / f"{name}.cdf", folder / f"{name}.cdf.xz"
     content = plain.read_bytes() if plain.exists() else lzma.decompress(packed.read_bytes())
     with netcdf_file(io.BytesIO(content), mmap=False) as file:
@@ -42,10 +42,10 @@ def main() -> None:
     if not np.array_equal(lat, relief_lat) or not np.array_equal(sea[0], np.isfinite(salinity)):
         raise SystemExit("the grids of temperature, salinity and relief differ")
     if (sea[1:] & ~sea[:-1]).any():
-        raise SystemExit("there is sea below land")  # then a column would be more than a length
+        raise SystemExit("there is sea below land")  # columns are prefixes of the levels
 
     row, column = np.nonzero(sea[0])
-    # Of a coastal cell that is land on average, the sea is as shallow as can be.
+    # A coastal cell that is land on average gets the smallest depth.
     floor = np.maximum(-relief[row, column], 0)
     millidegrees = np.where(sea, np.round(1000 * temperature), MISSING)[:, row, column]
     with netcdf_file(OUTPUT, "w") as file:

@@ -1,8 +1,8 @@
-"""The world ocean in three dimensions as a graph, of which each rank makes its own part.
+"""The world ocean in three dimensions as a graph; each rank makes its own part.
 
 A node is a sea cell of a regular grid at one of 20 depths. Edges join it to its 4 neighbours at the
-same depth, and to the cells above and below. Nodes are numbered column by column, each from the
-surface down, and every cell below the surface of a test tile is for the test.
+same depth, and to the cells above and below. Nodes are numbered column by column, from the surface
+down. All cells below the surface of a test tile are for the test.
 """
 
 from pathlib import Path
@@ -18,29 +18,29 @@ FILE = Path(__file__).parent / "data" / "ocean_3d.nc"
 TILE = 10  # degrees
 RESOLUTIONS = [n for n in range(1, 13) if 180 % n == 0]
 DEPTHS = 20
-CHANNELS = 7, 4, 1  # of a node, of an edge, of a prediction
+CHANNELS = 7, 4, 1  # widths of nodes, edges and predictions
 
 
 def counted(counts: np.ndarray) -> np.ndarray:
-    """From 0 on for each count: 0, 1, 2, 0, 1 for 3, 2."""
+    """Return ranges from 0 for all counts: 0, 1, 2, 0, 1 for counts 3, 2."""
     starts = np.cumsum(counts) - counts
     return np.arange(counts.sum()) - np.repeat(starts, counts)
 
 
 def on_log_scale(depth: np.ndarray) -> np.ndarray:
-    """Levels lie closer near the surface; on this scale their distances are much the same."""
+    """Return depths on a logarithmic scale, on which levels are about evenly spaced."""
     return np.log1p(depth / 100)
 
 
 def mean(table: np.ndarray) -> np.ndarray:
-    """The mean of each column over the rows of all ranks that are not NaN; collective."""
+    """Return the mean of each column over the rows of all ranks, without NaN; collective."""
     sums = np.stack([np.nansum(table, axis=0), np.isfinite(table).sum(axis=0)])
     total, count = vc.all_reduce(torch.from_numpy(sums)).numpy()
     return total / count
 
 
 def moments(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation, as :func:`mean`."""
+    """Return the mean and standard deviation, as :func:`mean`."""
     middle = mean(table)
     return middle, np.sqrt(mean((table - middle) ** 2))
 
@@ -48,15 +48,15 @@ def moments(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 class Ocean:
     """The columns of sea, which every rank reads, and edges between nodes.
 
-    ``resolution`` is in degrees: k takes every k-th row and column of the grid. ``levels`` are
-    taken evenly of the 20, the first and the last among them. Arrays of C columns, L levels:
+    ``resolution`` is in degrees: with k, every k-th row and column of the grid. ``levels`` are
+    evenly chosen from the 20, including the first and the last. Arrays of C columns and L levels:
 
     - ``pos`` (C, 2): latitude north and longitude east, in degrees, from south to north.
-    - ``row`` (C,): of each column in the file, and ``chosen`` (L,): the levels in the file.
-    - ``depth`` (L,), in m, and ``levels`` (C,): how many of them a column has, from the top.
-    - ``first`` (C,): the number of each column's first node.
+    - ``row`` (C,): the row of each column in the file; ``chosen`` (L,): the levels in the file.
+    - ``depth`` (L,), in m; ``levels`` (C,): the number of levels of each column.
+    - ``first`` (C,): the id of each column's first node.
     - ``test`` (C,): whether a column is in a test tile.
-    - ``edges`` (2, e): which columns are neighbours, source above target.
+    - ``edges`` (2, e): neighbouring columns, sources first.
     """
 
     def __init__(self, resolution: int, levels: int = DEPTHS) -> None:
@@ -80,7 +80,7 @@ class Ocean:
         self.edges = neighbours(row // resolution, column // resolution, shape)
 
         tile_row, tile_column = (self.pos // TILE).astype(np.int64).T
-        # A knight's move from one test tile to the next: no two touch, but where the grid ends.
+        # Test tiles are a knight's move apart: two of them touch only at the seam of longitudes.
         self.test = (tile_row + 2 * tile_column) % 5 == 0
 
     @property
@@ -88,7 +88,7 @@ class Ocean:
         return int(self.levels.sum())
 
     def along_levels(self, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Edges between neighbours into some columns, and how far they go."""
+        """Return the edges into some columns at each level, and their displacements."""
         source, target = self.edges[:, np.isin(self.edges[1], columns)]
         north, east = (self.pos[target] - self.pos[source]).T
         east = (east + 180) % 360 - 180
@@ -101,16 +101,16 @@ class Ocean:
 
 
 class Fields:
-    """The fields of the columns that a rank owns, of which it reads no others; collective.
+    """The fields of the rank's columns, which it reads from the file; collective.
 
-    Arrays of the rank's c columns, L levels:
+    Arrays of the rank's c columns and L levels:
 
     - ``ids`` (c,): the columns, ascending.
     - ``temperature`` (c, L), in deg C, NaN below the sea floor.
-    - ``surface`` (c, 6): the place on the unit sphere, and standardised what the surface shows:
-      temperature, salinity, depth of the sea floor.
-    - ``fit`` (c, L): a linear fit at each level to what the surface shows in all training columns,
-      in deg C, and ``std`` (L,): how far these are from it. The network learns what the fit leaves.
+    - ``surface`` (c, 6): position on the unit sphere; standardised temperature, salinity and depth
+      of the sea floor.
+    - ``fit`` (c, L): a linear fit per level to the surface data of all training columns, in deg C;
+      ``std`` (L,): the deviation from the fit. The network learns the residual.
     """
 
     def __init__(self, ocean: Ocean, columns: PartitionedGraph) -> None:
@@ -134,21 +134,22 @@ class Fields:
         self._train = ~ocean.test[self.ids]
         self.fit = self._linear_fit()
         self.std = moments((self.temperature - self.fit)[self._train])[1]
-        self.std[0] = 1  # the fit leaves nothing of the surface, which is known
+        self.std[0] = 1  # the surface is known, so its residual is zero
 
     def part(
         self, dtype: torch.dtype = torch.float32
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
-        """The nodes of the columns, and all edges into them; of no other is anything made.
+        """Return the nodes of the rank's columns, and all edges into these nodes.
 
-        The numbers of the nodes, (n,); their attributes; edges in the numbers of the whole graph,
-        (2, e); and attributes of the edges, (e, 4): displacement to the east and to the north and
-        distance, in resolutions, and down, on the scale of the depth. Attributes of nodes are
+        The results are ids of the nodes, (n,); node attributes; edges (2, e) in global ids; and
+        edge attributes (e, 4). An edge has its displacement to the east and to the north and its
+        length, in units of the resolution, and its displacement down, on the logarithmic scale.
+        Node attributes are
 
-        - ``x`` (n, 7): place on the unit sphere, what the surface above shows (temperature,
-          salinity), depth of the sea floor, and of the node.
-        - ``y`` (n, 1): temperature beyond the linear fit, in standard deviations of the level.
-        - ``train`` (n,): below the surface of no test tile.
+        - ``x`` (n, 7): position on the unit sphere, temperature and salinity of the surface above,
+          depth of the sea floor, depth of the node.
+        - ``y`` (n, 1): residual of the linear fit, in standard deviations of the level.
+        - ``train`` (n,): whether the node is in the training set.
         """
         levels = self.ocean.levels[self.ids]
         column, level = np.repeat(np.arange(len(levels)), levels), counted(levels)
@@ -175,9 +176,9 @@ class Fields:
         return torch.from_numpy(number), attributes, edge_index, moved
 
     def celsius(self, prediction: np.ndarray) -> np.ndarray:
-        """Temperatures (c, L) in deg C, of a prediction of `y` at the rank's nodes, (n,).
+        """Return temperatures (c, L) in deg C for a prediction of `y` at the rank's nodes, (n,).
 
-        At the surface those that are known.
+        The surface has its known temperatures.
         """
         table = np.full(self.temperature.shape, np.nan)
         table[np.isfinite(self.temperature)] = prediction
@@ -192,28 +193,28 @@ class Fields:
             used = np.isfinite(truth) & self._train
             table = np.column_stack([known, truth])[used]
             factors.append(torch.from_numpy(np.linalg.qr(table, mode="r")))
-        # the factors R of all ranks have the least squares of all rows
+        # the factors R of all ranks have the same least squares as all rows
         tables = [table.numpy() for table in vc.all_gather_v(factors)]
         weights = [np.linalg.lstsq(table[:, :-1], table[:, -1])[0] for table in tables]
         return known @ np.column_stack(weights)
 
     def level_mean(self) -> np.ndarray:
-        """Temperatures (c, L) of which each is the mean of its level, over training columns."""
+        """Return temperatures (c, L): the mean of each level over training columns."""
         level = mean(self.temperature[self._train])
         return np.broadcast_to(level, self.temperature.shape)
 
     def rmse(self, prediction: np.ndarray) -> tuple[np.ndarray, float]:
-        """Errors of temperatures (c, L) in the test tiles, in deg C: at each level, and below 0."""
+        """Return errors of temperatures (c, L) in the test tiles, in deg C: per level, total."""
         square = (prediction - self.temperature)[~self._train] ** 2
         return np.sqrt(mean(square)), float(np.sqrt(mean(square[:, 1:].reshape(-1, 1)))[0])
 
     def gathered(self, table: np.ndarray) -> np.ndarray:
-        """A table (c, L) for all columns (C, L), on the first rank."""
+        """Return the table (C, L) of all columns, on the first rank, from parts (c, L)."""
         return self.columns.gather(torch.from_numpy(table), dst=0).numpy()
 
 
 def neighbours(row: np.ndarray, column: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """Directed edges (2, e), source above target, between cells side by side; columns wrap."""
+    """Return directed edges (2, e) between cells side by side; longitudes are periodic."""
     cell = np.full((shape[0] + 2, shape[1]), -1)  # a row of land beyond each pole
     cell[row + 1, column] = np.arange(len(row))
     around = [(-1, 0), (0, -1), (0, 1), (1, 0)]

@@ -1,10 +1,10 @@
-"""Train a graph network on the ocean in three dimensions, on as many ranks as there are.
+"""Train a graph network on the ocean in three dimensions, on any number of ranks.
 
     torchrun --nproc-per-node 2 examples/ocean_3d/train.py
 
-From what the surface shows it predicts the temperature at 19 depths. Each rank reads its own part
-of the data and makes its own part of the graph. With --checkpoint, training goes on from there,
-on any other number of ranks.
+The network predicts the temperature at 19 depths from surface data. Each rank reads its part of the
+data and makes its part of the graph. With --checkpoint, training resumes from a checkpoint, also on
+another number of ranks.
 """
 
 import argparse
@@ -30,13 +30,13 @@ from common import Cost, Parser, say, training
 
 
 def owners(ocean: Ocean, ranks: int) -> torch.Tensor:
-    """Which rank has which column: each whole, so that no edge up or down is between ranks."""
+    """Return the owner of each column; a column is never split between ranks."""
     surface = Data(edge_index=torch.from_numpy(ocean.edges), pos=torch.from_numpy(ocean.pos))
     return vc.graph.assign(surface, ranks, node_weight=torch.from_numpy(ocean.levels))
 
 
 def on_ranks(ocean: Ocean, dtype: torch.dtype = torch.float32) -> tuple[PartitionedGraph, Fields]:
-    """The graph and the fields; a rank only ever reads its own columns and makes their nodes."""
+    """Return the graph and the fields; each rank reads and makes its own columns only."""
     world = vc.init()
     owner = owners(ocean, world.size)
     surface = Data(edge_index=torch.from_numpy(ocean.edges), num_nodes=len(owner))
@@ -56,7 +56,7 @@ def on_ranks(ocean: Ocean, dtype: torch.dtype = torch.float32) -> tuple[Partitio
 
 
 def new_model(options: argparse.Namespace) -> MeshGraphNet:
-    """The same on every rank, since all draw from the same seed."""
+    """Return a model with equal weights on all ranks, which draw them from one seed."""
     torch.manual_seed(options.seed)
     model = MeshGraphNet(*CHANNELS, hidden_channels=options.hidden, num_blocks=options.blocks)
     if options.recompute:
@@ -66,24 +66,24 @@ def new_model(options: argparse.Namespace) -> MeshGraphNet:
 
 
 def rate(step: int) -> float:
-    """How fast to learn, as a share of the greatest rate; of no account is when to end."""
+    """Return the factor of the learning rate; it does not depend on the number of steps."""
     return min((step + 1) / 20, 1.0) * 0.985**step
 
 
 class Training:
-    """All that decides how training goes on; none of it depends on the number of ranks."""
+    """The complete state of the training, which is independent of the number of ranks."""
 
     def __init__(self, graph: PartitionedGraph, options: argparse.Namespace) -> None:
         self.graph = graph
         self.model = vc.graph.distribute(new_model(options).to(graph.x.dtype), graph)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, weight_decay=1e-2)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rate)
-        self.losses: list[float] = []  # of the steps so far
+        self.losses: list[float] = []  # losses of the steps so far
         names = ("resolution", "levels", "hidden", "blocks")
         self.kind = {name: getattr(options, name) for name in names}
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has."""
+        """Return the content of a checkpoint."""
         return {
             "model": self.model,
             "optimizer": self.optimizer,
@@ -96,12 +96,12 @@ class Training:
         """Continue from a checkpoint, saved on any number of ranks."""
         state = self.state()
         vc.checkpoint.load(state, folder)
-        if state["kind"] != self.kind:  # a network would fit that has learned another ocean
+        if state["kind"] != self.kind:  # otherwise a network trained on another grid would load
             raise vc.ArgumentError(f"{folder} is of {state['kind']}, and this is {self.kind}.")
         self.losses = state["losses"]
 
     def advance(self) -> float:
-        """Make one step on the whole graph; the loss before it."""
+        """Make one step on the full graph; return the loss before the step."""
         graph = self.graph
         prediction = self.model(graph.x, graph.edge_index, graph.edge_attr)
         loss = graph.mean((prediction - graph.y).square(), graph.train)
@@ -114,7 +114,7 @@ class Training:
         return self.losses[-1]
 
     def run(self, options: argparse.Namespace) -> Iterator[float]:
-        """Train to the end, and save now and then; the loss of each step."""
+        """Train to the end, with checkpoints; return the loss of each step."""
         while len(self.losses) < options.steps:
             loss = self.advance()
             made = len(self.losses)
@@ -124,13 +124,13 @@ class Training:
 
 
 def is_there(folder: Path) -> bool:
-    """One rank looks: what one machine has written, others may see later."""
+    """Return whether rank 0 finds the checkpoint; other machines may see new files later."""
     there = torch.tensor((folder / ".metadata").exists()) if vc.init().rank == 0 else None
     return bool(vc.broadcast(there))
 
 
 def file_in_the_way(folder: Path | None) -> str | None:
-    """Say why nothing could be saved in a folder."""
+    """Return the reason why no checkpoint can be saved in a folder, or None."""
     if folder is None or not folder.exists() or folder.is_dir():
         return None
     return f"argument --checkpoint: {str(folder)!r} is not a folder"

@@ -1,15 +1,15 @@
 """A triangle mesh of the world ocean with its real coasts and depths, and long waves on it.
 
-Waves that are long beside the depth H move the sea level by the equations
+Waves that are long compared to the depth H follow the equations
 
     d level / dt = -div (H velocity),   d velocity / dt = -g grad level.
 
-From rest, an implicit time step ends at the solution of one elliptic equation,
+From rest, an implicit time step is the solution of one elliptic equation,
 
     level - (g step^2) div (H grad level) = disturbance,   no flow through coasts,
 
-which ocean models solve at each step. A disturbance reaches about `step * sqrt(g H)` far.
-Lengths are in km, times in hours.
+which ocean models solve in each step. A disturbance spreads by about `step * sqrt(g H)`. Lengths
+are in km, times in hours.
 """
 
 from pathlib import Path
@@ -24,12 +24,12 @@ from torch_geometric.data import Data
 
 FILE = Path(__file__).parents[1] / "ocean" / "data" / "ocean_1deg.npz"
 RADIUS, GRAVITY = 6371.0, 9.81e-3 * 3600**2
-DEEP = 4.0  # km, the depth where nodes are farthest apart
+DEEP = 4.0  # km: from this depth on, nodes have the largest spacing
 HELD_OUT, HELD_OUT_SEED = 32, 10**6
 
 
 def cells() -> tuple[np.ndarray, np.ndarray]:
-    """Positions (C, 3) on the unit sphere and depths (C,) in km of the sea cells of the Earth."""
+    """Return positions (C, 3) on the unit sphere and depths (C,) in km of all sea cells."""
     with np.load(FILE) as file:
         phi, theta = np.deg2rad(file["lat"].astype(float)), np.deg2rad(file["lon"].astype(float))
         depth = file["floor_depth"].astype(float) / 1000
@@ -38,7 +38,7 @@ def cells() -> tuple[np.ndarray, np.ndarray]:
 
 
 def chosen(pos: np.ndarray, depth: np.ndarray, spacing: float) -> np.ndarray:
-    """Cells (N,) that become nodes, closer together where waves are shorter: as sqrt(depth)."""
+    """Return the cells (N,) that become nodes, with spacings proportional to sqrt(depth)."""
     reach = 0.8 * np.deg2rad(spacing) * np.sqrt((depth / DEEP).clip(0.12, 1))
     tree, free, kept = cKDTree(pos), np.ones(len(pos), dtype=bool), []
     for cell in np.argsort(depth, kind="stable"):  # shelves first, so that no deep node thins them
@@ -49,9 +49,9 @@ def chosen(pos: np.ndarray, depth: np.ndarray, spacing: float) -> np.ndarray:
 
 
 def triangles(pos: np.ndarray, sea: np.ndarray) -> np.ndarray:
-    """Delaunay's triangles (T, 3) on the sphere, without those that touch land.
+    """Return Delaunay triangles (T, 3) on the sphere that do not touch land.
 
-    ``sea`` (C, 3) are the centres of all sea cells, 1 degree apart.
+    ``sea`` (C, 3): centres of all sea cells, 1 degree apart.
     """
     found = ConvexHull(pos).simplices
     steps = np.array([(a, b, 4 - a - b) for a in range(5) for b in range(5 - a)]) / 4
@@ -62,9 +62,9 @@ def triangles(pos: np.ndarray, sea: np.ndarray) -> np.ndarray:
 
 
 def stiffness(pos: np.ndarray, triangle: np.ndarray, weight: np.ndarray) -> sparse.csc_matrix:
-    """Inner products (N, N) of gradients of the nodes' hat functions, by a weight per triangle."""
+    """Return the stiffness matrix (N, N) of linear elements, with a weight per triangle."""
     corner = pos[triangle]
-    opposite = np.roll(corner, -1, axis=1) - np.roll(corner, 1, axis=1)  # a side for each corner
+    opposite = np.roll(corner, -1, axis=1) - np.roll(corner, 1, axis=1)  # sides
     scale = weight / (4 * area_of(corner))
     entries = opposite @ opposite.transpose(0, 2, 1) * scale[:, None, None]
     row = np.repeat(triangle, 3, axis=1).ravel()
@@ -73,13 +73,13 @@ def stiffness(pos: np.ndarray, triangle: np.ndarray, weight: np.ndarray) -> spar
 
 
 def area_of(corner: np.ndarray) -> np.ndarray:
-    """Areas (T,) of triangles with these corners (T, 3, 3)."""
+    """Return the areas (T,) of triangles with corners (T, 3, 3)."""
     one, other = corner[:, 1] - corner[:, 0], corner[:, 2] - corner[:, 0]
     return np.linalg.norm(np.cross(one, other), axis=1) / 2
 
 
 class Ocean:
-    """Nodes, triangles and the exact solver of the largest connected sea of a mesh.
+    """Nodes, triangles and the exact solver of the largest connected sea.
 
     ``pos`` (N, 3) in km, ``depth`` (N,) in km, ``triangle`` (T, 3), ``area`` (N,) in km^2.
     """
@@ -104,18 +104,18 @@ class Ocean:
         return (sparse.diags(self.area) + hours**2 * self.stiffness).tocsc()
 
     def after(self, disturbance: np.ndarray, hours: float) -> np.ndarray:
-        """Sea levels (N, S) after a step from disturbances (N, S), up to rounding."""
+        """Return sea levels (N, S) one step after disturbances (N, S), up to rounding."""
         return splu(self.matrix(hours)).solve(self.area[:, None] * disturbance)
 
     def iterate(self, disturbance: np.ndarray, hours: float, steps: int) -> np.ndarray:
-        """The same after some steps of conjugate gradients."""
+        """Return sea levels (N, S) after some steps of conjugate gradients."""
         matrix, load = self.matrix(hours), self.area[:, None] * disturbance
         scale = sparse.diags(1 / matrix.diagonal())
         solved = [cg(matrix, one, rtol=0, maxiter=steps, M=scale)[0] for one in load.T]
         return np.stack(solved, axis=1)
 
     def disturbances(self, count: int, seed: int) -> np.ndarray:
-        """Random sea levels (N, count) in m, a hump in deep water each; no water is added."""
+        """Return random sea levels (N, count) in m: one hump in deep water each, with zero mean."""
         draws, share = np.random.default_rng(seed), self.area / self.area.sum()
         deep = share * (self.depth > DEEP / 2)
         centre = self.pos[draws.choice(len(self.pos), count, p=deep / deep.sum())]
@@ -125,12 +125,12 @@ class Ocean:
 
 
 def load(ocean: Ocean, hours: list[float], samples: int, seed: int, spacing: float) -> Data:
-    """The ocean as a graph, in float64.
+    """Return the ocean as a graph, in float64.
 
-    - ``x`` (N, 5): position on the unit sphere, depth by 4 km, logarithm of the node's area.
+    - ``x`` (N, 5): position on the unit sphere, depth / 4 km, logarithm of the node's area.
     - ``edge_index`` (2, E): the sides of the triangles, in both directions; ``edge_attr`` (E, 3):
       displacement to the east and to the north, and length, in spacings.
-    - ``area`` (N,): the node's share of the ocean, of sum 1.
+    - ``area`` (N,): the node's share of the ocean; the sum is 1.
     - ``disturbance`` (N, samples) and ``level`` (N, hours, samples) after each step, in m.
     """
     sides = np.concatenate([ocean.triangle[:, [0, 1]], ocean.triangle[:, [1, 2]]])

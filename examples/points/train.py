@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/points/train.py
 
-Both predict the sea level after a time step of long waves on the world ocean. After a short step
-the answer at a node depends on its neighbourhood, after a long one on the whole ocean.
+Both models predict the sea level after a time step of long waves on the world ocean. After a short
+step the result at a node depends on its neighbourhood, after a long step on the whole ocean.
 """
 
 import sys
@@ -29,7 +29,7 @@ RATES = {"MeshGraphNet": 3e-3, "Transolver": 6e-3}
 
 
 def new_model(name: str, hidden: int, blocks: int, seed: int) -> nn.Module:
-    """The same on every rank, since all draw from the same seed."""
+    """Return a model with equal weights on all ranks, which draw them from one seed."""
     torch.manual_seed(seed)
     if name == "MeshGraphNet":
         return MeshGraphNet(6, 3, 1, hidden_channels=hidden, num_blocks=blocks)
@@ -38,7 +38,7 @@ def new_model(name: str, hidden: int, blocks: int, seed: int) -> nn.Module:
 
 
 def predict(model: nn.Module, part: Part, disturbance: Tensor) -> Tensor:
-    """Sea levels (n,) from a disturbance (n,), by a model on ranks or alone."""
+    """Return sea levels (n,) from a disturbance (n,), on ranks or in one process."""
     x = torch.cat([disturbance[:, None], part.x], dim=1)
     if isinstance(model, MeshGraphNet):
         return model(x, part.edge_index, part.edge_attr)[:, 0]
@@ -47,12 +47,12 @@ def predict(model: nn.Module, part: Part, disturbance: Tensor) -> Tensor:
 
 
 def size(part: Part, level: Tensor, total: Total) -> Tensor:
-    """The root of the mean square of fields (n, fields) over the ocean."""
+    """Return the root mean square of fields (n, fields) over the ocean."""
     return total(part.area[:, None] * level.square() / level.shape[1]).sqrt()
 
 
 class Run:
-    """A training on ranks or alone, with a new field in each step."""
+    """A training on ranks or in one process, with a new field in each step."""
 
     def __init__(self, model: nn.Module, part: Part, step: int, steps: int, rate: float) -> None:
         self.model, self.part, self.steps = model, part, steps
@@ -67,7 +67,7 @@ class Run:
         self.schedule = one_cycle(self.optimizer, rate, steps, rise=0.15)
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum over all nodes; on ranks, over those of all ranks."""
+        """Return the sum over the nodes of all ranks."""
         return self.part.sum(values) if self.on_ranks else values.sum()
 
     def found(self, field: int) -> Tensor:
@@ -75,12 +75,12 @@ class Run:
         return self.scale * predict(self.model, self.part, disturbance)
 
     def loss(self, field: int) -> Tensor:
-        """The square of the relative error: 1 if the prediction is zero."""
+        """Return the square of the relative error, which is 1 if the prediction is zero."""
         error = (self.found(field) - self.level[:, field]) / self.scale
         return self.total(self.part.area * error.square())
 
     def losses(self) -> Iterator[float]:
-        """Train; yields the loss before each step."""
+        """Train; yield the loss before each step."""
         for field in range(HELD_OUT, HELD_OUT + self.steps):
             self.optimizer.zero_grad()
             loss = self.loss(field)
@@ -93,7 +93,7 @@ class Run:
             self.schedule.step()
 
     def sent(self) -> list[int]:
-        """Bytes that this rank sends in one step: by the model with its backward, by gradients."""
+        """Return bytes that this rank sends per step: for the model, and for gradients."""
         with vc.trace() as of_model:
             self.loss(0).backward()
         with vc.trace() as of_gradients:
@@ -101,7 +101,7 @@ class Run:
         return [of_model.total.sent, of_gradients.total.sent]
 
     def held_out(self) -> tuple[float, Tensor]:
-        """The relative error of all held-out fields; on rank 0, the prediction of the first."""
+        """Return the relative error of held-out fields; on rank 0, also the first prediction."""
         with torch.no_grad():
             found = torch.stack([self.found(field) for field in range(HELD_OUT)], dim=1)
             true = self.level[:, :HELD_OUT]
@@ -118,7 +118,7 @@ def record(run: Run) -> Record:
 
 
 def baselines(ocean: Ocean, data: Data, step: int, hours: float, blocks: int) -> dict[str, float]:
-    """Relative errors of held-out fields without a network."""
+    """Return relative errors of baselines on held-out fields."""
     before, true = data.disturbance[:, :HELD_OUT], data.level[:, step, :HELD_OUT]
     iterated = ocean.iterate(before.numpy(), hours, blocks)
     guesses = {

@@ -2,8 +2,8 @@
 
     -div grad u = f,  u = 0 on the boundary,
 
-in linear finite elements: half the sum of `weight * (u_i - u_j) ** 2` over the edges of the mesh,
-less the sum of `load * u` over its nodes, is least where `stiffness @ u == load`.
+with linear finite elements. The minimum of half the sum of `weight * (u_i - u_j) ** 2` over edges,
+minus the sum of `load * u` over nodes, satisfies `stiffness @ u == load`.
 """
 
 from collections.abc import Callable
@@ -16,13 +16,13 @@ from scipy.spatial import Delaunay, cKDTree
 from torch_geometric.data import Data
 
 HOLE, RADIUS = np.array([0.34, 0.36]), 0.15
-CORNERS = np.array([[0, 0], [1, 0], [1, 0.55], [0.6, 0.55], [0.6, 1], [0, 1]])  # of an L
-COARSEST = 0.25  # distance of the nodes that the longest edges join
+CORNERS = np.array([[0, 0], [1, 0], [1, 0.55], [0.6, 0.55], [0.6, 1], [0, 1]])  # of the plate
+COARSEST = 0.25  # spacing of the coarsest mesh
 TESTS = (4, 8, 16)  # test functions along a side of the plate
 
 
 def distance(pos: np.ndarray) -> np.ndarray:
-    """Distance to the boundary, (N,), negative outside of the plate."""
+    """Return the distance to the boundary, (N,), negative outside the plate."""
     to_hole = np.linalg.norm(pos - HOLE, axis=1) - RADIUS
     x, y = pos.T
     to_notch = np.where(
@@ -32,7 +32,7 @@ def distance(pos: np.ndarray) -> np.ndarray:
 
 
 def outline(spacing: float) -> np.ndarray:
-    """Points (B, 2) on the boundary, the corners among them."""
+    """Return points (B, 2) on the boundary, corners included."""
     turns = np.linspace(0, 2 * np.pi, round(2 * np.pi * RADIUS / spacing), endpoint=False)
     parts = [HOLE + RADIUS * np.stack([np.cos(turns), np.sin(turns)], axis=1)]
     for begin, end in zip(CORNERS, np.roll(CORNERS, -1, axis=0), strict=True):
@@ -42,31 +42,31 @@ def outline(spacing: float) -> np.ndarray:
 
 
 def triangles(pos: np.ndarray) -> np.ndarray:
-    """Delaunay's triangles (T, 3), anticlockwise, whose centre is inside of the plate."""
+    """Return Delaunay triangles (T, 3), anticlockwise, with their centre inside the plate."""
     found = Delaunay(pos).simplices
     inside = distance(pos[found].mean(axis=1)) > 0
     return found[inside & (double_area(pos[found]) > 1e-9)]
 
 
 def double_area(corner: np.ndarray) -> np.ndarray:
-    """Twice the area (T,) of triangles with these corners (T, 3, 2)."""
+    """Return twice the area (T,) of triangles with corners (T, 3, 2)."""
     one, other = corner[:, 1] - corner[:, 0], corner[:, 2] - corner[:, 0]
     return np.abs(one[:, 0] * other[:, 1] - one[:, 1] * other[:, 0])
 
 
 def scattered(spacing: float, generator: np.random.Generator) -> tuple[np.ndarray, int]:
-    """Nodes (N, 2) about `spacing` apart, first those on the boundary, and how many these are."""
+    """Return nodes (N, 2) about `spacing` apart, boundary first, and the number on the boundary."""
     border = outline(spacing)
     kept, dense = [border], generator.random((int(8 / spacing**2), 2))
     dense = dense[distance(dense) > 0.6 * spacing]
     tree = cKDTree(dense)
     free = np.ones(len(dense), dtype=bool)
-    for node, place in enumerate(dense):  # one after the other, each keeps others away
+    for node, place in enumerate(dense):  # each chosen point excludes the points near it
         if free[node]:
             free[tree.query_ball_point(place, 0.8 * spacing)] = False
             kept.append(place[None])
     pos = np.concatenate(kept)
-    for _ in range(10):  # to the middle of the neighbours, which makes triangles better
+    for _ in range(10):  # moving nodes to the middle of their neighbours improves the triangles
         source, target = mesh_edges(triangles(pos))
         middle = sparse.coo_matrix((np.ones(len(source)), (target, source))).tocsr()
         middle = middle @ pos / np.bincount(target)[:, None]
@@ -75,15 +75,15 @@ def scattered(spacing: float, generator: np.random.Generator) -> tuple[np.ndarra
 
 
 def mesh_edges(triangle: np.ndarray) -> np.ndarray:
-    """Edges (2, E) of triangles, each once in each direction."""
+    """Return the edges (2, E) of triangles, once in each direction."""
     sides = np.concatenate([triangle[:, [0, 1]], triangle[:, [1, 2]], triangle[:, [2, 0]]])
     return np.unique(np.concatenate([sides, sides[:, ::-1]]), axis=0).T
 
 
 def stiffness(pos: np.ndarray, triangle: np.ndarray) -> sparse.csr_matrix:
-    """Inner products (N, N) of the gradients of the nodes' hat functions."""
+    """Return the stiffness matrix (N, N) of linear elements."""
     corner = pos[triangle]
-    opposite = np.roll(corner, -1, axis=1) - np.roll(corner, 1, axis=1)  # a side for each corner
+    opposite = np.roll(corner, -1, axis=1) - np.roll(corner, 1, axis=1)  # sides
     entries = opposite @ opposite.transpose(0, 2, 1) / (2 * double_area(corner)[:, None, None])
     row, column = np.broadcast_to(triangle[:, :, None], entries.shape), triangle[:, None]
     column = np.broadcast_to(column, entries.shape)
@@ -92,10 +92,9 @@ def stiffness(pos: np.ndarray, triangle: np.ndarray) -> sparse.csr_matrix:
 
 
 def multi_mesh(pos: np.ndarray, spacing: float) -> np.ndarray:
-    """Edges (2, E) of ever coarser meshes of some of the nodes, so that news travels far.
+    """Return edges (2, E) of the mesh and of coarser meshes, which carry information far.
 
-    The first are those of the mesh itself. A mesh twice as coarse has a node only where none of
-    its other nodes is within twice the distance.
+    Each coarser mesh has nodes that are at least twice as far apart.
     """
     edges = [mesh_edges(triangles(pos))]
     kept = np.arange(len(pos))
@@ -111,7 +110,7 @@ def multi_mesh(pos: np.ndarray, spacing: float) -> np.ndarray:
 
 
 def test_functions(pos: np.ndarray, inside: np.ndarray, matrix: sparse.csr_matrix) -> np.ndarray:
-    """Values (N, M) of hat functions on grids of the plate, 0 on the boundary, of energy 1."""
+    """Return values (N, M) of hat functions on grids of the plate, 0 on the boundary, energy 1."""
     hats = []
     for count in TESTS:
         line = np.arange(1, count) / count
@@ -123,13 +122,13 @@ def test_functions(pos: np.ndarray, inside: np.ndarray, matrix: sparse.csr_matri
 
 
 def load(spacing: float = 0.025, seed: int = 0) -> Data:
-    """The plate as a graph, in float64; nodes on the boundary come first.
+    """Return the plate as a graph, in float64; nodes on the boundary come first.
 
     - ``pos`` (N, 2), ``distance`` (N,) to the boundary, ``inside`` (N,): not on the boundary.
     - ``edge_index`` (2, E) of all meshes, fine and coarse; ``edge_attr`` (E, 3): direction, and
       binary logarithm of the length in spacings.
-    - ``weight`` (E,): minus the stiffness, 0 for edges of coarse meshes alone.
-    - ``diagonal`` (N,) of the stiffness; ``area`` (N,): a third of that of the node's triangles.
+    - ``weight`` (E,): minus the stiffness; 0 for edges of coarse meshes only.
+    - ``diagonal`` (N,) of the stiffness; ``area`` (N,): a third of the triangles' area.
     - ``tests`` (N, M): values of the wider test functions.
     """
     pos, border = scattered(spacing, np.random.default_rng(seed))
@@ -155,7 +154,7 @@ def load(spacing: float = 0.025, seed: int = 0) -> Data:
 
 
 class FiniteElements:
-    """What classical methods make of the same equations."""
+    """Classical solvers of the same equations."""
 
     def __init__(self, data: Data) -> None:
         pos = data.pos.double().numpy()
@@ -164,11 +163,11 @@ class FiniteElements:
         self.factors = splu(self.matrix)
 
     def solution(self, f: torch.Tensor) -> torch.Tensor:
-        """The u (N, 1) that solves the equations for this f (N, 1), up to rounding."""
+        """Return the solution u (N, 1) for a right-hand side f (N, 1), up to rounding."""
         return self._solved(f, self.factors.solve)
 
     def iterate(self, f: torch.Tensor, steps: int) -> torch.Tensor:
-        """The u (N, 1) after some steps of conjugate gradients."""
+        """Return u (N, 1) after some steps of conjugate gradients."""
         return self._solved(f, lambda load: cg(self.matrix, load, rtol=0, maxiter=steps)[0])
 
     def _solved(self, f: torch.Tensor, solve: Callable[[np.ndarray], np.ndarray]) -> torch.Tensor:

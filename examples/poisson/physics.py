@@ -1,8 +1,8 @@
-"""A network that solves Poisson's equation, and by how much it misses the equation.
+"""A network that solves Poisson's equation, and the residual of the equation.
 
-The energy of a solution is summed from the edges of the mesh. Its derivative by the solution is
-what the discrete equations are off by, the residual: `torch.autograd.grad` makes it, and so its
-square can only be trained on with derivatives of second order, across the boundaries between ranks.
+The energy of a solution is a sum over the edges of the mesh. Its derivative with respect to the
+solution, from `torch.autograd.grad`, is the residual of the discrete equations. Training on the
+squared residual needs second derivatives, across the borders between ranks.
 """
 
 import math
@@ -21,13 +21,13 @@ WAVES = 8
 
 
 class Energy(MessagePassing):
-    """Each node's share (N, 1) of the energy: a quarter for either direction of its edges."""
+    """The share (N, 1) of each node in the energy: a quarter per directed edge."""
 
     def __init__(self) -> None:
         super().__init__(aggr="sum")
 
     def forward(self, u: Tensor, load: Tensor, edge_index: Tensor, weight: Tensor) -> Tensor:
-        """Of ``u`` and ``load``, (N, 1), on edges (2, E) of ``weight`` (E,)."""
+        """Return the shares for ``u``, ``load`` (N, 1), edges (2, E) and ``weight`` (E,)."""
         return self.propagate(edge_index, u=u, weight=weight) / 4 - load * u
 
     def message(self, u_i: Tensor, u_j: Tensor, weight: Tensor) -> Tensor:
@@ -35,25 +35,25 @@ class Energy(MessagePassing):
 
 
 class Solver(nn.Module):
-    """From the right-hand side f to the solution u, which is 0 on the boundary by construction."""
+    """A network from the right-hand side f to the solution u, which is 0 on the boundary."""
 
     def __init__(self, hidden: int, blocks: int) -> None:
         super().__init__()
         self.network = MeshGraphNet(5, 3, 1, hidden_channels=hidden, num_blocks=blocks)
         self.energy = Energy()
         for parameter in self.network.decoder[-1].parameters():
-            nn.init.zeros_(parameter)  # begins at u = 0, where the relative residual is 1
+            nn.init.zeros_(parameter)  # training starts at u = 0, where the relative residual is 1
 
     def forward(self, part: Part, f: Tensor) -> Tensor:
-        """Of ``f`` (N, 1)."""
+        """Return u (N, 1) for ``f`` (N, 1)."""
         inside = part.inside[:, None].to(f.dtype)
         x = torch.cat([f, inside, part.pos, 4 * part.distance[:, None]], dim=1)
-        scale = 0.05  # about that of u where f is 1
+        scale = 0.05  # about the size of u for f = 1
         return scale * inside * self.network(x, part.edge_index, part.edge_attr)
 
 
 def right_hand_side(pos: Tensor, seed: int) -> Tensor:
-    """A smooth random f (N, 1) of size 1, the same on every rank: a constant and some waves."""
+    """Return a smooth random f (N, 1) of size 1, equal on all ranks: a constant and some waves."""
     draws = torch.Generator().manual_seed(seed)
     wave = 3 * torch.randn(2, WAVES, generator=draws, dtype=torch.float64)
     phase = 2 * math.pi * torch.rand(WAVES, generator=draws, dtype=torch.float64)
@@ -65,7 +65,7 @@ def right_hand_side(pos: Tensor, seed: int) -> Tensor:
 def relative_residual(
     solver: Solver, part: Part, f: Tensor, total: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Square of the residual, by that of u = 0: between 0, of the solution, and 1, of nothing.
+    """Return the squared residual relative to u = 0: the solution has 0, and u = 0 has 1.
 
     ``total`` sums over all nodes, (N, ...) to (...).
     """
@@ -77,10 +77,10 @@ def relative_residual(
 
 
 def squared(part: Part, residual: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
-    """Square of a residual (N, 1), tested by the nodes' own hat functions and by wider ones.
+    """Return the square of a residual (N, 1), tested with narrow and wide hat functions.
 
-    By the former alone it would hardly see what is smooth: a wave's residual falls with the square
-    of its length. All functions have energy 1, so that the sum is about the energy of the error.
+    The hat functions of nodes alone hardly detect smooth errors: the residual of a wave falls with
+    the square of its length. All functions have energy 1.
     """
     residual = residual * part.inside[:, None]
     near = total(residual.square() / part.diagonal[:, None]).sum()

@@ -23,8 +23,8 @@ from torch_geometric.data import Data
 import varcomm as vc
 from varcomm.graph import PartitionedGraph
 
-HELD_OUT = range(10**6, 10**6 + 16)  # seeds of right-hand sides; those of training count from 0
-LEARNED = range(64)  # whose mean solution is a baseline
+HELD_OUT = range(10**6, 10**6 + 16)  # seeds of held-out right-hand sides; training counts from 0
+LEARNED = range(64)  # right-hand sides whose mean solution is a baseline
 
 
 def fit(
@@ -33,7 +33,7 @@ def fit(
     complete_gradients: Callable[[torch.nn.Module], object],
     steps: int,
 ) -> Iterator[float]:
-    """Train on a new right-hand side at every step; yields the loss before each."""
+    """Train on a new right-hand side in every step; yield the loss before each step."""
     optimizer = torch.optim.AdamW(solver.parameters(), lr=2e-3, weight_decay=1e-4)
     schedule = one_cycle(optimizer, 2e-3, steps, rise=0.15)
     for step in range(steps):
@@ -48,10 +48,10 @@ def fit(
 
 
 def fit_on_ranks(solver: Solver, graph: PartitionedGraph, steps: int) -> Iterator[float]:
-    """What partitioning changes: sums are over the nodes of all ranks, and of gradients too."""
+    """Train on ranks: sums are over the nodes of all ranks, and gradients are summed."""
     vc.graph.distribute(solver, graph)
 
-    def total(values: Tensor) -> Tensor:  # column by column, where graph.sum adds up all
+    def total(values: Tensor) -> Tensor:  # per column, while graph.sum adds all columns
         return vc.graph.replicated(vc.all_reduce(values.sum(dim=0)), graph)
 
     def loss(seed: int) -> Tensor:
@@ -61,7 +61,7 @@ def fit_on_ranks(solver: Solver, graph: PartitionedGraph, steps: int) -> Iterato
 
 
 def fit_alone(solver: Solver, data: Data, steps: int) -> Iterator[float]:
-    """The same in one process, without varcomm."""
+    """Train in one process, without varcomm."""
 
     def total(values: Tensor) -> Tensor:
         return values.sum(dim=0)
@@ -73,7 +73,7 @@ def fit_alone(solver: Solver, data: Data, steps: int) -> Iterator[float]:
 
 
 def new_solver(hidden: int, blocks: int, seed: int) -> Solver:
-    """The same on every rank, since all draw from the same seed."""
+    """Return a model with equal weights on all ranks, which draw them from one seed."""
     torch.manual_seed(seed)
     return Solver(hidden, blocks)
 
@@ -81,7 +81,7 @@ def new_solver(hidden: int, blocks: int, seed: int) -> Solver:
 def record(solver: Solver, losses: Iterator[float]) -> Record:
     """Run a training; return its losses, and the gradients of its first step.
 
-    As one vector: where u is 0 yet, only the decoder has any.
+    Gradients are one vector, because at u = 0 only the decoder has a gradient.
     """
     first = next(losses)
     gradients = torch.cat([parameter.grad.flatten() for parameter in solver.parameters()])
@@ -93,13 +93,13 @@ def precise(data: Data, dtype: torch.dtype) -> Data:
 
 
 def found_by(solver: Solver, graph: PartitionedGraph, seed: int) -> Tensor | None:
-    """The network's solution on all nodes, on the first rank."""
+    """Return the network's solution on all nodes, on the first rank."""
     with torch.no_grad():
         return graph.gather(solver(graph, right_hand_side(graph.pos, seed)), dst=0)
 
 
 def relative_error(found: Tensor, true: Tensor) -> float:
-    """Of solutions (N, fields), in the root of the mean square over all of them."""
+    """Return the relative root mean squared error of solutions (N, fields)."""
     return float((found - true).square().sum().sqrt() / true.square().sum().sqrt())
 
 

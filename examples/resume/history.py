@@ -1,4 +1,4 @@
-"""A log of a training, line by line, and its summary."""
+"""A log of a training in lines of JSON, and its summary."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -9,19 +9,19 @@ from typing import Any
 
 @dataclass
 class Run:
-    """From one start of the ranks to the next."""
+    """The steps between two starts of the ranks."""
 
     ranks: int
     start: int  # the first step
-    children: dict[int, int]  # process numbers of ranks, by those of the agents
+    children: dict[int, int]  # process ids of ranks, by the ids of their agents
     losses: dict[int, float] = field(default_factory=dict)  # by step
-    saves: list[int] = field(default_factory=list)  # steps before which one was begun
-    cost: str = ""  # of its steps, once it is over
+    saves: list[int] = field(default_factory=list)  # steps before which a save began
+    cost: str = ""  # number of its steps, after its end
 
 
 @dataclass
 class History:
-    """A file of lines of JSON, to which the first rank adds."""
+    """A file of JSON lines that the first rank writes."""
 
     path: Path
 
@@ -49,19 +49,19 @@ class History:
 
     def _lines(self) -> Iterator[dict[str, Any]]:
         if self.path.exists():
-            whole, _, _ = self.path.read_text().rpartition("\n")  # the last may still be written
+            whole, _, _ = self.path.read_text().rpartition("\n")  # the last line may be incomplete
             yield from map(json.loads, whole.splitlines())
 
 
 def differences(alone: Run, runs: Sequence[Run]) -> Iterator[float]:
-    """Of the loss of each step that was made, relative to that of an uninterrupted run."""
+    """Return the relative difference of each step's loss from an uninterrupted run."""
     for run in runs:
         for step, loss in run.losses.items():
             yield abs(loss - alone.losses[step]) / abs(alone.losses[step])
 
 
 def table(alone: Run, runs: Sequence[Run]) -> str:
-    """The loss of some steps, a column for each run."""
+    """Return a table of losses, with one column per run."""
     shown = set(range(0, max(alone.losses) + 1, 10)) | {max(alone.losses)}
     for run in runs:
         shown |= {min(run.losses), max(run.losses)} if run.losses else set()

@@ -1,11 +1,11 @@
-"""Kill one of three ranks while they train, and see that two go on as if nothing had happened.
+"""Kill one of three ranks during training, and resume on two with the same losses.
 
     python examples/resume/kill_and_resume.py
 
-Three agents of torchrun stand for three machines. Once training is under way, one of them and its
-rank are killed by SIGKILL. The other agents start two new ranks, which split the graph among
-themselves and go on from the last checkpoint. The loss of every step is compared with that of a
-uninterrupted training in one process.
+Three agents of torchrun stand for three machines. During training, one agent and its rank are
+killed with SIGKILL. The other agents start two new ranks, which partition the graph and resume from
+the last checkpoint. The script compares the loss of every step with an uninterrupted training in
+one process.
 """
 
 import argparse
@@ -24,11 +24,10 @@ from history import History, Run, differences, table
 from processes import Failure, Processes
 
 TRAIN = Path(__file__).with_name("train.py")
-LIMIT = 1e-9  # of the relative difference between losses
+LIMIT = 1e-9  # limit of the relative difference between losses
 
-# How soon the others go on. An agent that says nothing for `keep_alive_max_attempt` intervals is
-# given up, by default after 15 s. Once there are as many as `--nnodes` wants at the least, they
-# wait `last_call_timeout` for more, by default 30 s.
+# Agents drop an agent that is silent for `keep_alive_max_attempt` intervals, by default 15 s. With
+# the minimum of `--nnodes`, they wait `last_call_timeout` for more agents, by default 30 s.
 RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=3"
 
 
@@ -39,7 +38,7 @@ def free_port() -> int:
 
 
 def start_agents(processes: Processes, *training: str) -> list[str]:
-    """One for each machine; the first serves the store in which they meet."""
+    """Start one agent per machine; the first serves the store of the rendezvous."""
     endpoint = f"127.0.0.1:{free_port()}"
     names = ["agent 0", "agent 1", "agent 2"]
     for name in names:
@@ -51,16 +50,16 @@ def start_agents(processes: Processes, *training: str) -> list[str]:
             *["--rdzv-id=resume", f"--rdzv-conf=is_host={serves},{RENDEZVOUS}"],
             *["--local-addr=127.0.0.1", "--shutdown-timeout=5"],
             *training,
-            # Else the store of the ranks is with the agent of rank 0 for good, and the others look
-            # for it there even after that agent has gone.
+            # Otherwise the agent of rank 0 serves the store of the ranks, and new ranks look
+            # for the store there after that agent has ended.
             TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
         )
     return names
 
 
 def kill(processes: Processes, agent: str, run: Run) -> None:
-    """An agent and its rank, as when a machine fails."""
-    try:  # the rank first: while its agent runs, no other process can get its id
+    """Kill an agent and its rank, as if a machine failed."""
+    try:  # the rank first: while its agent runs, no other process gets its process id
         os.kill(run.children[processes.pid(agent)], signal.SIGKILL)
     except ProcessLookupError:
         raise Failure("training was over before its time; take more --steps") from None
@@ -82,7 +81,7 @@ def demonstrate(options: argparse.Namespace, folder: Path) -> bool:
         return [str(TRAIN), str(checkpoint), "--history", str(log.path), *common]
 
     def run_to_interrupt() -> Run | None:
-        """On three ranks, once it is halfway to its third checkpoint, or has begun to save it."""
+        """Run three ranks until halfway to the third checkpoint, or until its save begins."""
         run, step = history.last(), options.every * 5 // 2
         if run is None or run.ranks < 3:
             return None
@@ -112,11 +111,11 @@ def demonstrate(options: argparse.Namespace, folder: Path) -> bool:
     interrupted, resumed = runs[-2:]
     for run in (uninterrupted, resumed):
         print(f"on {run.ranks} ranks: {run.cost}")
-    known = resumed.start in interrupted.saves[-2:]  # the last may not have been complete
+    known = resumed.start in interrupted.saves[-2:]  # the last checkpoint may be incomplete
     whole = list(resumed.losses) == list(range(resumed.start, options.steps))
     if not (known and whole):
         print(f"saves before steps {interrupted.saves}; steps after that: {[*resumed.losses]}")
-    from picture import draw  # not before: what matplotlib takes would delay the agents
+    from picture import draw  # the import of matplotlib would delay the agents
 
     draw(options.picture, uninterrupted, runs)
     print(f"picture: {options.picture}")
@@ -126,7 +125,7 @@ def demonstrate(options: argparse.Namespace, folder: Path) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    # not the Parser of the others, which imports torch: this process is no rank, and starts sooner
+    # not common.Parser, which imports torch: this process is not a rank
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

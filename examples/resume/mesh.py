@@ -1,17 +1,17 @@
-"""A made-up mesh: nodes strewn over a square, edges between neighbours, and a field on them."""
+"""A random mesh: nodes on a square, edges between neighbours, and a field on them."""
 
 import torch
 from torch_geometric.data import Data
 
 
 def load(side: int) -> Data:
-    """The graph of ``side * side`` nodes, in float64, the same wherever it is made. It has
+    """Return the graph of ``side * side`` nodes, in float64, equal on all ranks. It has
 
-    - ``x`` (N, 3): the place of a node, and what an instrument there shows: the field and noise.
+    - ``x`` (N, 3): the position of a node, and a measurement: the field and noise.
     - ``edge_attr`` (E, 3): displacement from source to target, and distance, in mean spacings.
     - ``y`` (N, 1): the field.
-    - ``known`` (N,): where the field may be looked at, one node in ten.
-    - ``pos`` (N, 2): the place again, by which the graph is split.
+    - ``known`` (N,): whether training uses the field there; one node in ten.
+    - ``pos`` (N, 2): the position, for the partition.
     """
     draws = torch.Generator().manual_seed(0)
     nodes = torch.arange(side * side)

@@ -1,4 +1,4 @@
-"""Processes of which none is left behind."""
+"""Processes that end with the script."""
 
 import os
 import signal
@@ -16,23 +16,23 @@ FAREWELL = 20.0  # seconds, for agents to end their ranks
 
 
 class Failure(Exception):
-    """What ends the demonstration before its time."""
+    """An error that ends the demonstration."""
 
 
 class Processes:
-    """Python processes, by name, all of them ended by the end of a ``with`` block.
+    """Python processes by name; the end of a ``with`` block ends all of them.
 
-    Also where it ends by an exception, at the deadline, or by SIGINT, SIGTERM or SIGHUP.
+    This includes the end by an exception, the deadline, SIGINT, SIGTERM or SIGHUP.
     """
 
     def __init__(self, folder: Path, deadline: float) -> None:
-        self.folder = folder  # for what they print, and for their temporary files
-        self.deadline = deadline  # of time.monotonic()
+        self.folder = folder  # for the output and temporary files of processes
+        self.deadline = deadline  # in time.monotonic()
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         self.signalled: int | None = None
 
     def __enter__(self) -> Self:
-        # Signals are only taken down, and seen while waiting: none interrupts a start, or the end.
+        # Handlers only record signals, so no signal interrupts a start or the end.
         signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         self.handlers = {number: signal.signal(number, self._take_down) for number in signals}
         return self
@@ -41,7 +41,7 @@ class Processes:
         self.signalled = number
 
     def start(self, name: str, *arguments: str, **environ: str) -> None:
-        launcher = ("RANK", "WORLD_SIZE")  # of one that may have started this script
+        launcher = ("RANK", "WORLD_SIZE")  # the handlers of a parent that started this script
         known = {name: value for name, value in os.environ.items() if name not in launcher}
         with self._printed(name).open("wb") as output:
             self.running[name] = subprocess.Popen(
@@ -57,20 +57,20 @@ class Processes:
         return self.running[name].pid
 
     def kill(self, name: str) -> None:
-        """Kill it with SIGKILL, which it cannot catch."""
+        """Kill a process with SIGKILL, which it cannot catch."""
         process = self.running.pop(name)
         process.kill()
         process.wait()
 
     def wait_for(self, found: Callable[[], T | None]) -> T:
-        """Return what is found, as soon as it is something."""
+        """Return the result of a function as soon as it is true."""
         while not (result := found()):
             self._check()
             time.sleep(0.002)
         return result
 
     def wait_for_end(self) -> None:
-        """Of all that are running, in good order."""
+        """Wait until all running processes have ended without an error."""
         running = self.running.values()
         self.wait_for(lambda: all(process.poll() == 0 for process in running))
 
@@ -89,7 +89,7 @@ class Processes:
 
     def __exit__(self, *_: object) -> None:
         for process in self.running.values():
-            process.terminate()  # upon which an agent ends its rank
+            process.terminate()  # on which an agent ends its rank
         deadline = time.monotonic() + FAREWELL
         for process in self.running.values():
             try:

@@ -1,10 +1,10 @@
-"""Train on however many ranks there are, from the last checkpoint on if there is one.
+"""Train on any number of ranks, from the last checkpoint if one exists.
 
     torchrun --nproc-per-node 3 examples/resume/train.py out/resume
     torchrun --nproc-per-node 2 examples/resume/train.py out/resume --steps 300
 
-A graph network learns a field on a mesh that is known at one node in ten. What a checkpoint has
-does not depend on the number of ranks: the loss of every step is that of one process.
+A graph network learns a field on a mesh from one node in ten. The checkpoint is independent of the
+number of ranks, and the loss of every step equals that of one process.
 """
 
 import argparse
@@ -27,11 +27,10 @@ from common import Cost, Parser, say
 
 
 class Training:
-    """All that decides how training goes on.
+    """The complete state of the training.
 
-    Beside model and optimizer that is a mean at each node of what was predicted there so far, which
-    predictions shall agree with; and a generator, which draws noise for all nodes on each rank, so
-    that a node gets the same values on any rank.
+    It includes the mean of past predictions per node, which enters the loss, and a generator. Each
+    rank draws noise for all nodes, so that a node gets the same values on any rank.
     """
 
     def __init__(self, graph: PartitionedGraph, options: argparse.Namespace) -> None:
@@ -51,7 +50,7 @@ class Training:
         self.step = 0
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has; of the nodes' means each rank has the rows of its own nodes."""
+        """Return the content of a checkpoint; each rank holds the means of its own nodes."""
         return {
             "model": self.model,
             "optimizer": self.optimizer,
@@ -68,7 +67,7 @@ class Training:
         self.step = state["step"]
 
     def advance(self) -> float:
-        """Make one step on the whole graph; the loss before it."""
+        """Make one step on the full graph; return the loss before the step."""
         graph = self.graph
         nodes = graph.node_sizes.total
         noise = torch.randn(nodes, graph.x.shape[1], generator=self.draws, dtype=graph.x.dtype)
@@ -116,7 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
     first = world.rank == 0
     graph = vc.graph.partition(mesh.load(options.side))
     training = Training(graph, options)
-    # one rank looks: what one machine has written, others may see later
+    # rank 0 looks, because other machines may see new files later
     there = torch.tensor((options.folder / "checkpoint.json").exists()) if first else None
     if vc.broadcast(there):
         training.resume(options.folder)

@@ -1,4 +1,4 @@
-"""A text that every Python has, the documentation of its own modules, and tokens to write it in."""
+"""A text that every Python installation has, its docstrings, and a tokenizer."""
 
 import importlib
 import inspect
@@ -20,11 +20,11 @@ unittest.mock urllib.parse urllib.request uuid weakref xml.dom.minidom xml.etree
 """
 
 CHARACTERS = "\n" + "".join(map(chr, range(ord(" "), ord("~") + 1)))
-FIRST_PAIR = 0xE000  # of Unicode's private characters, which stand for pairs here
+FIRST_PAIR = 0xE000  # the first of Unicode's private characters, which stand for pairs
 
 
 def docstrings(module: ModuleType) -> Iterator[str]:
-    """What a module says about itself, its functions and classes, and the methods of these."""
+    """Yield the docstrings of a module, its functions, its classes and their methods."""
     found = [module]
     for name, thing in sorted(vars(module).items()):
         if name.startswith("_") or getattr(thing, "__module__", None) != module.__name__:
@@ -40,13 +40,13 @@ def docstrings(module: ModuleType) -> Iterator[str]:
 
 
 def text() -> str:
-    """All of it, each docstring once; some 500,000 characters."""
+    """Return all docstrings, each once; about 500,000 characters."""
     said = (doc for name in MODULES.split() for doc in docstrings(importlib.import_module(name)))
     return re.sub(rf"[^{re.escape(CHARACTERS)}]", "", "\n\n\n".join(dict.fromkeys(said)))
 
 
 class Vocabulary:
-    """Characters, and the pairs that are most frequent in a text; a pair may be of pairs.
+    """Tokens: characters, and the most frequent pairs of tokens in a text.
 
     This is byte-pair encoding (R. Sennrich, B. Haddow and A. Birch, "Neural machine translation of
     rare words with subword units", 2016, https://arxiv.org/abs/1508.07909).

@@ -1,9 +1,9 @@
-"""Train a small GPT on Python's own documentation, on as many ranks as there are.
+"""Train a small GPT on Python's documentation, on any number of ranks.
 
     torchrun --nproc-per-node 2 examples/text/train.py
 
-131 tokens and 5 heads are shared out over the ranks, which need not divide them; in the end the
-model writes some text. With --check, it also trains in one process and compares.
+131 tokens and 5 heads are sharded over ranks whose number need not divide them. At the end, the
+model writes some text. --check compares the training with one process.
 """
 
 import argparse
@@ -39,14 +39,14 @@ HELD_OUT = 20_000  # tokens at the end of the text
 
 
 def new_model(options: argparse.Namespace, tokens: int) -> GPT:
-    """The same on every rank, since all draw from the same seed."""
+    """Return a model with equal weights on all ranks, which draw them from one seed."""
     torch.manual_seed(options.seed)
     hidden = options.heads * options.head_size
     return GPT(tokens, hidden, num_layers=options.layers, num_heads=options.heads)
 
 
 def over_ranks(model: GPT, options: argparse.Namespace) -> GPT:
-    """All that sharding takes."""
+    """Shard a model."""
     sequence_sizes = None
     if options.sequence_parallel:
         sequence_sizes = vc.ShardSizes.balanced(options.length, vc.init().size)
@@ -54,13 +54,13 @@ def over_ranks(model: GPT, options: argparse.Namespace) -> GPT:
 
 
 def pieces(ids: torch.Tensor, starts: torch.Tensor, length: int) -> tuple[torch.Tensor, ...]:
-    """Parts of the text, (length, batch), and what comes next at each place."""
+    """Return sequences of the text, (length, batch), and the next token at each place."""
     places = torch.arange(length + 1)[:, None] + starts
     return ids[places[:-1]], ids[places[1:]]
 
 
 def fit(model: GPT, ids: torch.Tensor, options: argparse.Namespace, steps: int) -> Iterator[float]:
-    """Train, on pieces that are the same on all ranks; yields the loss of each step, after it."""
+    """Train on sequences that are equal on all ranks; yield the loss of each step."""
     draws = torch.Generator().manual_seed(options.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -78,7 +78,7 @@ def fit(model: GPT, ids: torch.Tensor, options: argparse.Namespace, steps: int) 
 
 @torch.no_grad()
 def held_out_loss(model: GPT, ids: torch.Tensor, length: int) -> float:
-    """Of text that was not trained on, in nats per token."""
+    """Return the loss on held-out text, in nats per token."""
     starts = torch.arange(0, len(ids) - length, length)
     parts = starts.split(16)
     losses = [model.loss(*pieces(ids, part, length)).item() * len(part) for part in parts]
@@ -86,13 +86,13 @@ def held_out_loss(model: GPT, ids: torch.Tensor, length: int) -> float:
 
 
 def by_frequency(ids: torch.Tensor, held_out: torch.Tensor, tokens: int) -> float:
-    """What a guess by the frequency of tokens alone would lose."""
+    """Return the loss of a guess by the frequency of tokens."""
     shares = (torch.bincount(ids, minlength=tokens) + 1.0) / (len(ids) + tokens)
     return -shares.log()[held_out].mean().item()
 
 
 def record(model: GPT, losses: Iterator[float]) -> Record:
-    """Run a training; return its losses, and the whole gradients of its first step."""
+    """Run a training; return its losses, and the full gradients of its first step."""
     first, gradients = next(losses), []
     for parameter in model.parameters():
         spec = shard_spec(parameter)
@@ -101,7 +101,7 @@ def record(model: GPT, losses: Iterator[float]) -> Record:
 
 
 def compare(model: GPT, ids: torch.Tensor, options: argparse.Namespace) -> tuple[float, float]:
-    """How far some steps on ranks are from those in one process."""
+    """Return the differences of some steps on ranks from one process."""
 
     def on_ranks() -> Record:
         together = over_ranks(copy.deepcopy(model), options)
@@ -157,7 +157,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def shares(model: GPT, options: argparse.Namespace) -> str:
-    """What each rank has of a model."""
+    """Return a line with the tokens, heads and parameters of each rank."""
     heads = vc.ShardSizes.balanced(options.heads, vc.init().size)
     sizes = vc.ShardSizes.from_local(sum(p.numel() for p in model.parameters()))
     tokens = model.head.spec.sizes

@@ -1,4 +1,4 @@
-"""Ranks in three dimensions: how many along each, and what is shared out along the first."""
+"""Meshes of ranks in three dimensions, and the samples of each rank."""
 
 import argparse
 import math
@@ -14,19 +14,19 @@ DIMENSIONS = ("data", "graph", "tensor")
 
 
 def new_mesh(sizes: Sequence[int]) -> DeviceMesh:
-    """All ranks, in three dimensions; ``mesh["graph"]`` are those beside this one along that."""
+    """Return the mesh of all ranks; ``mesh["graph"]`` is this rank's group along that dimension."""
     return init_device_mesh("cpu", tuple(sizes), mesh_dim_names=DIMENSIONS)
 
 
 def own(samples: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Which of some samples are this rank's, along the mesh's first dimension."""
+    """Return this rank's samples along the first dimension of the mesh."""
     replicas = mesh["data"]
     shares = vc.ShardSizes.balanced(len(samples), replicas.size())
     return samples.split(shares)[replicas.get_local_rank()]
 
 
 def sizes_of(text: str) -> tuple[int, ...]:
-    """What a mesh is, written as 1x2x2."""
+    """Return the sizes of a mesh written as 1x2x2."""
     sizes = tuple(int(size) if size.isdecimal() else 0 for size in text.split("x"))
     if len(sizes) != 3 or 0 in sizes:
         raise argparse.ArgumentTypeError(
@@ -36,7 +36,7 @@ def sizes_of(text: str) -> tuple[int, ...]:
 
 
 def compact(ranks: int) -> tuple[int, ...]:
-    """Three sizes whose product is a number of ranks, as equal as can be."""
+    """Return three sizes with this product, as equal as possible."""
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
     found = (sizes for sizes in product(divisors, repeat=3) if math.prod(sizes) == ranks)
     return min(found, key=lambda sizes: (max(sizes), sizes))

@@ -1,8 +1,8 @@
-"""Spots on a plate: from how they are, predict how they will be.
+"""Spots on a plate: predict a later field from an earlier one.
 
-A value at each node of a triangle mesh spreads along the edges, some of which conduct better than
-others, and is drawn towards -1 or +1: ``u' = sum_j c_ij (u_j - u_i) + u - u**3`` (Allen and Cahn).
-A sample is one start of it; all samples are on the same mesh.
+A value at each node of a triangle mesh diffuses along edges of different conductivity, and is
+driven towards -1 or +1: ``u' = sum_j c_ij (u_j - u_i) + u - u**3`` (Allen and Cahn). A sample is
+one initial field; all samples are on the same mesh.
 """
 
 import numpy as np
@@ -11,22 +11,22 @@ from scipy.sparse import coo_array, csr_array
 from scipy.spatial import Delaunay
 from torch_geometric.data import Data
 
-TIME, STEP = 2.0, 0.05  # what is to be predicted, and what one step of the simulation advances
+TIME, STEP = 2.0, 0.05  # predicted time, and time step of the simulation
 
 
 def mesh(side: int, draws: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Points (N, 2), a grid of spacing 1 out of place, and directed edges (2, E) of triangles."""
+    """Return points (N, 2) of a displaced grid of spacing 1, and directed edges (2, E)."""
     row, column = np.divmod(np.arange(side * side), side)
     points = np.stack([column, row], axis=1) + draws.uniform(-0.3, 0.3, (side * side, 2))
     corners = Delaunay(points).simplices
     edges = np.concatenate([corners[:, [a, b]] for a in range(3) for b in range(3) if a != b])
     edges = np.unique(edges, axis=0).T
     length = np.linalg.norm(points[edges[0]] - points[edges[1]], axis=1)
-    return points, edges[:, length < 2.5]  # but not along the rim, where triangles are slivers
+    return points, edges[:, length < 2.5]  # without slivers along the rim
 
 
 def smooth(points: np.ndarray, waves: int, fields: int, draws: np.random.Generator) -> np.ndarray:
-    """Random fields (N, fields) of mean 0 and deviation 1, without a scale below 6 or so."""
+    """Return random fields (N, fields) of mean 0 and deviation 1, with scales above 6."""
     turns = draws.normal(0, 0.35, (2, waves, fields))
     phase = draws.uniform(0, 2 * np.pi, (waves, fields))
     values = np.cos(np.einsum("nd,dwf->nwf", points, turns) + phase).sum(axis=1)
@@ -34,7 +34,7 @@ def smooth(points: np.ndarray, waves: int, fields: int, draws: np.random.Generat
 
 
 def later(start: np.ndarray, edges: np.ndarray, conductivity: np.ndarray) -> np.ndarray:
-    """What becomes of each field (N, fields), by small explicit steps."""
+    """Return each field (N, fields) at the later time, from small explicit steps."""
     nodes, value = len(start), start
     matrix = csr_array(coo_array((conductivity, (edges[1], edges[0])), shape=(nodes, nodes)))
     lost = matrix.sum(axis=1)[:, None]
@@ -44,12 +44,12 @@ def later(start: np.ndarray, edges: np.ndarray, conductivity: np.ndarray) -> np.
 
 
 def load(side: int, train: int, test: int) -> Data:
-    """The plate of ``side * side`` nodes, in float32, the same at every call.
+    """Return the plate of ``side * side`` nodes, in float32, equal at every call.
 
-    - ``x`` (N, train, 1) and ``y`` (N, train, 1): the samples to learn from, before and after.
-    - ``test_x`` and ``test_y`` (N, test, 1): those held out.
-    - ``edge_attr`` (E, 3): displacement from source to target, and how well the edge conducts.
-    - ``pos`` (N, 2): where nodes are.
+    - ``x`` (N, train, 1) and ``y`` (N, train, 1): the training samples, before and after.
+    - ``test_x`` and ``test_y`` (N, test, 1): the held-out samples.
+    - ``edge_attr`` (E, 3): displacement from source to target, and conductivity.
+    - ``pos`` (N, 2): positions of nodes.
     """
     draws = np.random.default_rng(0)
     points, edges = mesh(side, draws)
@@ -74,7 +74,7 @@ def load(side: int, train: int, test: int) -> Data:
 
 
 def baselines(data: Data) -> dict[str, float]:
-    """Mean squared errors on the samples held out, of what needs no network."""
+    """Return mean squared errors of baselines on the held-out samples."""
     source, target = data.edge_index
     degree = torch.bincount(target, minlength=data.num_nodes).view(-1, 1, 1)
 

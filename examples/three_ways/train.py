@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 4 examples/three_ways/train.py --mesh 1x2x2 2x2x1
 
-A mesh of ``data x graph x tensor`` ranks: along the first dimension ranks have other samples, along
-the second other nodes, along the third other heads and features. Whatever the sizes, they need not
-divide anything, and training is that of one process, which is drawn beside it.
+A mesh has ``data x graph x tensor`` ranks. Along the first dimension ranks have different samples,
+along the second different nodes, along the third different heads and features. The sizes need not
+divide anything. The losses equal those of one process, which the picture shows.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from common import (
 
 
 def new_model(options: argparse.Namespace) -> GraphTransformer:
-    """The same on every rank, since all draw from the same seed."""
+    """Return a model with equal weights on all ranks, which draw them from one seed."""
     torch.manual_seed(options.seed)
     return GraphTransformer(
         *(1, 3, 1),
@@ -56,7 +56,7 @@ def new_model(options: argparse.Namespace) -> GraphTransformer:
 def squared_error(
     model: torch.nn.Module, part: Data | PartitionedGraph, x: torch.Tensor, y: torch.Tensor
 ) -> torch.Tensor:
-    """Of each node and sample, (n, samples, 1); the model says what changes."""
+    """Return the squared error of each node and sample, (n, samples, 1)."""
     return (x + model(x, part.edge_index, part.edge_attr) - y).square()
 
 
@@ -67,9 +67,9 @@ def fit(
     options: argparse.Namespace,
     steps: int,
 ) -> Iterator[torch.Tensor]:
-    """Train on batches of samples that are the same on all ranks; yields the loss of each step.
+    """Train on batches of samples; yield the loss of each step.
 
-    `loss` gives this rank's part of it, and `complete_gradients` adds up those of all ranks.
+    `loss` returns this rank's part, and `complete_gradients` sums the gradients of all ranks.
     """
     draws = torch.Generator().manual_seed(options.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate, weight_decay=1e-2)
@@ -86,7 +86,7 @@ def fit(
 
 
 def spread(model: GraphTransformer, data: Data, mesh: DeviceMesh) -> PartitionedGraph:
-    """All that it takes: the heads and features of a model, then the nodes of the graph."""
+    """Shard the heads and features of a model, then distribute it on the graph."""
     parallelize(model, model.tensor_parallel_plan(mesh["tensor"]), group=mesh["tensor"])
     graph = vc.graph.partition(data, group=mesh["graph"])
     vc.graph.distribute(model, graph)
@@ -100,7 +100,7 @@ def fit_on_mesh(
     options: argparse.Namespace,
     steps: int,
 ) -> Iterator[float]:
-    """Train where a model and a graph are spread over a mesh."""
+    """Train with a model and a graph that are sharded over a mesh."""
 
     def loss(batch: torch.Tensor) -> torch.Tensor:
         mine = own(batch, mesh)
@@ -108,7 +108,7 @@ def fit_on_mesh(
         return graph.sum(errors) / (options.nodes * len(batch))  # the part of these samples
 
     def complete_gradients() -> None:
-        # those of sharded weights as well: along these dimensions they are copies of each other
+        # sharded weights too: along these dimensions, ranks hold copies
         vc.data_parallel.sum_gradients(model, mesh["graph"])
         vc.data_parallel.sum_gradients(model, mesh["data"])
 
@@ -119,7 +119,7 @@ def fit_on_mesh(
 def fit_alone(
     model: GraphTransformer, data: Data, options: argparse.Namespace, steps: int
 ) -> Iterator[float]:
-    """The same in one process, without varcomm."""
+    """Train in one process, without varcomm."""
 
     def loss(batch: torch.Tensor) -> torch.Tensor:
         return squared_error(model, data, data.x[:, batch], data.y[:, batch]).mean()
@@ -132,7 +132,7 @@ def fit_alone(
 def held_out_error(
     model: GraphTransformer, graph: PartitionedGraph, mesh: DeviceMesh, nodes: int
 ) -> float:
-    """Mean squared error on the samples that were not trained on; each replica takes some."""
+    """Return the mean squared error on held-out samples, which are shared between replicas."""
     samples = torch.arange(graph.test_x.shape[1])
     mine = own(samples, mesh)
     errors = squared_error(model, graph, graph.test_x[:, mine], graph.test_y[:, mine])
@@ -141,7 +141,7 @@ def held_out_error(
 
 
 def whole_gradients(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Of all parameters, those of sharded ones put together."""
+    """Return the full gradients of all parameters."""
     found = []
     for parameter in model.parameters():
         spec = shard_spec(parameter)
@@ -150,7 +150,7 @@ def whole_gradients(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def record(model: torch.nn.Module, losses: Iterator[float]) -> Record:
-    """Run a training; return its losses, and the whole gradients of its first step."""
+    """Run a training; return its losses, and the full gradients of its first step."""
     first = next(losses)
     gradients = whole_gradients(model)
     return [first, *losses], gradients
@@ -159,7 +159,7 @@ def record(model: torch.nn.Module, losses: Iterator[float]) -> Record:
 def compare(
     data: Data, mesh: DeviceMesh, options: argparse.Namespace, dtype: torch.dtype
 ) -> tuple[float, float]:
-    """How far some steps on a mesh are from those in one process."""
+    """Return the differences of some steps on a mesh from one process."""
     model = new_model(options).to(dtype)
     data = data.clone().apply(lambda x: x.to(dtype) if x.is_floating_point() else x)
 
@@ -176,7 +176,7 @@ def compare(
 
 
 def parts_of(graph: PartitionedGraph, mesh: DeviceMesh, options: argparse.Namespace) -> list[Part]:
-    """What each rank of the mesh has, in the order of the ranks."""
+    """Return the part of each rank of the mesh, in rank order."""
     sizes, at = [mesh[name].size() for name in DIMENSIONS], mesh.get_coordinate()
     shared = ((options.batch, 0), (options.heads, 2), (options.wide, 2))
     ranges = [vc.ShardSizes.balanced(n, sizes[d]).range(at[d]) for n, d in shared]

@@ -1,7 +1,7 @@
 """The climate of the sea, month by month, on a grid and a mesh that cover the same sphere.
 
-The grid has the cells of the sea, 2 degrees wide. The task is how the temperature of the surface
-changes from a month to the next.
+The grid has sea cells of 2 degrees. The task is to predict the change of the surface temperature
+from one month to the next.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,17 +27,17 @@ from varcomm.graph import PartitionedGraph
 
 FILE = Path(__file__).parent / "data" / "coads_2deg.nc"
 FIELDS = ("sst", "airt", "speh", "wspd", "uwnd", "vwnd", "slp")
-CHANNELS = len(FIELDS) + 5  # of a cell: fields, insolation twice, position
+CHANNELS = len(FIELDS) + 5  # inputs of a cell: fields, insolation twice, position
 MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"]
-HELD_OUT = (1, 5, 9)  # February, June and October: no training looks at them, nor predicts them
+HELD_OUT = (1, 5, 9)  # February, June and October: training does not use them
 SEEN = [month for month in range(12) if month not in HELD_OUT]
-# A forecast starts at a month, and is of the next; December comes before January.
+# A forecast starts at a month and predicts the next; December comes before January.
 TEST = [(month - 1) % 12 for month in HELD_OUT]
 TRAIN = [month for month in SEEN if (month + 1) % 12 in SEEN]
 
 
 def read(names: Iterable[str] = (*FIELDS, "lat", "lon")) -> dict[str, np.ndarray]:
-    """The whole fields (12, G), in their units; latitude and longitude (G,) of the cells."""
+    """Return the full fields (12, G), and the latitude and longitude (G,) of the cells."""
     with netcdf_file(FILE, mmap=False) as file:
         return {
             name: file.variables[name].data / (100.0 if name in FIELDS else 1.0) for name in names
@@ -45,7 +45,7 @@ def read(names: Iterable[str] = (*FIELDS, "lat", "lon")) -> dict[str, np.ndarray
 
 
 def insolation(lat: np.ndarray) -> np.ndarray:
-    """What the sun would bring without air, (12, G): the mean of a day, over that at its zenith."""
+    """Return the daily mean insolation without an atmosphere, (12, G), relative to the zenith."""
     day = 365 * (np.arange(12)[:, None] + 0.5) / 12
     tilt = np.deg2rad(-23.44) * np.cos(2 * np.pi * (day + 10) / 365)
     phi = np.deg2rad(lat)
@@ -55,20 +55,20 @@ def insolation(lat: np.ndarray) -> np.ndarray:
 
 
 def standardise(values: np.ndarray) -> np.ndarray:
-    """By mean and deviation of the months that training sees; months come first."""
+    """Standardise with the mean and deviation of the training months; months come first."""
     return (values - values[SEEN].mean()) / values[SEEN].std()
 
 
 def load(level: int) -> HeteroData:
-    """Grid and mesh as one graph, in float32, without the fields.
+    """Return grid and mesh as one graph, in float32, without the fields.
 
-    Of the grid's G cells, from south to north and then eastwards:
+    The grid has G cells, from south to north and then eastwards:
 
     - ``sun`` (G, 12): the standardised insolation of each month; the first is January.
-    - ``area`` (G, 1): of the cell, 1 on average.
+    - ``area`` (G, 1): the area of the cell, 1 on average.
 
-    Of the mesh's nodes ``x`` (M, 3): the position. Of all edges ``edge_attr`` (E, 4): where the
-    source lies as seen from the target. All nodes have ``pos``, on the unit sphere.
+    The mesh has ``x`` (M, 3), positions. All edges have ``edge_attr`` (E, 4), the displacement of
+    the source from the target. All nodes have ``pos``, on the unit sphere.
     """
     file = read(["lat", "lon"])
     grid = on_sphere(file["lat"], file["lon"])
@@ -97,9 +97,9 @@ def load(level: int) -> HeteroData:
 
 
 class Months:
-    """The fields month by month, of which each rank reads those of its own cells; collective.
+    """The fields of each month; each rank reads its own cells; collective.
 
-    ``y_std`` is the deviation, in deg C, of the changes that training sees.
+    ``y_std`` is the deviation, in deg C, of the changes in the training months.
     """
 
     def __init__(self, graph: PartitionedGraph) -> None:
@@ -111,16 +111,16 @@ class Months:
         self.y_std = self._moments(warmer[TRAIN])[1].item()
 
     def _moments(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and deviation over months and the cells of all ranks."""
+        """Return the mean and deviation over months and the cells of all ranks."""
         count = len(values) * self.grid.num_nodes
         mean = vc.all_reduce(values.sum((0, 1))) / count
         return mean, (vc.all_reduce((values - mean).square().sum((0, 1))) / count).sqrt()
 
     def samples(self, starts: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Of each month of `starts`, what a forecast knows (n, 12), and the truth (n, 1).
+        """Yield the input of a forecast (n, 12), and the truth (n, 1), for each month of `starts`.
 
-        It knows 7 fields, the insolation then and a month later, all standardised, and the
-        position. The truth is how much warmer the surface is a month later, in units of ``y_std``.
+        The input is 7 fields, the insolation of both months, all standardised, and the position.
+        The truth is the change of the surface temperature in a month, in units of ``y_std``.
         """
         rows = self.rows.samples([(start + i) % 12 for start in starts for i in (0, 1)])
         for start in starts:
@@ -132,7 +132,7 @@ class Months:
 
 
 def rmse(change: np.ndarray, starts: Sequence[int]) -> np.ndarray:
-    """Errors, in deg C, of changes (12, G) that are predicted from each of some months."""
+    """Return errors, in deg C, of predicted changes (12, G) from each of some months."""
     file = read()
     truth = np.roll(file["sst"], -1, axis=0) - file["sst"]
     area = np.cos(np.deg2rad(file["lat"]))
@@ -140,7 +140,7 @@ def rmse(change: np.ndarray, starts: Sequence[int]) -> np.ndarray:
 
 
 def known() -> tuple[np.ndarray, np.ndarray]:
-    """What forecasts know (12, G, 12), and the changes (12, G) in deg C; in one process."""
+    """Return inputs of forecasts (12, G, 12), and changes (12, G) in deg C; in one process."""
     file = read()
     known = [standardise(file[name]) for name in FIELDS]
     known.append(standardise(insolation(file["lat"])))
@@ -152,7 +152,7 @@ def known() -> tuple[np.ndarray, np.ndarray]:
 
 
 def linear() -> np.ndarray:
-    """Changes (12, G), in deg C, by the linear fit to what a cell knows of itself."""
+    """Return changes (12, G), in deg C, from a linear fit to the inputs of a cell."""
     x, change = known()
     x = np.pad(x, [(0, 0), (0, 0), (0, 1)], constant_values=1.0)
     weights = np.linalg.lstsq(x[TRAIN].reshape(-1, x.shape[-1]), change[TRAIN].ravel())[0]
@@ -160,7 +160,7 @@ def linear() -> np.ndarray:
 
 
 def baselines() -> dict[str, np.ndarray]:
-    """Changes (12, G), in deg C, that need no network, by name."""
+    """Return changes (12, G), in deg C, of baselines by name."""
     sst = read()["sst"]
     mean = np.broadcast_to(sst[SEEN].mean(axis=0), sst.shape)
     angle = 2 * np.pi * np.arange(12) / 12

@@ -2,7 +2,7 @@
 
     python examples/weather/make_data.py FILE
 
-``FILE`` is ``coads_climatology.cdf``, as it is or compressed with xz.
+``FILE`` is ``coads_climatology.cdf``, plain or compressed with xz.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import numpy as np
 from scipy.io import netcdf_file
 
 OUTPUT = Path(__file__).parent / "data" / "coads_2deg.nc"
-# From what each variable is counted; all are then written in hundredths of their unit, as int16.
+# Offset of each variable; the file has hundredths of the unit, as int16.
 ZERO = {"SST": 0, "AIRT": 0, "SPEH": 0, "WSPD": 0, "UWND": 0, "VWND": 0, "SLP": 1000}
 
 

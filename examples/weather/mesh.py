@@ -1,4 +1,4 @@
-"""The multi-mesh: an icosahedron that is refined some times, with the edges of all refinements.
+"""The multi-mesh: a refined icosahedron with the edges of all refinements.
 
 R. Lam et al., "Learning skillful medium-range global weather forecasting", Science 382 (2023).
 Positions are on the unit sphere, and lengths are chords.
@@ -9,17 +9,17 @@ from itertools import combinations
 import numpy as np
 from scipy.spatial import cKDTree
 
-REACH = 0.6  # of the longest edge: from level 1 on, all of the sphere is in reach of some vertex
+REACH = 0.6  # of the longest edge: from level 1 on, some vertex is in reach of each point
 
 
 def on_sphere(lat: np.ndarray, lon: np.ndarray) -> np.ndarray:
-    """Positions (N, 3) of latitudes and longitudes in degrees."""
+    """Return positions (N, 3) of latitudes and longitudes in degrees."""
     phi, theta = np.deg2rad(lat), np.deg2rad(lon)
     return np.stack([np.cos(phi) * np.cos(theta), np.cos(phi) * np.sin(theta), np.sin(phi)], axis=1)
 
 
 def icosahedron() -> tuple[np.ndarray, np.ndarray]:
-    """Positions (12, 3) and triangles (20, 3), their corners counterclockwise from outside."""
+    """Return positions (12, 3) and triangles (20, 3), counterclockwise seen from outside."""
     golden = (1 + 5**0.5) / 2
     corners = [[0, a, b * golden] for a in (-1, 1) for b in (-1, 1)]
     pos = np.array([np.roll(corner, turn) for turn in range(3) for corner in corners])
@@ -33,7 +33,7 @@ def icosahedron() -> tuple[np.ndarray, np.ndarray]:
 
 
 def refine(pos: np.ndarray, faces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Cut each triangle into four; the middles of sides come behind the vertices there are."""
+    """Cut each triangle into four; the middles of sides follow the existing vertices."""
     low, high = np.sort(edges_of(faces), axis=0)
     sides, place = np.unique(low * len(pos) + high, return_inverse=True)
     middles = pos[sides // len(pos)] + pos[sides % len(pos)]
@@ -44,14 +44,14 @@ def refine(pos: np.ndarray, faces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def edges_of(faces: np.ndarray) -> np.ndarray:
-    """Directed edges (2, E), each once: two triangles share a side, and go along it both ways."""
+    """Return directed edges (2, E); two triangles share a side, in opposite directions."""
     return np.concatenate([faces[:, [0, 1]], faces[:, [1, 2]], faces[:, [2, 0]]]).T
 
 
 def icosphere(level: int) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Positions of the finest mesh, and the triangles of each level from 0 to `level`.
+    """Return the positions of the finest mesh, and the triangles of each level up to `level`.
 
-    Vertices have the same numbers in all levels.
+    Vertices have the same ids in all levels.
     """
     pos, faces = icosahedron()
     levels = [faces]
@@ -67,16 +67,16 @@ def longest(pos: np.ndarray, edge_index: np.ndarray) -> float:
 
 
 def within_reach(points: np.ndarray, mesh: np.ndarray, reach: float) -> np.ndarray:
-    """Edges (2, E) from each point to all vertices that are not further away than `reach`."""
+    """Return edges (2, E) from each point to all vertices within `reach`."""
     pairs = cKDTree(points).sparse_distance_matrix(cKDTree(mesh), reach, output_type="ndarray")
     edge_index = np.stack([pairs["i"], pairs["j"]])
     return edge_index[:, np.lexsort(edge_index)]
 
 
 def around(mesh: np.ndarray, faces: np.ndarray, points: np.ndarray) -> np.ndarray:
-    """Edges (2, 3 N) to each point from the corners of the triangle that it is in."""
+    """Return edges (2, 3 N) to each point from the corners of its triangle."""
     _, near = cKDTree(mesh[faces].sum(axis=1)).query(points, k=min(12, len(faces)))
-    # A point is a sum of the three corners, and inside if it takes no negative share of one.
+    # A point is inside a triangle if all its barycentric coordinates are nonnegative.
     corners = mesh[faces[near]].swapaxes(-1, -2)
     shares = np.linalg.solve(corners, points[:, None, :, None])[..., 0]
     best = shares.min(axis=-1).argmax(axis=1)
@@ -85,7 +85,7 @@ def around(mesh: np.ndarray, faces: np.ndarray, points: np.ndarray) -> np.ndarra
 
 
 def seen_from_target(source: np.ndarray, target: np.ndarray, edge_index: np.ndarray) -> np.ndarray:
-    """Of each edge (E, 4): where its source lies, to the east, to the north and up, and how far.
+    """Return displacements (E, 4) of sources from targets: east, north, up and length.
 
     The longest edge has the length 1.
     """

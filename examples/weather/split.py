@@ -1,4 +1,4 @@
-"""Grid and mesh split together, by what nodes and edges cost, and what other ways would fetch."""
+"""Partitions of grid and mesh together, and the rows that other partitions would fetch."""
 
 from collections.abc import Mapping
 
@@ -12,15 +12,15 @@ Owner = Mapping[str, torch.Tensor]  # the rank of each node, by type
 
 
 def passes(blocks: int) -> dict[tuple[str, str, str], int]:
-    """How often a step sends messages along the edges of each type."""
+    """Return the number of messages per step along the edges of each type."""
     return {ENCODER: 1, PROCESSOR: blocks, DECODER: 1}
 
 
 def together(data: HeteroData, ranks: int, blocks: int) -> Owner:
-    """By METIS, for grid and mesh at once: parts of equal work, with few messages between them.
+    """Partition grid and mesh at once with METIS: parts of equal work, few messages.
 
-    A node costs as much as the messages that it receives in a step, and one for itself; an edge
-    between ranks costs as often as it is used.
+    The weight of a node is one plus the messages that it receives per step. The weight of an edge
+    is the number of its uses per step.
     """
     times = passes(blocks)
     work = {kind: torch.ones(data[kind].num_nodes, dtype=torch.int64) for kind in data.node_types}
@@ -32,7 +32,7 @@ def together(data: HeteroData, ranks: int, blocks: int) -> Owner:
 
 
 def each_by_itself(data: HeteroData, ranks: int) -> Owner:
-    """The mesh by METIS, which does not see the grid, and the grid by bisection."""
+    """Partition the mesh with METIS, and the grid by bisection."""
     mesh = Data(edge_index=data[PROCESSOR].edge_index, num_nodes=data["mesh"].num_nodes)
     grid = Data(pos=data["grid"].pos)
     return {
@@ -42,7 +42,7 @@ def each_by_itself(data: HeteroData, ranks: int) -> Owner:
 
 
 def fetched(data: HeteroData, owner: Owner, ranks: int) -> list[int]:
-    """Rows that all ranks together fetch when encoder, a block of the processor, decoder run."""
+    """Return the rows that all ranks fetch for encoder, a processor block and decoder."""
     found = []
     for kind in (ENCODER, PROCESSOR, DECODER):
         source, target = data[kind].edge_index
@@ -52,7 +52,7 @@ def fetched(data: HeteroData, owner: Owner, ranks: int) -> list[int]:
 
 
 def table(data: HeteroData, owner: Owner, ranks: int, blocks: int, hidden: int) -> str:
-    """Rows that a forecast fetches if grid and mesh are split like this, and in two other ways."""
+    """Return a table of the rows that a forecast fetches with three partitions."""
     ways = {
         "together": owner,
         "each by itself": each_by_itself(data, ranks),

@@ -1,10 +1,10 @@
-"""Forecast the temperature of the sea a month ahead, on as many ranks as there are.
+"""Forecast the sea surface temperature a month ahead, on any number of ranks.
 
     torchrun --nproc-per-node 2 examples/weather/train.py
 
-The model sends features of the grid of observations to a mesh with edges of several lengths, passes
-messages on the mesh, and sends the result back. Grid and mesh are split over ranks together; the
-model has no code for ranks.
+The model sends features of the grid to a mesh with edges of several lengths, passes messages on the
+mesh, and returns the result to the grid. Grid and mesh are partitioned together; the model has no
+code for ranks.
 """
 
 import sys
@@ -27,7 +27,7 @@ from varcomm.models import EncodeProcessDecode
 
 
 def new_model(hidden: int, blocks: int, seed: int) -> EncodeProcessDecode:
-    """The same on every rank, since all draw from the same seed."""
+    """Return a model with equal weights on all ranks, which draw them from one seed."""
     torch.manual_seed(seed)
     return EncodeProcessDecode(climate.CHANNELS, 3, 4, 1, hidden_channels=hidden, num_blocks=blocks)
 
@@ -35,12 +35,12 @@ def new_model(hidden: int, blocks: int, seed: int) -> EncodeProcessDecode:
 def forecast(
     model: torch.nn.Module, part: HeteroData | PartitionedGraph, x: torch.Tensor
 ) -> torch.Tensor:
-    """How much warmer each cell will be in a month, (n, 1), in units of ``y_std``."""
+    """Return the predicted change of each cell in a month, (n, 1), in units of ``y_std``."""
     return model({"grid": x, "mesh": part["mesh"].x}, part.edge_index_dict, part.edge_attr_dict)
 
 
 def drawn(steps: int, seed: int) -> list[int]:
-    """The month of each step: all of training, in a random order, again and again."""
+    """Yield the month of each step: all training months, in a random order, repeatedly."""
     draws, months = torch.Generator().manual_seed(seed), list[int]()
     while len(months) < steps:
         order = torch.randperm(len(climate.TRAIN), generator=draws).flip(0)
@@ -51,10 +51,10 @@ def drawn(steps: int, seed: int) -> list[int]:
 def fit(
     model: torch.nn.Module, graph: PartitionedGraph, months: climate.Months, steps: int, seed: int
 ) -> Iterator[float]:
-    """Train on one month per step; yields the loss of each."""
+    """Train on one month per step; yield the loss of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=1e-2)
     schedule = one_cycle(optimizer, 5e-3, steps, rise=0.2)
-    for x, y in months.samples(drawn(steps, seed)):  # read while the step before computes
+    for x, y in months.samples(drawn(steps, seed)):  # read during the step before
         optimizer.zero_grad()
         error = forecast(model, graph, x) - y
         loss = graph["grid"].mean(graph["grid"].area * error.square())
@@ -66,7 +66,7 @@ def fit(
 
 
 def errors(changes: dict[str, np.ndarray]) -> str:
-    """A table of errors: a column for each month held out."""
+    """Return a table of errors, with one column per held-out month."""
     months = [climate.MONTHS[month] for month in climate.HELD_OUT]
     lines = [f"RMSE in deg C   {'  '.join(f'{month:>5}' for month in [*months, 'all'])}"]
     for name, change in changes.items():

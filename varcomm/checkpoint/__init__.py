@@ -1,4 +1,4 @@
-"""Checkpoints that any number of ranks can load, and that a crash leaves whole."""
+"""Checkpoints that any number of ranks can load, and that survive a crash."""
 
 from varcomm.checkpoint.full import full_state_dict
 from varcomm.checkpoint.load import export, load, read

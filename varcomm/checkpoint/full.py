@@ -29,7 +29,7 @@ _WHAT = "checkpoint.full_state_dict"
 def full_state_dict(
     model: torch.nn.Module, dst: int | None = 0, group: GroupLike = None
 ) -> dict[str, Any]:
-    """Gather the whole state dict of a sharded model on one rank, or on all.
+    """Gather the full state dict of a sharded model on one rank, or on all ranks.
 
     Collective: all ranks of `group` call it. Parameters of tensor-parallel layers, DTensors and
     parameters under ``fully_shard`` become full tensors. One process needs no torch.distributed.
@@ -62,8 +62,8 @@ def full_state_dict(
 
     Notes
     -----
-    Tensors are gathered one after the other. Other ranks hold one further shard at most, and `dst`
-    one further tensor.
+    Tensors are gathered one by one. Other ranks hold one further shard at most, and `dst` one
+    further tensor.
 
     Communication: every shard travels once to `dst`, or to all ranks; unsharded tensors stay. Three
     rounds of small messages compare the ranks first.

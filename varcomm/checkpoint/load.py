@@ -134,7 +134,7 @@ def load(
 
 
 def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return a whole checkpoint on the CPU; no communication.
+    """Return a full checkpoint on the CPU; no communication.
 
     Modules and other objects are dicts, sharded tensors and rows full tensors, and :class:`PerRank`
     a dict with the ranks as texts. Files of other tools are tensors by name. ArgumentError if there

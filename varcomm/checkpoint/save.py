@@ -58,8 +58,8 @@ def save(
     """Write a checkpoint that any number of ranks can load, in place of the earlier one.
 
     Collective: all ranks of `group` call it with the same folder on a shared file system. One
-    process needs no torch.distributed. A crash at any moment leaves the earlier checkpoint or the
-    new one, whole.
+    process needs no torch.distributed. A crash at any time leaves the earlier or the new checkpoint
+    complete.
 
     Parameters
     ----------

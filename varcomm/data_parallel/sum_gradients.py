@@ -37,12 +37,12 @@ def sum_gradients(
     Parameters
     ----------
     parameters : Module or iterable of Parameter
-        The same on every rank, in the same order; frozen ones are left alone. A parameter without
+        Equal on every rank, in the same order; frozen parameters are ignored. A parameter without
         ``grad`` on this rank counts as zeros, and gets the sum.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
     reduce : "sum", "mean" or GlobalCount
-        Divide the sum by nothing, by the number of ranks, or by the rows that all ranks have
+        Do not divide the sum, divide it by the number of ranks, or by the rows that all ranks have
         counted since the last call.
     use_fp32 : bool
         Sum floats narrower than 4 bytes in fp32 and round once.

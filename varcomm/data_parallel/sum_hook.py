@@ -28,7 +28,7 @@ def sum_hook(state: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch
     """Sum a bucket of gradients over ranks, for ``DistributedDataParallel``.
 
     ``ddp.register_comm_hook(group, sum_hook)`` leaves the sum over ranks in each ``grad``, in place
-    of the average: the gradient of a loss of which each rank computes a part.
+    of the average. This is the gradient of a loss if each rank computes a part of the loss.
 
     Parameters
     ----------

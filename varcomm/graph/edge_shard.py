@@ -70,7 +70,7 @@ class EdgeShard(Numbering, Shard):
         Local ids of sources and targets as an ordinary tensor, int64 of shape (2, E). They select
         from :meth:`with_halo`; ``x[row]`` of owned rows alone is out of range.
     halo_ids : torch.Tensor
-        Ids of the halo's nodes in the whole graph; int64 of shape (h,).
+        Ids of the halo nodes in the full graph; int64 of shape (h,).
     plan : ExchangePlan
         Fills the halo: ``plan(x)`` of the owned sources returns the halo's rows.
     num_targets : int
@@ -193,11 +193,11 @@ class EdgeShard(Numbering, Shard):
     def with_halo(self, x: Sequence[torch.Tensor], dim: int = 0) -> tuple[torch.Tensor, ...]: ...
 
     def with_halo(self, x: Any, dim: int = 0) -> Any:
-        """Append the halo's rows to the owned ones: (n, *F) to (n + h, *F) along `dim`.
+        """Append the halo rows to the owned rows: (n, *F) to (n + h, *F) along `dim`.
 
         A tuple or list of tensors gives a tuple; tensors of one dtype travel in one exchange.
 
-        The adjoint adds the gradients of copies to the rows that they are copies of. Communication:
+        The adjoint adds the gradients of copies to the original rows. Communication:
         ``plan.nbytes(x)`` from this rank; in backward, the halo's rows back to their owners.
         """
         one = isinstance(x, torch.Tensor)
@@ -252,7 +252,7 @@ class EdgeShard(Numbering, Shard):
     def fetched(
         self, edge_index: PartitionedIndex, read: Sequence[torch.Tensor], dim: int
     ) -> PartitionedIndex:
-        """Return edges that know the rows of these tensors at their sources, from one exchange.
+        """Return edges with the rows of these tensors at their sources, from one exchange.
 
         A tensor that a layer reads twice occurs twice. One that it reads once needs no table.
         """
@@ -423,7 +423,7 @@ class EdgeShard(Numbering, Shard):
         return _positions(mask, count if loops else mask.shape[0] - count)
 
     def check_loops(self, edges: torch.Tensor) -> torch.Tensor:
-        """Return edges that are appended to these, if they are self loops of owned nodes."""
+        """Return appended edges if they are self loops of owned nodes."""
         targets = self.layer_counts()[2]
         if not self.has_loops:
             raise ArgumentError(

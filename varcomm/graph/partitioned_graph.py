@@ -42,9 +42,9 @@ class PartitionedGraph:
 
     Built by :func:`partition` or :func:`from_edges`, and immutable. ``graph.x``,
     ``graph.edge_attr``, ... are the rank's rows of the full graph's attributes, in the same order;
-    ``graph.num_owned`` counts the rank's nodes, ``graph.num_nodes`` and ``graph.num_edges`` those
-    of all ranks. In ``graph.edge_index``, nodes ``0 ... n - 1`` are owned and ``n ... n + h - 1``
-    are the halo, by owner.
+    ``graph.num_owned`` counts the rank's nodes, ``graph.num_nodes`` and ``graph.num_edges`` count
+    all ranks. In ``graph.edge_index``, nodes ``0 ... n - 1`` are owned and ``n ... n + h - 1`` are
+    the halo, by owner.
 
     A heterogeneous graph has one shard per type: ``graph["paper"]`` is a :class:`NodeShard`,
     ``graph["author", "writes", "paper"]`` an :class:`EdgeShard` with its own halo and plan, and
@@ -56,7 +56,7 @@ class PartitionedGraph:
     node_shards, edge_shards : mapping
         The rank's part of each type; the type is None in a graph with one type.
     attributes : mapping of str
-        Attributes of the graph as a whole.
+        Attributes of the full graph.
     method : str
         The method that assigned the nodes.
 
@@ -299,7 +299,7 @@ class PartitionedGraph:
         return self.nodes.mean(values, mask)
 
     def max(self, values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the greatest value of the nodes of all ranks; see :meth:`NodeShard.max`."""
+        """Return the largest value of the nodes of all ranks; see :meth:`NodeShard.max`."""
         return self.nodes.max(values, mask)
 
     def to(self, device: torch.device | str) -> PartitionedGraph:
@@ -319,11 +319,11 @@ class PartitionedGraph:
     ) -> None:
         """Draw each node in the colour of its owner, darker if another rank has a copy.
 
-        Collective: rank 0 draws with matplotlib. With `mesh`, it draws cells: cells that are nodes,
-        or the share of each cell that is nearest to each of its points. Of volumes it draws the
-        outer faces, and beside them the cells between ranks. Without `mesh`, it draws the attribute
-        ``pos``, (n, 2) or (n, 3), as dots; of more than 200,000 nodes, each rank draws the same
-        share, at random. Communication: at most 32 bytes per drawn node.
+        Collective: rank 0 draws with matplotlib. With `mesh`, it draws cells: the cells that are
+        nodes, or for each point the nearest part of its cells. Volumes are drawn by their outer
+        faces, with a second picture of the cells between ranks. Without `mesh`, it draws the
+        attribute ``pos``, (n, 2) or (n, 3), as dots; of more than 200,000 nodes, each rank draws
+        the same share, at random. Communication: at most 32 bytes per drawn node.
 
         Parameters
         ----------
@@ -332,7 +332,7 @@ class PartitionedGraph:
         node_type : str, optional
             The type of nodes to draw, in a graph with several types.
         mesh : Mesh, optional
-            The mesh of the graph; only that of rank 0 is read.
+            The mesh of the graph, which only rank 0 needs.
 
         Raises
         ------
@@ -414,7 +414,7 @@ class PartitionedGraph:
         ------
         ArgumentError
             On every rank, if one of them cannot write; or if the folder has other content, which
-            stays as it is. Also if a value of the graph as a whole is no tensor, number, string, or
+            stays as it is. Also if a value of the full graph is not a tensor, number, string, or
             list, set, tuple or dict of them.
         """
         from varcomm.graph.files.saved import save
@@ -425,8 +425,8 @@ class PartitionedGraph:
     def load(folder: str | os.PathLike[str], group: GroupLike = None) -> PartitionedGraph:
         """Read a saved partition, on the same or on another number of ranks; collective.
 
-        Each rank reads its own rows. On another number of ranks, the nodes in the order of the
-        saved parts are cut evenly.
+        Each rank reads its own rows. On another number of ranks, the nodes are split evenly in the
+        order of the saved parts.
 
         Parameters
         ----------

@@ -43,12 +43,12 @@ def replicated_sum(partial: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def replicated(value: torch.Tensor, group: PartitionedGraph | GroupLike = None) -> torch.Tensor:
-    """Count a value once that every rank computed identically.
+    """Count a value once if every rank computed it identically.
 
-    For a loss, or an energy, of values that all ranks have, such as the results of PyG's
-    ``global_mean_pool`` by ``graph.batch``. Pools are exact operators, whose backward sums the
-    gradients of all ranks: a loss that each of P ranks computes from them would count P times.
-    After this, it counts once::
+    Use it for a loss or an energy that all ranks compute from equal values, such as results of
+    PyG's ``global_mean_pool``. Pools are exact operators, whose backward sums the gradients of all
+    ranks: a loss that each of P ranks computes from them would count P times. With this call, it
+    counts once::
 
         loss = replicated(F.cross_entropy(head(global_mean_pool(x, graph.batch)), y), graph)
         loss.backward()
@@ -74,7 +74,7 @@ def replicated(value: torch.Tensor, group: PartitionedGraph | GroupLike = None) 
     Raises
     ------
     ArgumentError
-        On this rank, before any communication, if `value` is no tensor of floats.
+        On this rank, before any communication, if `value` is not a tensor of floats.
     DisagreementError
         Inside :func:`varcomm.debug`, on every rank, if values differ: for example after dropout
         that follows a pool.

@@ -21,7 +21,7 @@ _COLUMNS = {"owned": 8, "halo": 8, "edges": 8, "cut": 8, "sent": 8, "neighbours"
 
 @dataclass(frozen=True)
 class Report:
-    """Numbers per rank of a partitioned graph, all types together; identical on all ranks.
+    """Balance and volume of a partition, summed over all types; identical on all ranks.
 
     Built by :meth:`PartitionedGraph.report`.
 
@@ -32,7 +32,7 @@ class Report:
     owned, halo : tuple of int
         Owned nodes and halo nodes per rank.
     edges, cut : tuple of int
-        Edges per rank, and those of them that come from another rank.
+        Edges per rank, and edges from another rank.
     sent : tuple of int
         Rows that each rank sends in one exchange; it receives `halo` rows.
     neighbours : tuple of int
@@ -101,7 +101,7 @@ class Report:
         return sum(self.halo) / max(1, sum(self.owned))
 
     def nbytes(self, channels: int, itemsize: int = 4) -> tuple[int, ...]:
-        """Return the bytes that each rank sends in a layer; its backward sends as many back."""
+        """Return the bytes that each rank sends in a layer; backward sends the same number."""
         return tuple(rows * channels * itemsize for rows in self.sent)
 
     def nbytes_received(self, channels: int, itemsize: int = 4) -> tuple[int, ...]:

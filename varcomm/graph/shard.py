@@ -128,7 +128,7 @@ class Shard:
         Parameters
         ----------
         x : torch.Tensor
-            A value of each owned row, (n, *F).
+            A value per owned row, (n, *F).
         dst : int, optional
             Group rank of the receiver; None is every rank.
 
@@ -161,7 +161,7 @@ class Shard:
         return gather_v(x, self.sizes, dst=dst, group=pg)
 
     def scatter(self, x: torch.Tensor | None, src: int = 0) -> torch.Tensor:
-        """Send each rank its rows of a tensor that one rank has for the full graph.
+        """Send each rank its rows of a full tensor on one rank.
 
         The adjoint is :meth:`gather` to `src`. Communication: as in :meth:`gather`.
 
@@ -206,7 +206,7 @@ class Shard:
         Parameters
         ----------
         values : torch.Tensor
-            A value of each owned row, (n, *F).
+            A value per owned row, (n, *F).
         ids : torch.Tensor
             Ids in the full graph, int64 or int32 of any shape, such as pairs (2, L). Each rank
             passes its own; they may repeat, and a rank may have none.
@@ -299,9 +299,9 @@ class Shard:
         Parameters
         ----------
         values : torch.Tensor
-            Floats of each owned row, (n, *F), or of the rows that `mask` selects. The same ``*F``
-            on every rank. As in one process, a masked NaN has the derivative NaN: pass the selected
-            rows alone.
+            Floats per owned row, (n, *F), or per row that `mask` selects. The same ``*F`` on every
+            rank. As in one process, a masked NaN has the derivative NaN: pass only the selected
+            rows.
         mask : torch.Tensor, optional
             Selected owned rows, bool of shape (n,).
 
@@ -328,7 +328,7 @@ class Shard:
         return (total[0] / total[1]).to(values.dtype)
 
     def max(self, values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the greatest value over the rows of all ranks, and over their features.
+        """Return the largest value over the rows of all ranks, and over their features.
 
         Arguments are those of :meth:`sum`, and the gradient is counted once. Values that share the
         maximum, on any ranks, share it evenly, as for :func:`torch.amax`; the gradient of NaN is

@@ -40,7 +40,7 @@ class _Sharded(Operator):
 
 @torch_operator
 class AllGatherV(_Sharded):
-    """From its own rows on each rank to the rows of all on every rank."""
+    """From each rank's own rows to the rows of all ranks, on every rank."""
 
     name = "all_gather_v"
 
@@ -82,7 +82,7 @@ class AllGatherV(_Sharded):
 
 @torch_operator
 class ReduceScatterV(_Sharded):
-    """From the rows of all on each rank to each rank's own rows of the sum over ranks."""
+    """From full tensors on all ranks to each rank's own rows of their sum."""
 
     name = "reduce_scatter_v"
 
@@ -155,9 +155,9 @@ def all_gather_v(
     Parameters
     ----------
     tensor : torch.Tensor
-        This rank's shard, with ``sizes[rank]`` rows along `dim`; any dtype. Without `sizes` also
-        tensors of several dtypes and None in tuples, lists and dictionaries, of one structure on
-        all ranks, and a scalar, which is one row.
+        This rank's shard, with ``sizes[rank]`` rows along `dim`; any dtype. Without `sizes`, also a
+        scalar, which is one row, or tensors and None in tuples, lists and dictionaries, with the
+        same structure on all ranks.
     sizes : sequence of int, optional
         Rows per rank along `dim`; zeros allowed, identical on all ranks. None asks the ranks.
     dim : int
@@ -172,8 +172,8 @@ def all_gather_v(
     Returns
     -------
     torch.Tensor or Handle
-        ``sum(sizes)`` rows along `dim`, shard after shard in rank order; dtype of `tensor`. Of
-        nested tensors, the same structure.
+        ``sum(sizes)`` rows along `dim`, shard after shard in rank order; dtype of `tensor`. Nested
+        tensors keep their structure.
 
     Raises
     ------
@@ -188,13 +188,14 @@ def all_gather_v(
     Notes
     -----
     Adjoint: :func:`reduce_scatter_v` with the same arguments.
-    Communication: each rank sends its shard to every other rank. For ``dim=0`` nothing is copied,
-    for others once on arrival. From 16 ranks on, CPU shards of up to 4 KiB (mean) travel by levels,
-    as in :func:`reduce_scatter_v`: the same bytes in ``k P^(1/k)`` messages per rank.
+    Communication: each rank sends its shard to every other rank. For ``dim=0`` nothing is copied;
+    for other dimensions, rows are copied once on arrival. From 16 ranks on, CPU shards of up to 4
+    KiB (mean) travel by levels, as in :func:`reduce_scatter_v`: the same bytes in ``k P^(1/k)``
+    messages per rank.
 
-    Without `sizes`, ranks first share 1 KiB each in one more round, in backward nothing; large
+    Without `sizes`, ranks first share 1 KiB each in one more round, but not in backward. Large
     structures need a second message. Nested tensors travel in one exchange and are copied on both
-    sides; backward sends the gradients of those that require one. Inside ``torch.func`` and in
+    sides; backward sends the gradients of tensors that require one. Inside ``torch.func`` and in
     forward mode each tensor travels alone. `async_op` needs one tensor.
 
     In one process: ``torch.cat(shards, dim)``.

@@ -123,7 +123,7 @@ def _by_levels(
 @torch_operator
 @dataclass(frozen=True)
 class AllReduce(Operator):
-    """From a tensor on each rank to the sum of all, divided, on every rank."""
+    """From a tensor on each rank to their sum, divided, on every rank."""
 
     name = "all_reduce"
     group: Group
@@ -162,7 +162,7 @@ def all_reduce(
     Parameters
     ----------
     tensor : torch.Tensor
-        The same shape and dtype on all ranks, any but bool. It is not changed.
+        The same shape and dtype on all ranks; bool is refused. It is not changed.
     use_fp32 : bool
         Sum floats narrower than 4 bytes in fp32 and round once.
     group, async_op
@@ -186,12 +186,12 @@ def all_reduce(
     -----
     Adjoint: :func:`all_reduce` itself. A loss that all ranks compute identically from the result
     counts once per rank.
-    Communication: each rank sums a piece of ``1 / P`` and sends it to the others, in all
-    ``2 (P - 1) / P`` times the bytes of `tensor`. Up to 16 KiB, and with `async_op`, each sums all,
-    in a single round: ``P - 1`` times. From 16 ranks on the sum goes by levels, as in
-    :func:`reduce_scatter_v`, with `async_op` too. Up to 16 KiB the ``k`` ranks of each level sum
-    all, after ``k - 1`` times the bytes. Those small sums are equal bit for bit on processors of
-    one kind.
+    Communication: each rank sums a piece of ``1 / P`` and sends it to the other ranks:
+    ``2 (P - 1) / P`` times the bytes of `tensor`. Up to 16 KiB, and with `async_op`, each rank sums
+    all pieces in one round: ``P - 1`` times the bytes. From 16 ranks on the sum goes by levels, as
+    in :func:`reduce_scatter_v`, with `async_op` too. Up to 16 KiB, each of the ``k`` ranks of a
+    level sums all pieces: ``k - 1`` times the bytes. These small sums are equal bit for bit on
+    processors of one kind.
     In one process: ``sum(tensors)``.
 
     Examples

@@ -92,7 +92,7 @@ def all_to_all_v(
     Parameters
     ----------
     tensor : torch.Tensor
-        ``sum(send_sizes)`` rows along `dim`, those for rank 0 first; any dtype.
+        ``sum(send_sizes)`` rows along `dim`, the rows for rank 0 first; any dtype.
     send_sizes, recv_sizes : sequence of int
         Rows for, and from, each rank; zeros allowed.
     dim : int
@@ -118,8 +118,8 @@ def all_to_all_v(
     Notes
     -----
     Adjoint: :func:`all_to_all_v` with `send_sizes` and `recv_sizes` exchanged.
-    Communication: each rank sends the bytes of `tensor` but for the block that it keeps. For
-    ``dim=0`` nothing is copied, for others once on departure.
+    Communication: each rank sends `tensor` except the block that it keeps. For ``dim=0`` nothing is
+    copied; for other dimensions, rows are copied once on departure.
     In one process: rank r has ``torch.cat([x.split(sizes, dim)[r] for x, sizes in ranks], dim)``.
 
     Examples
@@ -191,7 +191,7 @@ def transpose_v(
     *,
     async_op: bool = False,
 ) -> TensorOrHandle:
-    """Switch which dimension is sharded: whole along one and sharded along another, or back.
+    """Exchange the sharded dimension: `split_dim` becomes sharded, `concat_dim` becomes full.
 
     Parameters
     ----------
@@ -199,7 +199,7 @@ def transpose_v(
         This rank's shard: ``concat_sizes[rank]`` rows along `concat_dim` and ``sum(split_sizes)``
         along `split_dim`; any dtype.
     split_dim, concat_dim : int
-        The dimension that is whole now and sharded in the result; and the reverse.
+        The dimension that becomes sharded, and the dimension that becomes full.
     split_sizes, concat_sizes : sequence of int
         Rows per rank along these dimensions; zeros allowed, identical on all ranks.
     group, async_op
@@ -223,8 +223,7 @@ def transpose_v(
     Notes
     -----
     Adjoint: :func:`transpose_v` with split and concatenation exchanged, which is also its inverse.
-    Communication: each rank sends the bytes of `tensor` but for the block that it keeps. One copy,
-    on departure.
+    Communication: each rank sends `tensor` except the block that it keeps. One copy, on departure.
     In one process: rank r has ``whole.split(split_sizes, split_dim)[r]``.
 
     Examples

@@ -25,7 +25,7 @@ __all__ = ["Broadcast", "Reduce", "broadcast", "reduce"]
 
 @dataclass(frozen=True)
 class _Rooted(Operator):
-    """The pair's fields: `shape` is that of the tensor, `elsewhere` of its stand-ins."""
+    """The pair's fields: `shape` at the root, `elsewhere` on other ranks."""
 
     group: Group
     root: int
@@ -37,7 +37,7 @@ class _Rooted(Operator):
 @torch_operator
 @dataclass(frozen=True)
 class Broadcast(_Rooted):
-    """From the tensor at the root to the same on every rank."""
+    """From the tensor at the root to copies on every rank."""
 
     name = "broadcast"
 
@@ -65,7 +65,7 @@ class Broadcast(_Rooted):
 @torch_operator
 @dataclass(frozen=True)
 class Reduce(_Rooted):
-    """From a tensor on each rank to the sum of all at the root."""
+    """From a tensor on each rank to their sum at the root."""
 
     name = "reduce"
     one_round: bool = False
@@ -95,7 +95,7 @@ def broadcast(
     like: torch.Tensor | None = None,
     async_op: bool = False,
 ) -> TensorOrHandle:
-    """Copy a tensor that one rank has to all.
+    """Copy the tensor of one rank to all ranks.
 
     Parameters
     ----------
@@ -107,9 +107,9 @@ def broadcast(
     use_fp32, group, async_op
         As in :func:`all_gather_v`.
     like : torch.Tensor, optional
-        On all ranks or on none: a tensor with the shape, dtype, device type and ``requires_grad``
-        of the one on `src`. It is not read; off `src` its gradient is zeros. With it, `src` sends
-        no description.
+        A tensor with the shape, dtype, device type and ``requires_grad`` of the tensor on `src`,
+        passed on all ranks or on none. It is not read, and on other ranks its gradient is zeros.
+        `src` then sends no description.
 
     Returns
     -------
@@ -119,8 +119,8 @@ def broadcast(
     Raises
     ------
     ArgumentError
-        On every rank, before any data moves, if `tensor` on `src` is no dense tensor. With `like`,
-        on `src` alone, as in other calls; also if it does not match `like`.
+        On every rank, before any data moves, if `tensor` on `src` is not a dense tensor. With
+        `like`, on `src` only, also if the tensor does not match `like`.
 
     See Also
     --------
@@ -132,8 +132,8 @@ def broadcast(
 
     Backward is collective: for ``torch.autograd.grad``, pass ``torch.empty(0, requires_grad=True)``
     in place of None, or a tensor as `like`, and ask for its gradient.
-    Communication: without `like`, `src` describes its tensor to all in 1 KiB; then each other rank
-    receives its bytes once, by a tree if the engine has one.
+    Communication: without `like`, `src` first sends a description of 1 KiB. Then each other rank
+    receives the bytes of the tensor once, through a tree if the engine has one.
     In one process: ``tensor.clone()``.
 
     Examples
@@ -184,12 +184,12 @@ def reduce(
     *,
     async_op: bool = False,
 ) -> TensorOrHandle:
-    """Sum tensors of all ranks on one of them.
+    """Sum the tensors of all ranks on one rank.
 
     Parameters
     ----------
     tensor : torch.Tensor
-        The same shape and dtype on all ranks, any but bool. It is not changed.
+        The same shape and dtype on all ranks; bool is refused. It is not changed.
     dst : int
         The rank, within `group`, that gets the sum.
     use_fp32 : bool
@@ -200,8 +200,8 @@ def reduce(
     Returns
     -------
     torch.Tensor or Handle
-        On `dst` the sum, the same bit for bit at every run; shape and dtype of `tensor`. Elsewhere
-        zeros that belong to the graph: every rank enters backward.
+        On `dst` the sum, with the same bits in every run; shape and dtype of `tensor`. On other
+        ranks zeros that belong to the graph, because every rank enters backward.
 
     Raises
     ------
@@ -216,9 +216,9 @@ def reduce(
     -----
     Adjoint: :func:`broadcast` from `dst`.
     Communication: each rank sums a piece of ``1 / P`` and sends it to `dst`. Up to 16 KiB, and with
-    `async_op`, `dst` sums all, in a single round. Each other rank sends the bytes of `tensor` once.
-    From 16 ranks on the sum goes by levels, as in :func:`reduce_scatter_v`, and so do its pieces:
-    some ranks forward pieces of others.
+    `async_op`, `dst` sums all pieces in one round. Each other rank sends the bytes of `tensor`
+    once. From 16 ranks on the sum goes by levels, as in :func:`reduce_scatter_v`, and so do its
+    pieces: some ranks forward pieces of others.
     In one process: ``sum(tensors)``.
 
     Examples

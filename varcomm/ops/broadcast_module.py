@@ -20,7 +20,7 @@ __all__ = ["broadcast_module", "overwrite"]
 def broadcast_module(model: torch.nn.Module, src: int = 0, group: GroupLike = None) -> None:
     """Overwrite parameters and buffers on every rank with those of one rank; collective.
 
-    After a checkpoint that one rank has read, or after an initialisation without a seed.
+    Use it after one rank has read a checkpoint, or after an initialisation without a seed.
 
     Parameters
     ----------
@@ -34,7 +34,8 @@ def broadcast_module(model: torch.nn.Module, src: int = 0, group: GroupLike = No
     Raises
     ------
     ArgumentError
-        On every rank, if `model` or `src` are wrong on one, or if a parameter is not initialised.
+        On every rank, if `model` or `src` is wrong on one rank, or if a parameter is not
+        initialised.
     DisagreementError
         On every rank, before any value changes, if names, shapes, dtypes or ties differ.
 

@@ -25,7 +25,7 @@ __all__ = ["GatherV", "ScatterV", "gather_v", "scatter_v"]
 
 @dataclass(frozen=True)
 class _Rooted(Operator):
-    """The pair's fields: `shape` is that of the whole at the root, `elsewhere` of its stand-ins."""
+    """The pair's fields: `shape` at the root, `elsewhere` on other ranks."""
 
     group: Group
     sizes: tuple[int, ...]
@@ -38,7 +38,7 @@ class _Rooted(Operator):
 @torch_operator
 @dataclass(frozen=True)
 class GatherV(_Rooted):
-    """From its own rows on each rank to the rows of all at the root."""
+    """From each rank's own rows to the rows of all ranks at the root."""
 
     name = "gather_v"
 
@@ -71,7 +71,7 @@ class GatherV(_Rooted):
 @torch_operator
 @dataclass(frozen=True)
 class ScatterV(_Rooted):
-    """From the whole at the root to its own rows on each rank."""
+    """From the full tensor at the root to each rank's own rows."""
 
     name = "scatter_v"
 
@@ -132,14 +132,14 @@ def gather_v(
     *,
     async_op: bool = False,
 ) -> Any:
-    """Concatenate the uneven shards of all ranks on one of them.
+    """Concatenate the uneven shards of all ranks on one rank.
 
     Parameters
     ----------
     tensor, sizes
         As in :func:`all_gather_v`, which also describes calls without `sizes`.
     dst : int
-        The rank, within `group`, of the result.
+        The rank, within `group`, that receives the result.
     dim, group, async_op
         As in :func:`all_gather_v`.
 
@@ -147,7 +147,8 @@ def gather_v(
     -------
     torch.Tensor or Handle
         On `dst`, ``sum(sizes)`` rows along `dim`, shard after shard in rank order; dtype of
-        `tensor`. Elsewhere zero rows that belong to the graph: every rank enters backward.
+        `tensor`. On other ranks zero rows that belong to the graph, because every rank enters
+        backward.
 
     Raises
     ------
@@ -161,8 +162,8 @@ def gather_v(
     Notes
     -----
     Adjoint: :func:`scatter_v` from `dst`.
-    Communication: each rank but `dst` sends its shard. For ``dim=0`` nothing is copied, for others
-    once on arrival. Without `sizes`, ranks first share 1 KiB each.
+    Communication: each rank but `dst` sends its shard. For ``dim=0`` nothing is copied; for other
+    dimensions, rows are copied once on arrival. Without `sizes`, ranks first share 1 KiB each.
     In one process: ``torch.cat(shards, dim)``.
 
     Examples
@@ -203,7 +204,7 @@ def scatter_v(
     like: torch.Tensor | None = None,
     async_op: bool = False,
 ) -> TensorOrHandle:
-    """Split a tensor that one rank has into uneven shards, one for each rank.
+    """Split the tensor of one rank into uneven shards, one per rank.
 
     Parameters
     ----------
@@ -211,13 +212,13 @@ def scatter_v(
         On `src`, ``sum(sizes)`` rows along `dim`; any dtype. Elsewhere it is not read and may be
         None; its gradient is zeros.
     src : int
-        The rank, within `group`, that has the whole.
+        The rank, within `group`, that has the full tensor.
     sizes, dim, group, async_op
         As in :func:`all_gather_v`.
     like : torch.Tensor, optional
-        On all ranks or on none: a tensor with the dtype, device type, ``requires_grad`` and other
-        dimensions of the one on `src`, of any number of rows, as ``torch.empty(0, 64)``. It is not
-        read; off `src` its gradient is zeros. With it, `src` sends no description.
+        A tensor with the dtype, device type, ``requires_grad`` and other dimensions of the tensor
+        on `src`, such as ``torch.empty(0, 64)``, passed on all ranks or on none. It is not read,
+        and on other ranks its gradient is zeros. `src` then sends no description.
 
     Returns
     -------
@@ -228,9 +229,10 @@ def scatter_v(
     ------
     ArgumentError
         On every rank, before any data moves, if `tensor` does not match `sizes` and `dim` on `src`.
-        With `like`, on `src` alone, as in other calls; also if it does not match `like`.
+        With `like`, on `src` only, also if the tensor does not match `like`.
     DisagreementError
-        On a rank whose `sizes` are not those of `src`. With `like`, inside :func:`varcomm.debug`.
+        On a rank whose `sizes` differ from the sizes on `src`. With `like`, inside
+        :func:`varcomm.debug`.
 
     See Also
     --------
@@ -242,10 +244,10 @@ def scatter_v(
 
     Backward is collective: for ``torch.autograd.grad``, pass ``torch.empty(0, requires_grad=True)``
     in place of None, or as `like`, and ask for its gradient.
-    Communication: without `like`, `src` describes its tensor to all in 1 KiB; then it sends each
-    other rank its shard.
-    For ``dim=0`` nothing is copied, for others once on departure.
-    In one process: ``tensor.split(sizes, dim)``, of which rank r has the r-th.
+    Communication: without `like`, `src` first sends a description of 1 KiB. Then `src` sends each
+    other rank its shard. For ``dim=0`` nothing is copied; for other dimensions, rows are copied
+    once on departure.
+    In one process: rank r has ``tensor.split(sizes, dim)[r]``.
 
     Examples
     --------

@@ -38,7 +38,7 @@ class ExchangePlan(Routes):
     group : Group
         The ranks that take part.
     send_index : torch.Tensor
-        Own rows that this rank sends, those for rank 0 first; int64, shape (sum(send_counts),).
+        Own rows that this rank sends, rows for rank 0 first; int64, shape (sum(send_counts),).
     send_counts, recv_counts : tuple of int
         Rows for, and from, each rank.
     num_rows : int
@@ -93,7 +93,7 @@ class ExchangePlan(Routes):
         sizes: Sequence[Sequence[int]] | None = None,
         group: GroupLike = None,
     ) -> Self:
-        """Make a plan from the rows that this rank sends to each; collective.
+        """Make a plan from the rows that this rank sends to each rank; collective.
 
         Parameters
         ----------
@@ -111,7 +111,7 @@ class ExchangePlan(Routes):
         Raises
         ------
         ArgumentError, DisagreementError
-            On every rank, if the arguments of one are wrong, or their `sizes` differ.
+            On every rank, if the arguments of one rank are wrong, or `sizes` differ.
         """
         ranks, what = resolve(group), "ExchangePlan.from_indices"
 
@@ -148,7 +148,7 @@ class ExchangePlan(Routes):
         Raises
         ------
         ArgumentError, DisagreementError
-            On every rank, if the arguments of one are wrong, or their `sizes` differ.
+            On every rank, if the arguments of one rank are wrong, or `sizes` differ.
         """
         ranks, what = resolve(group), "ExchangePlan.from_needed"
 
@@ -230,15 +230,14 @@ class ExchangePlan(Routes):
         Parameters
         ----------
         tensor : torch.Tensor
-            ``sum(recv_counts)`` rows along `dim`; any dtype but bool.
+            ``sum(recv_counts)`` rows along `dim`; bool is refused.
         dim, use_fp32
             As in :func:`reduce_scatter_v`.
 
         Returns
         -------
         torch.Tensor
-            `num_rows` rows along `dim`, zeros for rows without a copy; the same bit for bit at
-            every run.
+            `num_rows` rows along `dim`, zeros for rows without a copy; the same bits in every run.
         """
         return call(_adjoint, self, tensor, (), (dim, use_fp32), False)
 

@@ -49,11 +49,11 @@ class Box:
 
 
 class Sharded(torch.Tensor):
-    """A tensor of which this rank has some boxes: none, one, or several.
+    """A tensor with some boxes on this rank: none, one, or several.
 
     Its ``shape`` is that of the full tensor. It can be saved and loaded, by
     ``varcomm.checkpoint`` and :mod:`torch.distributed.checkpoint`, and not computed with. A box on
-    several ranks is a copy, written once.
+    several ranks is a copy, which is written once.
 
     Parameters
     ----------

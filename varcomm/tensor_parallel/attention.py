@@ -36,7 +36,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, causal: bool = True) ->
         Floats ``(S, *F, heads, D)``, ``(T, *F, kv_heads, D)`` and ``(T, *F, kv_heads, E)``; each
         head of keys serves ``heads / kv_heads`` successive heads of queries, or there are none.
     causal : bool
-        Whether a query sees keys up to its own place only; then S is T.
+        Whether a query attends only to keys up to its own position; S must equal T.
 
     Returns
     -------
@@ -56,7 +56,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, causal: bool = True) ->
     -----
     Computed by :func:`torch.nn.functional.scaled_dot_product_attention`; with
     ``create_graph=True``, ``torch.func`` and in forward mode by products of S x T numbers per head.
-    Scale the queries for another factor of the products than ``1 / sqrt(D)``.
+    Scale the queries if the factor of the products is not ``1 / sqrt(D)``.
 
     Examples
     --------
@@ -211,7 +211,7 @@ class ParallelAttention(nn.Module):
         Heads of keys and values per rank, with their heads of queries; zeros allowed; None is
         balanced.
     causal : bool
-        Whether each place sees only itself and earlier places.
+        Whether each position attends only to itself and earlier positions.
     bias : bool
         Whether both layers have a bias.
     group : ProcessGroup or DeviceMesh, optional
@@ -231,7 +231,7 @@ class ParallelAttention(nn.Module):
     Raises
     ------
     ArgumentError
-        On all ranks, if an argument is wrong on one of them.
+        On all ranks, if an argument is wrong on one rank.
 
     See Also
     --------
@@ -239,8 +239,8 @@ class ParallelAttention(nn.Module):
 
     Notes
     -----
-    Communication: that of the two layers; the constructor is collective. A rank that stores a head
-    which others read sends them its keys and values, and in backward receives their gradients.
+    Communication: as the two layers; the constructor is collective. A rank that stores a head which
+    others read sends them its keys and values, and in backward receives their gradients.
 
     In one process: :func:`attention` between two :class:`torch.nn.Linear`.
 

@@ -32,11 +32,11 @@ def checkpoint(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     Parameters
     ----------
     function : callable
-        Does the same each time it is called, collectives included: on every rank it runs to its
-        end in backward.
+        A function with the same operations in each call, collectives included. On every rank it
+        runs to its end in backward.
     *args, **kwargs
-        Arguments of `function`. The first is no bool, which Megatron-Core has in its place for
-        ``distribute_saved_activations``; pass a flag by keyword.
+        Arguments of `function`. The first must not be a bool, because Megatron-Core has a bool
+        there for ``distribute_saved_activations``; pass a flag by keyword.
 
     Returns
     -------
@@ -92,12 +92,12 @@ def _checkpointed(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
 
 class CheckpointWithoutOutput:
-    """Keep not even a function's output: it is computed again when a gradient needs it.
+    """Drop the output of a function, and compute it again when a gradient needs it.
 
-    Surround a function that is cheap to compute, as a norm, and the users of its output. Operations
-    inside the block keep a note in place of the output or a view of it, and the first gradient that
-    needs it runs the function again. A use outside the block keeps the output. Streams, collectives
-    and derivatives work as in :func:`checkpoint`.
+    The block contains a function that is cheap to compute, such as a norm, and the users of its
+    output. Operations inside the block keep a note in place of the output or a view of it, and the
+    first gradient that needs it runs the function again. A use outside the block keeps the output.
+    Streams, collectives and derivatives work as in :func:`checkpoint`.
 
     Without a block, as in Megatron-Core, :meth:`checkpoint` begins it and
     :meth:`discard_output_and_register_recompute` ends it. If the code between them raises, nothing
@@ -141,7 +141,7 @@ class CheckpointWithoutOutput:
 
     @uncompiled(_CALLS)
     def checkpoint(self, function: Callable[..., Outputs], *args: Any, **kwargs: Any) -> Outputs:
-        """Call a function whose output is not kept by other operations in this block.
+        """Call a function; operations in this block do not keep its output.
 
         `function` returns a tensor or a tuple of tensors and does the same each time; its arguments
         are kept. Outside a block, the operations up to

@@ -68,8 +68,8 @@ def vocab_parallel_cross_entropy(
     weight : torch.Tensor, optional
         Floats ``(sum(sizes),)``: a weight per class, complete and identical on all ranks.
     z_loss : float
-        Add ``z_loss * logsumexp(logits) ** 2`` per token that is not ignored (Chowdhery et al.,
-        "PaLM", 2022, section 5), without the weights of classes.
+        Add ``z_loss * logsumexp(logits) ** 2`` per token, except for ignored tokens (Chowdhery et
+        al., "PaLM", 2022, section 5), without the weights of classes.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
 
@@ -82,7 +82,7 @@ def vocab_parallel_cross_entropy(
     Raises
     ------
     ArgumentError
-        Before any data move, if arguments do not fit, or a target is no class.
+        Before any data move, if arguments do not match, or a target is not a class.
 
     See Also
     --------

@@ -457,7 +457,7 @@ class VocabParallelEmbedding(_ParallelEmbedding):
     Raises
     ------
     ArgumentError
-        On all ranks, if an argument is wrong on one of them.
+        On all ranks, if an argument is wrong on one rank.
 
     See Also
     --------
@@ -516,7 +516,7 @@ class FeatureParallelEmbedding(_ParallelEmbedding):
     Raises
     ------
     ArgumentError
-        On all ranks, if an argument is wrong on one of them.
+        On all ranks, if an argument is wrong on one rank.
 
     See Also
     --------

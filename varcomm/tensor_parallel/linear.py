@@ -68,8 +68,8 @@ def column_parallel_linear(
         Dimension of the sequence, not the last: 0, or 1 for batch-first inputs.
     save : {"input", "gathered"}
         Keep this rank's part for backward and gather it again, or keep the gathered input, which
-        takes P times the memory. Compiled graphs and transforms keep the gathered input. Its
-        gradient is then summed after that of `weight` is computed, not meanwhile.
+        takes P times the memory. Compiled graphs and transforms keep the gathered input. The
+        gradient of `x` is then summed after the gradient of `weight`, without overlap.
     use_fp32 : bool
         Sum floats narrower than 4 bytes in fp32 and round once.
     group : ProcessGroup or DeviceMesh, optional
@@ -78,7 +78,7 @@ def column_parallel_linear(
     Returns
     -------
     torch.Tensor
-        ``(*F, n)``, with `sequence_sizes` of the whole sequence.
+        ``(*F, n)``; with `sequence_sizes`, for the full sequence.
 
     Raises
     ------
@@ -365,13 +365,13 @@ class ColumnParallelLinear(_ParallelLinear):
         Whether the layer has a bias, sharded like the outputs.
     sizes : sequence of int, or of such sequences, optional
         Outputs per rank; zeros allowed; None is balanced. For several fused blocks (queries, keys
-        and values; gate and up), those of each block: a rank has its part of every block.
+        and values; gate and up), the outputs of each block; a rank has its part of every block.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
     **options
-        `gather_output`: return all outputs, replicated. `multiple_of`: shard in units of so many
-        outputs, as the features of a head. `sequence_sizes`, `sequence_dim`, `save` and `use_fp32`
-        as in :func:`column_parallel_linear`; `device` and `dtype` of the parameters.
+        `gather_output`: return all outputs, replicated. `multiple_of`: shard in units of this
+        number of outputs, such as the features of a head. `sequence_sizes`, `sequence_dim`, `save`
+        and `use_fp32` as in :func:`column_parallel_linear`; `device` and `dtype` of the parameters.
         ``init(tensor, generator)`` draws elements of pieces of the weight in place; None draws as
         :class:`torch.nn.Linear` does.
 
@@ -383,7 +383,7 @@ class ColumnParallelLinear(_ParallelLinear):
     Raises
     ------
     ArgumentError
-        On all ranks, if an argument is wrong on one of them.
+        On all ranks, if an argument is wrong on one rank.
 
     See Also
     --------
@@ -453,7 +453,7 @@ class RowParallelLinear(_ParallelLinear):
         Inputs per rank, of each fused block; zeros allowed; None is balanced.
     **options
         `input_is_parallel`: False if the input has all features. `multiple_of`: shard in units of
-        so many inputs. `sequence_sizes`, `sequence_dim` and `use_fp32` as in
+        this number of inputs. `sequence_sizes`, `sequence_dim` and `use_fp32` as in
         :func:`row_parallel_linear`; `init`, `device` and `dtype`.
 
     Attributes
@@ -464,7 +464,7 @@ class RowParallelLinear(_ParallelLinear):
     Raises
     ------
     ArgumentError
-        On all ranks, if an argument is wrong on one of them.
+        On all ranks, if an argument is wrong on one rank.
 
     See Also
     --------

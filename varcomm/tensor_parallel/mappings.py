@@ -264,11 +264,11 @@ def gather_from_sequence_parallel_region(
     use_fp32: bool = True,
     group: GroupLike = None,
 ) -> Tensor:
-    """Assume that ranks use the whole differently if `tensor_parallel_output_grad`.
+    """Assume that ranks use the full tensor differently if `tensor_parallel_output_grad`.
 
     tensor: This rank's part, ``sizes[rank]`` rows along `dim`.
-    tensor_parallel_output_grad: True if gradients of the whole are partial, because a
-        tensor-parallel layer follows; False if all ranks use the whole identically: the adjoint is
+    tensor_parallel_output_grad: True if gradients of the full tensor are partial, because a
+    tensor-parallel layer follows; False if all ranks use it identically: the adjoint is
         :func:`scatter_to_sequence_parallel_region`.
     Returns: ``sum(sizes)`` rows along `dim`.
     See also: reduce_scatter_to_sequence_parallel_region, varcomm.all_gather_v.
@@ -355,7 +355,7 @@ def all_to_all_sp2hp(
     hidden_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
 ) -> Tensor:
-    """Assume nothing, and turn parts of the sequence into shards of the hidden dimension.
+    """Assume nothing, and convert parts of the sequence into shards of the hidden dimension.
 
     tensor: This rank's part of the sequence, ``(sequence_sizes[rank], *F, H)``.
     sequence_sizes: Rows of the first dimension per rank; None asks all ranks.
@@ -364,7 +364,7 @@ def all_to_all_sp2hp(
     See also: all_to_all_hp2sp, varcomm.transpose_v.
     Adjoint: :func:`all_to_all_hp2sp`.
     Communication: :func:`varcomm.transpose_v`.
-    In one process: the whole tensor is the same before and after.
+    In one process: the full tensor is equal before and after.
 
     >>> varcomm.launch(lambda rank: all_to_all_sp2hp(torch.arange(3).expand(rank, 3)), 2)
     [tensor([[0, 1]]), tensor([[2]])]
@@ -384,7 +384,7 @@ def all_to_all_hp2sp(
     hidden_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
 ) -> Tensor:
-    """Assume nothing, and turn shards of the hidden dimension into parts of the sequence.
+    """Assume nothing, and convert shards of the hidden dimension into parts of the sequence.
 
     tensor: This rank's columns, ``(sum(sequence_sizes), *F, hidden_sizes[rank])``.
     sequence_sizes: Rows of the first dimension per rank; None is balanced.
@@ -393,7 +393,7 @@ def all_to_all_hp2sp(
     See also: all_to_all_sp2hp, varcomm.transpose_v.
     Adjoint: :func:`all_to_all_sp2hp`.
     Communication: :func:`varcomm.transpose_v`.
-    In one process: the whole tensor is the same before and after.
+    In one process: the full tensor is equal before and after.
 
     >>> varcomm.launch(lambda rank: all_to_all_hp2sp(torch.full((3, rank + 1), rank)), 2)[1]
     tensor([[0, 1, 1]])
@@ -434,7 +434,8 @@ def gather_split_1d_tensor(
     """Assume that all ranks use the gathered pieces identically.
 
     piece: This rank's piece, of any shape.
-    numel: Elements of the whole, for pieces of :func:`split_tensor_into_1d_equal_chunks`; None asks
+    numel: Elements of the full tensor, for pieces of :func:`split_tensor_into_1d_equal_chunks`;
+    None asks
         all ranks for the sizes of their pieces.
     Returns: The pieces of all ranks, of one dimension.
     See also: split_tensor_into_1d_equal_chunks, varcomm.all_gather_v.

@@ -48,7 +48,7 @@ def dot_test(
 
     Notes
     -----
-    Communication: that of `fn` and of its backward, and a few numbers per rank.
+    Communication: the calls of `fn` and its backward, and a few numbers per rank.
 
     In one process: the same call.
 

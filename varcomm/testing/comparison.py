@@ -86,7 +86,7 @@ def same_as_one_process(
     step: Callable[[torch.nn.Module, Any], Any] | None = None,
     tol: float = 1e-7,
 ) -> Comparison:
-    """Assert that a model on a partitioned graph gives what it gives in one process.
+    """Assert that a model on a partitioned graph equals the model in one process.
 
     Runs the model in one process and on `parts` new local processes, in fp64 and without dropout.
     Each node has a random owner; with three parts or more, the last rank owns nothing. If outputs,
@@ -106,7 +106,7 @@ def same_as_one_process(
         full graph. By default, the model gets the attributes that its ``forward`` names.
     loss : callable, optional
         ``loss(out, data)`` returns a number, for example ``data.mean((out - data.y) ** 2)``. By
-        default, gradients are those of a random combination of the outputs.
+        default, the loss is a random combination of the outputs.
     parts : int
         Number of ranks.
     step : callable, optional

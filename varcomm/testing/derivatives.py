@@ -66,7 +66,7 @@ def gradcheck(
 
     Notes
     -----
-    Communication: that of each call of `fn` and of its backward, and a few numbers per rank.
+    Communication: the calls of `fn` and its backward, and a few numbers per rank.
 
     In one process: :func:`torch.autograd.gradcheck`.
 

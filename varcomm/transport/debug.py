@@ -35,21 +35,21 @@ if os.environ.get("VARCOMM_DEBUG", "").lower() not in {"", "0", "false", "no", "
 def debug(timeout: float | timedelta = DEFAULT_TIMEOUT) -> Iterator[None]:
     """Compare every call between ranks before its data moves, in forward and in backward.
 
-    All ranks of a group enter it together. If their calls do not match, or one rank's arguments are
-    wrong, all ranks raise one :class:`~varcomm.errors.DisagreementError` with a table of the ranks.
-    If a rank does not come, the others raise after `timeout` and print where that rank was last.
-    ``VARCOMM_DEBUG=1`` does this throughout, with 30 seconds.
+    All ranks of a group enter the block together. If their calls do not match, or one rank's
+    arguments are wrong, all ranks raise one :class:`~varcomm.errors.DisagreementError` with a table
+    of the ranks. If a rank is missing, the other ranks raise after `timeout` and print its last
+    call. ``VARCOMM_DEBUG=1`` compares all calls of a program, with a timeout of 30 seconds.
 
     Parameters
     ----------
     timeout : float or timedelta
-        Seconds for which ranks wait for each other before a call; ArgumentError if not positive.
+        Seconds that ranks wait for each other before a call; ArgumentError if not positive.
 
     Raises
     ------
     CommunicationError
-        Inside, on ranks that have waited for one that did not come. Every further call in the group
-        raises it too; after a DisagreementError the group can be used.
+        Inside, on ranks that have waited for a missing rank. Every further call in the group raises
+        it too. After a DisagreementError the group remains usable.
 
     See Also
     --------

@@ -59,11 +59,11 @@ def launch(
     timeout: float | timedelta = 300.0,
     backend: str | None = "gloo",
 ) -> list[T]:
-    """Run ``fn(rank, *args)`` on `world_size` new local processes, joined in a process group.
+    """Run ``fn(rank, *args)`` on `world_size` new local processes in one process group.
 
     Works in a script, a notebook and a doctest, with functions, lambdas and closures defined there.
-    Each rank runs torch with ``max(1, cpu_count // world_size)`` threads. `fn` may launch ranks of
-    its own; a module that a rank imports may not.
+    Each rank runs torch with ``max(1, cpu_count // world_size)`` threads. `fn` may launch further
+    ranks; the import of a module on a rank may not.
 
     Parameters
     ----------
@@ -118,10 +118,10 @@ class _Report(NamedTuple):
 class Ranks:
     """Local ranks that stay alive, so that only the first :meth:`run` pays for their imports.
 
-    They start at the first run, and again after a run that failed. Global variables, process groups
-    and random states remain from run to run. All ranks end with :meth:`close`, with a ``with``
-    block, and with this process, even if it is killed. Threads may share them. A forked child gets
-    its own.
+    The ranks start at the first run, and again after a failed run. Global variables, process groups
+    and random states remain between runs. All ranks end with :meth:`close`, with a ``with`` block,
+    and with this process, even if it is killed. Threads may share them. A forked child gets its
+    own.
 
     Parameters
     ----------

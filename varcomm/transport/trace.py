@@ -18,8 +18,8 @@ class Call:
     name : str
         The operation. A step in backward has the name of the adjoint.
     sent_to, received_from : dict of int to int
-        Bytes per peer, by its world rank; one message each. A collective of the engine may forward
-        further bytes on behalf of other ranks.
+        Bytes per peer, by its world rank, in one message each. A collective of the engine may also
+        forward bytes of other ranks.
 
     See Also
     --------
@@ -81,7 +81,7 @@ class Traffic:
 class Trace(list[Call]):
     """The calls of a :func:`trace`, in the order in which they started.
 
-    Prints as a table by operation and by peer.
+    ``print`` shows a table by operation and by peer.
 
     Parameters
     ----------

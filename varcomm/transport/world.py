@@ -47,9 +47,9 @@ class World:
     rank, size : int
         This rank, and the number of ranks.
     local_rank : int
-        This rank among those on the same host.
+        The index of this rank on its host.
     device : torch.device
-        Device for this rank's tensors: its GPU under NCCL, else the CPU.
+        Device of this rank's tensors: its GPU with NCCL, otherwise the CPU.
 
     See Also
     --------
@@ -71,9 +71,9 @@ class World:
 def init(backend: str | None = None, timeout: float | timedelta = 600.0) -> World:
     """Join the ranks of the job.
 
-    Reads the variables of torchrun, ``mpirun`` (Open MPI, MPICH) or ``srun``; without a
-    launcher this process is the only rank. If ``torch.distributed`` is initialised already, only
-    describes the world.
+    The call reads the variables of torchrun, ``mpirun`` (Open MPI, MPICH) or ``srun``. Without a
+    launcher, this process is the only rank. If ``torch.distributed`` is initialised already, the
+    call only describes the world.
 
     Parameters
     ----------
@@ -83,7 +83,7 @@ def init(backend: str | None = None, timeout: float | timedelta = 600.0) -> Worl
         serves, else Gloo. ``"mpi"`` is Gloo for groups and objects, and MPI by mpi4py for varcomm's
         collectives and plans, also under ``srun``; ``MPI4PY_LIBMPI`` names its library.
     timeout : float or timedelta
-        Seconds after which joining, and each collective, gives up; at most 24 days.
+        Timeout in seconds of joining and of each collective; at most 24 days.
 
     Returns
     -------

@@ -36,7 +36,7 @@ __all__ = ["ShardedGradients"]
 
 
 class ShardedGradients(torch.optim.Optimizer):
-    """Optimizer of which each rank runs a part: its pieces of the parameters, and their states.
+    """Optimizer with sharded states: each rank updates its own pieces of the parameters.
 
     Gradients are summed over ranks onto the ranks that own their pieces; :meth:`step` updates the
     pieces and gathers them on all ranks, which have all parameters.
@@ -52,8 +52,8 @@ class ShardedGradients(torch.optim.Optimizer):
         names, states are saved by numbers, ``"group.place"``.
     optimizer_factory : callable
         ``optimizer_factory(groups)`` returns the optimizer of this rank's pieces. The groups are
-        those of `params`, with pieces in place of parameters, and may be empty. The update of an
-        element must not depend on the rest of its parameter, unless `sizes` is
+        the groups of `params`, with pieces in place of parameters, and may be empty. The update of
+        an element must not depend on the rest of its parameter, unless `sizes` is
         ``"whole-parameters"``.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
@@ -62,7 +62,7 @@ class ShardedGradients(torch.optim.Optimizer):
         ``"whole-parameters"``: each parameter has one owner, whose optimizer gets it in its own
         shape, as Muon needs it.
     reduce : "mean", "sum" or GlobalCount
-        Divide the sum by the number of ranks, by nothing, or by the rows that all ranks have
+        Divide the sum by the number of ranks, not at all, or by the rows that all ranks have
         counted since the last sum.
     bucket_bytes : int
         Size of a message of gradients.
@@ -70,8 +70,8 @@ class ShardedGradients(torch.optim.Optimizer):
     Attributes
     ----------
     optimizer : torch.optim.Optimizer
-        The result of the factory, which updates pieces; its ``step`` raises. Options and states are
-        those of the ShardedGradients, which schedulers and trainers accept.
+        The result of the factory, which updates pieces; its ``step`` raises. It shares options and
+        states with the ShardedGradients, which schedulers and trainers accept.
 
     Raises
     ------
@@ -93,8 +93,8 @@ class ShardedGradients(torch.optim.Optimizer):
     are complete; the first collective method sums the rest. The optimizer updates fp32 masters of
     parameters narrower than 4 bytes. Values written into parameters between steps reach them.
 
-    ``grad`` of a parameter stands for the sum over ranks, and has no memory. Its norm, and scaling
-    and clamping in place, are collective and those of the gradient of all ranks: so are
+    ``grad`` of a parameter stands for the sum over ranks, and has no memory. Norm, scaling and
+    clamping in place are collective and use the gradient of all ranks. So do
     ``torch.nn.utils.clip_grad_norm_``, ``clip_grad_value_`` and a ``GradScaler``. Other operations
     on it raise ArgumentError. Between such operations on several parameters, backwards of any rank
     need a :meth:`reduce`; without it the next collective method raises ArgumentError on all ranks.
@@ -191,16 +191,16 @@ class ShardedGradients(torch.optim.Optimizer):
     def pieces(self) -> Mapping[str, Piece]:
         """Pieces of this rank, by the names of their parameters.
 
-        ``pieces[name].value.grad`` is the sum after :meth:`reduce`, or None. A parameter of which
-        this rank owns no element is absent; each parameter without elements is on one rank.
+        ``pieces[name].value.grad`` is the sum after :meth:`reduce`, or None. Parameters without
+        elements on this rank are absent. A parameter without any elements is on one rank.
         """
         return dict(self._pieces)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Start no sums in the backwards inside: gradients add up on each rank.
+        """Start no sums in the backwards inside; gradients accumulate on each rank.
 
-        They are part of the next sum, so several micro-batches send the bytes of one.
+        The next sum includes them, so several micro-batches send the bytes of one.
         """
         before, self._reducer.syncing = self._reducer.syncing, False
         try:
@@ -293,7 +293,7 @@ class ShardedGradients(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Sum the gradients, update this rank's pieces, and gather those of all; collective.
+        """Sum the gradients, update this rank's pieces, and gather all pieces; collective.
 
         Returns the result of `closure`, which is called once before, with gradients enabled.
         """
@@ -316,7 +316,7 @@ class ShardedGradients(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the pieces, and all that have not been summed; collective.
+        """Drop the gradients of the pieces, and gradients that are not summed yet; collective.
 
         The optimizer's own ``zero_grad`` drops only the former. ``model.zero_grad()`` drops
         nothing, and the next step raises ArgumentError.
@@ -327,12 +327,12 @@ class ShardedGradients(torch.optim.Optimizer):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scale the gradients so that the norm of all of them is at most `max_norm`; collective.
+        """Scale the gradients so that their total norm is at most `max_norm`; collective.
 
         Arguments are as of :func:`torch.nn.utils.clip_grad_norm_`, which does the same for the
         parameters, with a norm in their dtype and a longer message. Parameters that are sharded
         over the other axis of a mesh count with all their shards; then all ranks of the mesh make
-        this call. Returns the norm before, a float64 scalar that is the same on all ranks.
+        this call. Returns the norm before scaling, a float64 scalar that is equal on all ranks.
         """
 
         def compared() -> dict[str, object]:

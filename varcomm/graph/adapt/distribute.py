@@ -48,7 +48,7 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
     Parameters
     ----------
     model : torch.nn.Module
-        Made of layers of PyTorch Geometric or of own subclasses of its ``MessagePassing``. The same
+        A model of PyTorch Geometric's layers or your subclasses of its ``MessagePassing``. The same
         parameters and buffers on every rank; lazy ones need the same seed.
     graph : PartitionedGraph
         The graph that the model will run on.
@@ -61,8 +61,8 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
     Raises
     ------
     ArgumentError
-        On every rank, with the reason, if a module of PyTorch or PyG cannot be exact. On this
-        rank, before any communication, if `graph` is no PartitionedGraph.
+        On every rank, with the reason, if a module of PyTorch or PyG cannot be exact. On this rank,
+        before any communication, if `graph` is not a PartitionedGraph.
     DisagreementError
         On every rank, if names, shapes, dtypes or values of parameters or buffers differ, or the
         settings of layers of torch and PyG: aggregations, sizes, options.
@@ -74,9 +74,10 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
     Notes
     -----
     ``graph.edge_index`` and ``graph.batch`` fetch and reduce rows of other ranks by themselves,
-    inside a layer or outside. Code that means all nodes without such a vector cannot be seen, such
-    as ``x.mean(0)``: take ``graph.mean``. A norm or layer that is put in afterwards, and a model
-    that is being explained, are refused when the model runs. Each rank draws its own dropout.
+    inside a layer or outside. Code that reduces over all nodes without such a vector, such as
+    ``x.mean(0)``, is not detected: use ``graph.mean``. A norm or layer that is added afterwards,
+    and a model inside an explainer, are refused when the model runs. Each rank draws its own
+    dropout.
 
     Communication: in each ``propagate`` and ``edge_updater``, one exchange for each value of nodes
     that messages read at their source; the adjoint exchange in backward.

@@ -33,13 +33,14 @@ def exchange_before(
 ) -> Exchanges:
     """Append the halo's rows to named arguments of submodules, and return owned rows of results.
 
-    Collective. For submodules that need edges as ordinary tensors of local ids, such as TorchScript
-    and compiled kernels. Elsewhere, ``x[row]`` by ``graph.edge_index`` fetches rows by itself.
+    Collective. Use it for submodules that need edges as ordinary tensors of local ids, such as
+    TorchScript and compiled kernels. In other code, ``x[row]`` with ``graph.edge_index`` fetches
+    the rows.
 
     Parameters
     ----------
     model : torch.nn.Module
-        The same on every rank; changed in place by forward hooks.
+        Equal on every rank; changed in place by forward hooks.
     graph : PartitionedGraph or EdgeShard
         With halos of one hop; of a graph with several types, the edges of one type.
     arguments : mapping of str to sequence of str

@@ -68,9 +68,9 @@ def partition(
     data : torch_geometric.data.Data or torch_geometric.data.HeteroData
         The full graph, on the device of the training. As in PyG, an attribute with N entries
         belongs to nodes and one with E entries to edges; if N equals E, ``edge`` in its name
-        decides. Single values and arrays of one entry belong to the graph as a whole. Other lengths
-        are refused, and so are lists of rows, and node ids such as ``face`` and
-        ``edge_label_index``. Numeric arrays become tensors.
+        decides. Single values and arrays of one entry belong to the full graph. Other lengths are
+        refused, and so are lists of rows, and node ids such as ``face`` and ``edge_label_index``.
+        Numeric arrays become tensors.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
     method : str or torch.Tensor or numpy.ndarray or mapping of str, optional
@@ -78,8 +78,8 @@ def partition(
         ``"random"``. Or the rank of each node, (N,), by type of node if there are several. None
         uses METIS if pymetis is installed, else bisection or blocks.
     src : int, optional
-        The rank, within the group, that alone has `data` and `method`; the other ranks pass None
-        for both. None: every rank has them, identically.
+        The only rank, within the group, with `data` and `method`; the other ranks pass None for
+        both. None: every rank has them, identically.
     hops : int
         Layers that one exchange serves; see :func:`distribute`.
     chunk : int or dict of int, optional

@@ -38,12 +38,13 @@ def rebalance(graph: PartitionedGraph, weights: torch.Tensor | float) -> Partiti
     nearest to the receiving rank. A rank without nodes receives a piece of the rank with the
     largest cost. Deterministic. No rank holds the graph, only the costs of all ranks.
 
-    Parts keep their borders with each other, so nodes move at every border between a rank with too
-    large a cost and a distant one. On 5 ranks of a mesh, up to 1.6 times the excess moves.
+    Parts keep their neighbours, so nodes move across every border between an overloaded rank and a
+    distant rank. On 5 ranks of a mesh, up to 1.6 times the excess moves.
 
-    Communication: a few numbers per rank, and that of :meth:`PartitionedGraph.migrate`; each round
-    also moves the structure of the graph, and a last one the attributes. In each round every rank
-    solves a dense system with an equation per rank, which is for up to some thousand ranks.
+    Communication: a few numbers per rank, and the communication of
+    :meth:`PartitionedGraph.migrate`; each round also moves the structure of the graph, and a last
+    one the attributes. In each round every rank solves a dense system with an equation per rank,
+    which is for up to some thousand ranks.
 
     In one process: the graph itself.
 

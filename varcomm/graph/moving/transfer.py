@@ -28,7 +28,7 @@ Side = PartitionedGraph | Shard | None
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """Rows of a partition computed from those of another; made by :func:`transfer`, :func:`remap`.
+    """Rows of one partition from another; made by :func:`transfer` or :func:`remap`.
 
     A linear operator: ``transfer(x)`` of the old partition's rows, (n_old, *F), returns the new
     partition's rows, (n_new, *F). Its derivatives are exact, of any order.
@@ -131,9 +131,9 @@ def transfer(old: Side, new: Side) -> Transfer:
     ----------
     old, new : PartitionedGraph or NodeShard or EdgeShard
         Two partitions of the same rows: of the nodes of a graph with one type, of the nodes of one
-        type, ``graph["paper"]``, or of edges, ``graph.edges``. The ranks of one must be among those
-        of the other; elsewhere the other partition is None. None for both is an error on all ranks
-        of the world, in which it is agreed on.
+        type, ``graph["paper"]``, or of edges, ``graph.edges``. The group of one partition must
+        contain the group of the other. On ranks without a partition, pass None. None for both is an
+        error on all ranks of the world, in which it is agreed on.
 
     Returns
     -------

@@ -32,7 +32,7 @@ _WHAT = "graph.knn"
 
 
 def knn(pos: torch.Tensor, k: int, group: GroupLike = None) -> PartitionedGraph:
-    """Connect each node with its k nearest, each rank bringing the positions that it owns.
+    """Connect each node with its k nearest nodes; each rank passes the positions that it owns.
 
     Collective; an error on one rank is raised on all ranks. As in :func:`radius`, ranks send each
     other nodes near their boxes: as far as their own k-th neighbours are away, and farther until
@@ -53,12 +53,12 @@ def knn(pos: torch.Tensor, k: int, group: GroupLike = None) -> PartitionedGraph:
     -------
     PartitionedGraph
         With `pos`, as given, and ``edge_attr``, (n * k, D), ``pos[source] - pos[target]``,
-        differentiable. Ids count the rows of rank 0, then those of rank 1, and so on.
+        differentiable. Ids count the rows of rank 0, then the rows of rank 1, and so on.
 
     Raises
     ------
     ArgumentError
-        On every rank, if an argument is invalid on one rank, or there are no k other nodes.
+        On every rank, if an argument is invalid on one rank, or there are fewer than k other nodes.
     DisagreementError
         On every rank, if ranks differ in k, dtypes or D.
     MissingPackageError
@@ -71,7 +71,7 @@ def knn(pos: torch.Tensor, k: int, group: GroupLike = None) -> PartitionedGraph:
     Notes
     -----
     Communication: at least three agreements; each node near another rank's box, with 8 bytes more,
-    and a byte back. A node far from all others makes its rank's ghosts many.
+    and a byte back. A node far from all other nodes gives its rank many ghosts.
 
     In one process: ``scipy.spatial.cKDTree(pos).query(pos, k + 1)``.
 

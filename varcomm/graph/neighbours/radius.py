@@ -119,7 +119,7 @@ def radius(
     *,
     ids: torch.Tensor | None = None,
 ) -> PartitionedGraph:
-    """Connect nodes within a distance, each rank bringing the positions that it owns.
+    """Connect nodes within a distance; each rank passes the positions that it owns.
 
     Collective; an error on one rank is raised on all ranks. Ranks exchange the bounds of their
     positions, and send each other the nodes within reach of these; no rank holds all positions.
@@ -131,22 +131,23 @@ def radius(
         Positions of the nodes that this rank owns, finite floats of shape (n, D), inside the cell
         or not; n may be zero. The dtype and D are identical on all ranks.
     cutoff : float
-        Greatest length of an edge, included.
+        Largest length of an edge, included.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
     cell : torch.Tensor or array, optional
-        Vectors of the cell as rows, (D, D), regular, identical on all ranks. Also a vector that is
-        not periodic must be given; its length is then of no effect.
+        Vectors of the cell as rows, (D, D), regular, identical on all ranks. A vector that is not
+        periodic must be given too; its length has no effect.
     pbc : bool or sequence of bool, optional
         Whether each cell vector is periodic; None: all, if there is a cell.
     max_neighbours : int, optional
-        Keep only so many edges into each node: the first by (length, source's id, shift).
+        Keep at most this number of edges into each node: the first by (length, source's id, shift).
     skin : float
         The halo has all nodes within ``cutoff + skin``, so that it serves until nodes have moved.
     previous : PartitionedGraph, optional
         Result of an earlier call with the same arguments, for these nodes at other positions. Its
         halo and plan are kept while no node of any rank has moved by more than half the skin since
-        they were made. An affine change of the cell and all positions hardly counts.
+        they were made. An affine change of the cell and all positions moves nodes only slightly in
+        this sense.
     ids : torch.Tensor, optional
         Ids of this rank's nodes in the full graph, ascending, such as ``graph.owned_ids``; int32 or
         int64 of shape (n,). None: ranks in order, rows in order.
@@ -177,9 +178,9 @@ def radius(
     Lengths are compared in fp64, so that any number of ranks finds the same edges. The gradient of
     `cell` on a rank is that of its edges: :func:`varcomm.all_reduce` of it is the full gradient.
 
-    Communication: two agreements; each node within reach of another rank's box, with 8 bytes more,
-    and a byte back. In forward if a gradient is needed, and in backward, the halo's positions. If
-    the plan of `previous` is kept, two agreements and the halo's positions.
+    Communication: two agreements; each node within reach of another rank's box, with 8 further
+    bytes, and a byte back. In forward if a gradient is needed, and in backward, the halo's
+    positions. If the plan of `previous` is kept, two agreements and the halo's positions.
 
     In one process: ``j, i, D, S = ase.neighborlist.neighbor_list("jiDS", atoms, cutoff)``; j are
     sources and i targets, D is `edge_attr`, S is `shift`.

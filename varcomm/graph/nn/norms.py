@@ -1,8 +1,8 @@
 """Normalisation over the nodes or edges of all ranks, by the modules of PyTorch and PyG.
 
-Statistics are of owned rows; rows of the halo are normalised as their originals are. A variance is
-the mean of squared distances from the mean, which keeps its digits if means are large. Floats
-narrower than 4 bytes are normalised in fp32 and rounded once.
+Statistics use owned rows; halo rows are normalised like their originals. A variance is the mean of
+squared distances from the mean, which keeps its digits if means are large. Floats narrower than 4
+bytes are normalised in fp32 and rounded once.
 """
 
 from __future__ import annotations

@@ -64,9 +64,9 @@ def assign(
         bisection or blocks: the first method that has its package and its data.
     node_weight : torch.Tensor, optional
         Cost of each node: non-negative integers of shape (N,); a dict by node type for a
-        HeteroData. Parts then have equal weight: those of ``"hilbert"`` and ``"block"`` differ from
-        the mean by less than the heaviest node and one, those of ``"rcb"`` by less than twice that.
-        Not for ``"random"``.
+        HeteroData. Parts then have equal weight. With ``"hilbert"`` and ``"block"``, parts differ
+        from the mean by less than the heaviest node and one, with ``"rcb"`` by less than twice
+        that. Not for ``"random"``.
     edge_weight : torch.Tensor, optional
         Cost of each cut edge for ``"metis"``: non-negative integers of shape (E,); a dict by edge
         type for a HeteroData. Weights of all edges between two nodes are added; without weights,

@@ -29,7 +29,7 @@ _WHAT = "graph.Rows"
 
 
 class Rows(Dataset[torch.Tensor]):
-    """Samples of a stored array, of which each rank reads the rows of its nodes.
+    """Samples of a stored array; each rank reads the rows of its nodes.
 
     ``rows[t]`` is a tensor (n, *F), the owned rows of sample t in the order of local ids. A dataset
     for :class:`torch.utils.data.DataLoader`, whose batches are (B, n, *F). Making it is
@@ -224,7 +224,7 @@ class Rows(Dataset[torch.Tensor]):
         order : iterable of int, optional
             Samples to read, which may repeat; None is all of them in order.
         ahead : int
-            Samples that may be read before they are used: as many are in memory.
+            Samples that may be read ahead and kept in memory.
 
         Yields
         ------
@@ -276,9 +276,9 @@ class Rows(Dataset[torch.Tensor]):
         samples : sequence of int, optional
             The samples to draw from, such as those for training; None is all.
         shuffle : bool
-            Draw in a random order, another one in each epoch.
+            Draw in a random order, which differs in each epoch.
         seed : int
-            Decides the orders of all epochs.
+            Seed of the orders of all epochs.
         **options
             Passed to :class:`torch.utils.data.DataLoader`, such as `num_workers`.
 

@@ -31,12 +31,11 @@ _CHUNK = 1 << 20  # bytes of a chunk, if the caller does not choose its rows
 
 
 class RowWriter:
-    """A file of samples of which each rank passes the rows of its nodes; collective.
+    """A file of samples to which each rank passes the rows of its nodes; collective.
 
-    Rows move, by one exchange per sample, so that each rank has whole chunks and writes them; no
-    chunk is written by two ranks. A block partition moves at most the rows of the chunks at its
-    borders. Otherwise each rank writes an equal share of the chunks, so a rank holds its own rows
-    and 1/P of all.
+    One exchange per sample moves rows, so that each rank writes whole chunks; no chunk is written
+    by two ranks. A block partition moves at most the rows of the chunks at its borders. Otherwise
+    each rank writes an equal share of the chunks, so a rank holds its own rows and 1/P of all.
 
     The file has its name once :meth:`close` has returned on every rank; until then it is
     ``<path>.part``. All methods are collective, and an error on one rank is raised on all ranks.
