@@ -1,4 +1,4 @@
-"""Draw the cells and their ranks, the front, and what each adaptation moved."""
+"""Draw the cells and their ranks, the front, and the cells that each adaptation moves."""
 
 from pathlib import Path
 

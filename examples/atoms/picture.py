@@ -1,4 +1,4 @@
-"""Draw what became of the crystal: its parts, the forces on its atoms, its energy over time."""
+"""Draw the crystal: its ranks, the forces on its atoms, its energy over time."""
 
 from pathlib import Path
 
@@ -25,9 +25,9 @@ def draw(
 ) -> None:
     """Save three panels as one picture.
 
-    Of each atom: its site in `crystal`, the rank that owns it, (N,), and the forces on it at the
-    end of the motion, (N, 3), in eV / Angstrom. Of each moment: potential and kinetic energy of the
-    mean atom, (T, 2), in eV, by the network and by the true potential; `timestep` in fs.
+    `owner` (N,) is the rank of each atom. Forces (N, 3) are those at the end of the motion, in
+    eV / Angstrom. Energies (T, 2) are the potential and kinetic energy per atom over time, in eV.
+    `timestep` is in fs.
     """
     with rc_context(figures.style()):
         figure = Figure((figures.WIDTH, 7.0), layout="constrained")

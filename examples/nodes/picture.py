@@ -1,4 +1,4 @@
-"""Draw a graph without coordinates: who owns its nodes, their parts, what was guessed of them."""
+"""Draw a graph without coordinates: ranks and parts of its nodes, errors, accuracies."""
 
 from pathlib import Path
 
@@ -24,11 +24,11 @@ def draw(
     curves: dict[str, list[float]],
     simple: dict[str, float],
 ) -> None:
-    """Save a picture in the format that the suffix of `path` says.
+    """Save a picture in the format of the suffix of `path`.
 
-    Of each node: ``place`` (N, 2) to draw it at; ``rank`` (N,), which owns it; ``part`` (N,), and
-    ``guess`` (N,) of the last model. ``curves`` has the accuracies of each model at each step,
-    ``simple`` those of what needs no network.
+    Each node has a ``place`` (N, 2) in the picture, a ``rank`` (N,) that owns it, and a ``part``
+    (N,). ``guess`` (N,) is the part that the last model predicts. ``curves`` has the accuracies of
+    each model per step. ``simple`` has the accuracies of methods without a network.
     """
     with rc_context(figures.style()):
         figure = Figure((figures.WIDTH, 7.2), layout="constrained")

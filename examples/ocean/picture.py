@@ -1,4 +1,4 @@
-"""Draw what a network learned of the ocean: partition, truth, prediction, error."""
+"""Draw the ocean: partition, truth, prediction, error."""
 
 from pathlib import Path
 
@@ -26,11 +26,12 @@ def draw(
     spacing: int,
     title: str,
 ) -> None:
-    """Save four maps as one picture, in the format that the suffix of `path` says.
+    """Save four maps as one picture, in the format of the suffix of `path`.
 
-    Of each node: ``pos`` (N, 2), latitude and longitude in degrees; ``rank`` (N,), which rank owns
-    it; ``truth`` (N,), in deg C, NaN where there is none; ``prediction`` (N,), in deg C;
-    ``test_mask`` (N,), whether training did not see it. ``spacing`` is in degrees.
+    ``pos`` (N, 2) is the latitude and longitude of each node in degrees, and ``rank`` (N,) its
+    owner. ``truth`` (N,) and ``prediction`` (N,) are in deg C; ``truth`` is NaN if a node has no
+    temperature. ``test_mask`` (N,) is true for nodes outside the training data. ``spacing`` is in
+    degrees.
     """
     row = np.floor((pos[:, 0] + 90) / spacing).astype(int)
     column = np.floor((pos[:, 1] - WEST) % 360 / spacing).astype(int)

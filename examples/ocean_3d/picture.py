@@ -1,4 +1,4 @@
-"""Draw what a network learned of the ocean: a map of the ranks, and a section from pole to pole."""
+"""Draw the ocean: a map of the ranks, and sections from pole to pole."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def draw(
     prediction: np.ndarray,
     rmse: float,
 ) -> None:
-    """Save a map and three sections as one picture, in the format that the suffix says.
+    """Save a map and three sections as one picture, in the format of the suffix of `path`.
 
     ``rank`` (C,) is the owner of each column. Temperatures (C, L) and their error are in deg C.
     """
@@ -75,7 +75,7 @@ class Section:
         self.row = ((ocean.pos[self.columns, 0] + 90) // ocean.resolution).astype(int)
 
     def cells(self, values: np.ndarray) -> np.ndarray:
-        """Of columns (C, L), those on the section, by level and row of the grid; NaN where land."""
+        """Return the values (C, L) on the section by level and row of the grid; land is NaN."""
         found = np.full((len(self.ocean.depth), 180 // self.ocean.resolution), np.nan)
         found[:, self.row] = values[self.columns].T
         return found
@@ -103,7 +103,7 @@ class Section:
 
 
 def runs(mask: np.ndarray) -> list[tuple[int, int]]:
-    """Where a mask is true: the first place of each run, and the one behind its last."""
+    """Return the first place of each run of true values, and the place after its last."""
     steps = np.diff(np.concatenate([[0], mask, [0]]))
     return list(zip(np.flatnonzero(steps > 0), np.flatnonzero(steps < 0), strict=True))
 
@@ -111,7 +111,7 @@ def runs(mask: np.ndarray) -> list[tuple[int, int]]:
 def partition(
     ax: Axes, ocean: Ocean, rank: np.ndarray, image: ScalarMappable, longitude: float
 ) -> None:
-    """A map of who owns which column; test tiles are outlined, the section is a line."""
+    """Draw the owner of each column; test tiles are outlined, the section is a line."""
     row = ((ocean.pos[:, 0] + 90) // ocean.resolution).astype(int)
     column = ((ocean.pos[:, 1] - WEST) // ocean.resolution).astype(int)
     extent = WEST, WEST + 360, -90, 90

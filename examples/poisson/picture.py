@@ -1,4 +1,4 @@
-"""Draw a plate: its parts, a right-hand side, its solution, what the network makes of it."""
+"""Draw a plate: its ranks, a right-hand side, its solution and prediction, all errors."""
 
 from pathlib import Path
 
@@ -23,10 +23,10 @@ def draw(
     solutions: np.ndarray,
     predictions: np.ndarray,
 ) -> None:
-    """Save a picture in the format that the suffix of `path` says.
+    """Save a picture in the format of the suffix of `path`.
 
-    Of each node: ``pos`` (N, 2); ``rank`` (N,), which owns it; ``f`` (N,), the first of
-    the right-hand sides; their ``solutions`` and ``predictions`` (N, fields).
+    ``pos`` (N, 2) is the place of each node, ``rank`` (N,) its owner, and ``f`` (N,) the first
+    right-hand side. ``solutions`` and ``predictions`` are (N, fields).
     """
     true, found = solutions[:, 0], predictions[:, 0]
     mesh = Triangulation(*pos.T, triangles(pos))
@@ -56,7 +56,7 @@ def draw(
 
 
 def partition(panel: Axes, mesh: Triangulation, rank: np.ndarray) -> None:
-    """Cells in the colour of their corners' rank; cells between ranks are white."""
+    """Draw cells in the colour of their corners' rank; cells between ranks have no colour."""
     ranks = int(rank.max()) + 1
     corners = rank[mesh.triangles]
     owner = np.where((corners == corners[:, :1]).all(axis=1), corners[:, 0], ranks)
@@ -77,7 +77,7 @@ def frame(panel: Axes, heading: str) -> None:
 
 
 def compare(panel: Axes, solutions: np.ndarray, predictions: np.ndarray) -> None:
-    """The error of each held-out solution, and of all."""
+    """Draw the error of each held-out solution, and of all."""
     square = ((predictions - solutions) ** 2).sum(axis=0)
     errors = 100 * np.sqrt(square / (solutions**2).sum(axis=0))
     panel.bar(np.arange(1, len(errors) + 1), np.sort(errors), color=figures.CURVES[0])

@@ -1,4 +1,4 @@
-"""Draw which rank of a mesh has what, and the losses of each mesh beside those of one process."""
+"""Draw the share of each rank of a mesh, and the losses of each mesh and of one process."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ LINES = ["--", ":", "-."]  # of meshes, each over the ones before
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank has."""
+    """The share of one rank."""
 
     at: tuple[int, int, int]  # along data, graph and tensor
     nodes: np.ndarray
@@ -27,7 +27,7 @@ class Part:
     wide: range
 
     def __str__(self) -> str:
-        """Say it in a line."""
+        """Return the share in a line."""
         return (
             f"{len(self.samples)} samples, {len(self.nodes)} nodes and {self.halo} of others, "
             f"{len(self.heads)} heads, {len(self.wide)} wide features"
@@ -42,10 +42,11 @@ def draw(
     curves: Mapping[str, Sequence[float]],
     baselines: Mapping[str, float],
 ) -> None:
-    """Save the picture, in the format that the suffix of `path` says.
+    """Save the picture, in the format of the suffix of `path`.
 
-    ``pos`` (N, 2) is of all nodes; `meshes` are the ranks of each, of which `curves` are the losses
-    by name, in the same order; `alone` are those of one process; `baselines` are errors as well.
+    ``pos`` (N, 2) has the places of all nodes, and `meshes` the ranks of each mesh. `curves` has
+    the losses of each mesh by name, in the same order. `alone` has the losses of one process, and
+    `baselines` the errors of simple methods.
     """
     with rc_context(figures.style()):
         ranks = max(map(len, meshes))
@@ -102,7 +103,7 @@ def compare_losses(
     curves: Mapping[str, Sequence[float]],
     baselines: Mapping[str, float],
 ) -> None:
-    """Draw the losses of each step, all of which lie on each other, and errors to be beaten."""
+    """Draw the losses of each step, which coincide, and the errors of simple methods."""
     steps = np.arange(1, len(alone) + 1)
     ax.semilogy(steps, alone, color=figures.LAND, linewidth=7, label="one process")
     for _, losses, style in styled(curves):
@@ -116,7 +117,7 @@ def compare_losses(
 
 
 def compare_digits(ax: Axes, alone: Sequence[float], curves: Mapping[str, Sequence[float]]) -> None:
-    """Draw how far losses are from those of one process: rounding, which training makes larger."""
+    """Draw the distance of losses from one process: rounding, which training amplifies."""
     steps, wanted, most = np.arange(1, len(alone) + 1), np.array(alone), 1e-6
     for name, losses, style in styled(curves):
         apart = np.abs(np.array(losses) - wanted) / wanted

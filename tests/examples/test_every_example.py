@@ -70,7 +70,8 @@ def test_training_on_ranks(worlds, ranks, line, tmp_path):
     assert [text for _, text in others] == [""] * (ranks - 1), "only the first rank prints"
     assert re.search(r"\d s per step, the median of \d+; at most .* MiB per rank", printed)
     assert f"picture: {path}" in printed
-    assert path.read_bytes()[:4] == b"\x89PNG"
+    for picture in (path, path.with_stem("picture-dark")):
+        assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.slow
