@@ -202,7 +202,7 @@ print("\n".join(ranks.run(first_run)))
 #
 # To see which rows move, we mark each row: row ``k`` of all inputs is row ``k`` of an identity
 # matrix. After any copies and sums, a row shows the input rows that it contains. The gradient of
-# the result is marked in the same way, and we look at the gradient of the input.
+# the result is marked in the same way.
 
 MARKS = 16  # at least the number of rows
 
@@ -379,7 +379,7 @@ plt.show()
 # Test an adjoint
 # ---------------
 #
-# A drawing shows one case. An equation defines the adjoint :math:`A^*` of :math:`A`:
+# An equation defines the adjoint :math:`A^*` of :math:`A`:
 # :math:`\langle A x, y \rangle = \langle x, A^* y \rangle` for all :math:`x` and :math:`y`. The
 # inner products are summed over ranks.
 #

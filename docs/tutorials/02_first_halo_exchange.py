@@ -163,8 +163,8 @@ print(f"temperatures differ by at most {apart[0]:.1e}")
 print(f"gradients differ by at most    {apart[1]:.1e}")
 
 # %%
-# A run without the exchange shows why it is needed. Each part of the rod is then a rod of its own.
-# No error is raised, because all shapes match, and the numbers are wrong.
+# Without the exchange, each part of the rod is a rod of its own. No error is raised, because all
+# shapes match, and the numbers are wrong.
 
 alone_end, alone_gradient = (
     torch.cat(shards) for shards in zip(*ranks.run(on_ranks, False), strict=True)

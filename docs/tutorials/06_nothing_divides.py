@@ -119,12 +119,12 @@ print("\n".join(ranks.run(two_layers)))
 # -----------------------
 #
 # :class:`varcomm.models.GPT` is made of plain modules, without code for ranks. ``tp.parallelize``
-# replaces modules according to a plan, which maps names to layers. Names may contain ``*``. The
-# same works for your model.
+# replaces modules according to a plan, which maps names to layers. Names may contain ``*``.
 #
 # Queries, keys and values come from one fused layer. Its sizes are therefore a list of three
 # blocks, each of which is split separately. Attention needs complete heads, so sizes are multiples
-# of 8, the features per head. Five heads on three ranks are 2, 2 and 1.
+# of 8, the features per head. Five heads on three ranks are 2, 2 and 1: balanced sizes differ by at
+# most one, and the first ranks have the larger ones.
 
 HEAD = 8  # features per head
 

@@ -4,10 +4,91 @@ Run on SLURM, on MPI and on several hosts
 
 This tutorial starts one script with torchrun, with SLURM's ``srun`` and with MPI's ``mpiexec``, on
 one host and on several. It takes 15 minutes. You need to know how to submit a job on your cluster.
-The :ref:`batch scripts <batch-scripts>` are at the end.
+The :ref:`batch scripts <batch-scripts>` come first.
 """
 
 # %%
+# .. _batch-scripts:
+#
+# Batch scripts
+# -------------
+#
+# These scripts have not been run on a cluster. They start ``train.py``, which calls ``vc.init()``
+# first. Fill in your partition, your account and the number of GPUs per host. The folders of the
+# script and of its checkpoints must be on a file system that all hosts share.
+#
+# **SLURM, one task per GPU.** This is the shortest script. SLURM starts the ranks, and no address
+# is needed.
+#
+# .. code-block:: bash
+#
+#     #!/bin/bash
+#     #SBATCH --job-name=train
+#     #SBATCH --nodes=4
+#     #SBATCH --ntasks-per-node=8
+#     #SBATCH --gpus-per-node=8
+#     #SBATCH --cpus-per-task=8
+#     #SBATCH --time=04:00:00
+#     #SBATCH --output=%x-%j.log
+#
+#     set -euo pipefail
+#     source "$HOME/venv/bin/activate"
+#     export OMP_NUM_THREADS="$SLURM_CPUS_PER_TASK"
+#
+#     srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 python train.py
+#
+# **SLURM, one torchrun per host.** torchrun restarts all ranks after one has failed. Let the script
+# load the last checkpoint.
+#
+# .. code-block:: bash
+#
+#     #!/bin/bash
+#     #SBATCH --job-name=train
+#     #SBATCH --nodes=4
+#     #SBATCH --ntasks-per-node=1
+#     #SBATCH --gpus-per-node=8
+#     #SBATCH --cpus-per-task=64
+#     #SBATCH --time=04:00:00
+#     #SBATCH --output=%x-%j.log
+#
+#     set -euo pipefail
+#     source "$HOME/venv/bin/activate"
+#     export OMP_NUM_THREADS=8
+#     first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+#
+#     srun --cpus-per-task="$SLURM_CPUS_PER_TASK" torchrun \
+#         --nnodes="$SLURM_NNODES" --nproc-per-node=8 --max-restarts=3 \
+#         --rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d \
+#         --rdzv-endpoint="$first:29500" train.py
+#
+# **MPI on hosts without GPUs.** Here ``train.py`` calls ``vc.init("mpi")``. MPICH's ``mpiexec``
+# finds the hosts of a SLURM job. Call Open MPI's in the same way. Without ``mpiexec``, ``srun
+# --mpi=pmix`` starts ranks for Open MPI.
+#
+# .. code-block:: bash
+#
+#     #!/bin/bash
+#     #SBATCH --job-name=train
+#     #SBATCH --nodes=4
+#     #SBATCH --ntasks-per-node=16
+#     #SBATCH --cpus-per-task=4
+#     #SBATCH --time=04:00:00
+#     #SBATCH --output=%x-%j.log
+#
+#     set -euo pipefail
+#     source "$HOME/venv/bin/activate"
+#     export OMP_NUM_THREADS="$SLURM_CPUS_PER_TASK"
+#
+#     mpiexec -n "$SLURM_NTASKS" python train.py
+#
+# **Without a batch system.** Run on each of two hosts, with the name of the first one:
+#
+# .. code-block:: bash
+#
+#     torchrun --nnodes=2 --nproc-per-node=8 \
+#         --rdzv-id=train --rdzv-backend=c10d --rdzv-endpoint=first-host:29500 \
+#         train.py
+#
 # The script
 # ----------
 #
@@ -203,87 +284,6 @@ folder.cleanup()
 # derived from the job id, so that two jobs on one host use different ports. With
 # ``vc.init("mpi")``, ranks need neither. Incomplete or contradictory variables raise a
 # ``LaunchError``.
-#
-# .. _batch-scripts:
-#
-# Batch scripts
-# -------------
-#
-# These scripts have not been run on a cluster. Fill in your partition, your account and the number
-# of GPUs per host. The folders of the script and of its checkpoints must be on a file system that
-# all hosts share.
-#
-# **SLURM, one task per GPU.** This is the shortest script. SLURM starts the ranks, and no address
-# is needed.
-#
-# .. code-block:: bash
-#
-#     #!/bin/bash
-#     #SBATCH --job-name=train
-#     #SBATCH --nodes=4
-#     #SBATCH --ntasks-per-node=8
-#     #SBATCH --gpus-per-node=8
-#     #SBATCH --cpus-per-task=8
-#     #SBATCH --time=04:00:00
-#     #SBATCH --output=%x-%j.log
-#
-#     set -euo pipefail
-#     source "$HOME/venv/bin/activate"
-#     export OMP_NUM_THREADS="$SLURM_CPUS_PER_TASK"
-#
-#     srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 python train.py
-#
-# **SLURM, one torchrun per host.** torchrun restarts all ranks after one has failed. Let the script
-# load the last checkpoint.
-#
-# .. code-block:: bash
-#
-#     #!/bin/bash
-#     #SBATCH --job-name=train
-#     #SBATCH --nodes=4
-#     #SBATCH --ntasks-per-node=1
-#     #SBATCH --gpus-per-node=8
-#     #SBATCH --cpus-per-task=64
-#     #SBATCH --time=04:00:00
-#     #SBATCH --output=%x-%j.log
-#
-#     set -euo pipefail
-#     source "$HOME/venv/bin/activate"
-#     export OMP_NUM_THREADS=8
-#     first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-#
-#     srun --cpus-per-task="$SLURM_CPUS_PER_TASK" torchrun \
-#         --nnodes="$SLURM_NNODES" --nproc-per-node=8 --max-restarts=3 \
-#         --rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d \
-#         --rdzv-endpoint="$first:29500" train.py
-#
-# **MPI on hosts without GPUs.** Here ``train.py`` calls ``vc.init("mpi")``. MPICH's ``mpiexec``
-# finds the hosts of a SLURM job. Call Open MPI's in the same way. Without ``mpiexec``, ``srun
-# --mpi=pmix`` starts ranks for Open MPI.
-#
-# .. code-block:: bash
-#
-#     #!/bin/bash
-#     #SBATCH --job-name=train
-#     #SBATCH --nodes=4
-#     #SBATCH --ntasks-per-node=16
-#     #SBATCH --cpus-per-task=4
-#     #SBATCH --time=04:00:00
-#     #SBATCH --output=%x-%j.log
-#
-#     set -euo pipefail
-#     source "$HOME/venv/bin/activate"
-#     export OMP_NUM_THREADS="$SLURM_CPUS_PER_TASK"
-#
-#     mpiexec -n "$SLURM_NTASKS" python train.py
-#
-# **Without a batch system.** Run on each of two hosts, with the name of the first one:
-#
-# .. code-block:: bash
-#
-#     torchrun --nnodes=2 --nproc-per-node=8 \
-#         --rdzv-id=train --rdzv-backend=c10d --rdzv-endpoint=first-host:29500 \
-#         train.py
 #
 # Summary
 # -------

@@ -4,8 +4,8 @@ Find the rank that hangs
 
 This tutorial runs a program in which one rank does something else than the others: it passes
 another size, skips a call, or raises an exception. It shows the error of each mistake with
-:func:`varcomm.debug` and without it. It takes 15 minutes. A collective needs all its ranks, so a
-rank that is missing makes the others wait.
+:func:`varcomm.debug` and without it. It takes 15 minutes. You need to know that all ranks must make
+the same calls (:doc:`first tutorial <01_uneven_shards>`).
 """
 
 # %%
@@ -188,8 +188,7 @@ for message in ranks.run(not_debugged, "a skipped call"):
     print()
 
 # %%
-# Ranks 0 and 1 failed in one call and rank 2 in another. Each message has a part of the cause. With
-# ``debug()`` one message has all of it.
+# Each message has a part of the cause. With ``debug()`` one message has all of it.
 #
 # Another size without debug()
 # ----------------------------
