@@ -68,13 +68,11 @@ FUNCTIONS = {
 HEAD = """\
 # Exact layers of PyTorch Geometric
 
-`varcomm.graph.distribute(model, graph)` accepts the layers marked exact. Their outputs, gradients
-of inputs and parameters, and second derivatives equal one process, on any number of ranks. Each
-layer is tested in fp64, on a directed graph with self loops, multi-edges and isolated nodes, on
-three ranks of which one owns nothing. `cached=True` is exact too. `distribute` refuses the other
-layers, with the reason.
+`varcomm.graph.distribute(model, graph)` accepts the layers marked exact: outputs, gradients and
+second derivatives equal one process, on any number of ranks. The tests run each layer in fp64, on
+three ranks of which one owns nothing. `distribute` refuses the other layers.
 
-`docs/make_graph_layers.py` writes this page from the lists that `distribute` uses.
+`docs/make_graph_layers.py` writes this page.
 
 | layer | | remarks |
 | --- | --- | --- |
@@ -85,10 +83,8 @@ Your subclasses of these layers, and of `MessagePassing`, are accepted as well.
 
 ## Models
 
-The same rules hold for PyG's models and yours. Tested and exact are `GAE`, `SchNet` with edges of
-the graph, `SignedGCN`, `NeuralFingerprint`, `PMLP`, `LabelPropagation`, `MaskLabel`, `GroupAddRev`,
-`RECT_L`, `MetaLayer` and others. Methods that average over the edges or nodes of this rank raise
-`ArgumentError`, such as `GAE.recon_loss` and `VGAE.kl_loss`. Compute the values and use
+The same rules hold for PyG's models and yours. Methods that average over the edges or nodes of this
+rank, such as `GAE.recon_loss` and `VGAE.kl_loss`, raise `ArgumentError`: compute the values and use
 `graph.edges.mean` or `graph.mean`. An embedding of all nodes (`LightGCN`, `LINKX`) does not match
 this rank's rows: look rows up by `graph.owned_ids`. These models are refused:
 
@@ -96,9 +92,9 @@ this rank's rows: look rows up by `graph.owned_ids`. These models are refused:
 
 ## Functions of edges and graphs
 
-`graph.edge_index` and `graph.batch` keep the meaning of their ids, and so do their copies, slices,
-masks, `flip`, and edges with added self loops. With halos of one hop, these operations are exact
-inside a distributed model and outside:
+`graph.edge_index` and `graph.batch`, their copies, slices and masks, and edges with added self loops
+keep the meaning of their ids. With halos of one hop, these operations are exact inside a distributed
+model and outside:
 
 | code, with `row, col = graph.edge_index` | on a partitioned graph |
 | --- | --- |

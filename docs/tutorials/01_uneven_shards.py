@@ -446,7 +446,6 @@ ranks.close()
 # Summary
 # -------
 #
-# - ``sizes`` lists the rows per rank; zeros are allowed.
 # - The backward of a copy is a sum, and the backward of a sum is a copy. Each backward is the
 #   adjoint, for losses that are summed over ranks.
 # - All ranks make the same calls in the same order, in forward and in backward.

@@ -253,8 +253,6 @@ ranks.close()
 # Summary
 # -------
 #
-# - Each row has one owner. A halo holds copies of rows that other ranks own, and an exchange fills
-#   it.
 # - Make a plan once, from the rows that you need, and call it at every step.
 # - Autograd differentiates the exchange: the gradient of a copy returns to the owner, which adds
 #   it.

@@ -239,11 +239,8 @@ print(vc.launch(reload, 2, str(folder / "parts"))[0])
 # Summary
 # -------
 #
-# - ``read_mesh`` reads a mesh file, and ``partition`` returns this rank's part: owned nodes, the
-#   edges into them, and the halo.
 # - METIS cuts the fewest edges. Methods that use positions are fast. ``block`` needs ids that
 #   follow the mesh.
-# - ``graph.report()`` states the rows that each exchange sends, before you train.
 # - A saved partition loads on any number of ranks.
 #
 # Next: :doc:`train a PyG model on several ranks <04_pyg_on_ranks>`. Reference: :doc:`meshes,

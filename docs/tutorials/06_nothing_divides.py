@@ -258,8 +258,6 @@ plt.show()
 # - Every layer accepts ``sizes``. The default is balanced; zeros are allowed.
 # - Column layers split outputs, and row layers split inputs. A fused layer has sizes for each
 #   block. Heads stay complete if sizes are multiples of the features per head.
-# - ``tp.parallelize(model, plan)`` shards an existing model in place. Losses and gradients equal
-#   those of one process, to rounding.
 # - ``tp.shard_spec(parameter)`` describes how a parameter is sharded, and gathers the parameter or
 #   its gradient.
 #

@@ -241,8 +241,6 @@ plt.show()
 # Summary
 # -------
 #
-# - ``ShardedGradients(model, factory, sizes=...)`` replaces the optimizer. Every rank keeps all
-#   parameters; gradients and optimizer states are in pieces of any sizes, including zero.
 # - Each rank's loss is its part of the total, and gradients are summed. If the total number of rows
 #   is unknown before the step, divide by a :class:`varcomm.data_parallel.GlobalCount`.
 # - Put modules, optimizers, generators and counters into one dict. ``save`` it on any number of

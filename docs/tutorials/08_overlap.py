@@ -216,12 +216,10 @@ plt.show()
 # Summary
 # -------
 #
-# - Count first, with :func:`varcomm.trace`: calls, messages and bytes, per operation and per peer.
+# - Count calls, messages and bytes first.
 # - Start a call with ``async_op=True`` when its data is ready, and call ``wait()`` when the result
 #   is needed. Place independent work between the two. Backward then overlaps too.
 # - All ranks start and wait in the same order. Do not change an input between start and wait.
-# - In a trace, look for long ``_Wait`` entries. If this rank's engine entry begins long before that
-#   of another rank, the other rank was late.
 #
 # ``ShardedGradients`` overlaps by default: it sums gradients during backward (:doc:`/gradients`).
 # Next: :doc:`run on a cluster </generated/tutorials/09_cluster>`. Reference: :doc:`/sharp_bits`.
