@@ -92,9 +92,9 @@ this rank's rows: look rows up by `graph.owned_ids`. These models are refused:
 
 ## Functions of edges and graphs
 
-`graph.edge_index` and `graph.batch`, their copies, slices and masks, and edges with added self loops
-keep the meaning of their ids. With halos of one hop, these operations are exact inside a distributed
-model and outside:
+`graph.edge_index` and `graph.batch`, their copies, slices and masks, and edges with added self
+loops keep the meaning of their ids. With halos of one hop, these operations are exact inside a
+distributed model and outside:
 
 | code, with `row, col = graph.edge_index` | on a partitioned graph |
 | --- | --- |
