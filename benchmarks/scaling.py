@@ -18,13 +18,13 @@ import varcomm as vc
 from varcomm import _figures as figures
 from varcomm.cli.simulate import METHOD, piece_of, prepare
 
-# Columns of a scaling, and their names. Colours are Paul Tol's, for any kind of colour vision.
+# Columns of a scaling, with their names and colours.
 LINES = {
-    "step": ("a step", None),
-    "busy": ("arithmetic and memory", "#4477aa"),
-    "launching": ("kernel launches", "#66ccee"),
-    "halos": ("halo exchanges", "#ccbb44"),
-    "sums": ("sums of gradients and loss", "#ee6677"),
+    "step": ("a step", figures.INK),
+    "busy": ("arithmetic and memory", figures.CURVES[0]),
+    "launching": ("kernel launches", figures.CURVES[1]),
+    "halos": ("halo exchanges", figures.CURVES[2]),
+    "sums": ("sums of gradients and loss", figures.LINES[1]),
 }
 
 
@@ -51,7 +51,7 @@ def panel(axes, scaling):
     for name, (words, colour) in LINES.items():
         style = {"linewidth": 3 if name == "step" else 1.8, "markersize": 4, "label": words}
         values = [1e3 * seconds or None for seconds in columns[name]]
-        axes.plot(ranks, values, "-o", color=colour or figures.INK, **style)
+        axes.plot(ranks, values, "-o", color=colour, **style)
     ideal = [1e3 * seconds * efficiency for _, seconds, efficiency in points]
     look = {"color": figures.PALE, "linewidth": 1.5, "zorder": 5, "label": "ideal step"}
     axes.plot(ranks, ideal, ":", **look)
