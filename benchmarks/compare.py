@@ -2,7 +2,7 @@
 
 All contenders of a case run in turns. Times are of the slowest rank, from the input to a new
 output: median and quartiles over repetitions. Inputs require a gradient; the graph of a backward
-exists before the clock starts. Every result is checked first. Columns are those of `varcomm bench`,
+exists before the clock starts. Every result is checked first. Columns are as in `varcomm bench`,
 and:
 
   skew      largest over mean shard

@@ -2,7 +2,7 @@
 
 python docs/draw_library.py
 
-Modules and their order are those of the import rule in pyproject.toml, which a test checks.
+A test compares the modules and their order with the import rule in pyproject.toml.
 """
 
 import textwrap
@@ -78,7 +78,7 @@ def draw(rows):
 
 
 def wrapped(room, columns):
-    """Return the words about a module in lines that fit into one of so many columns."""
+    """Return the words about a module in lines that fit into one of the columns."""
     return textwrap.wrap(ROOMS[room], 84 // columns - 2)
 
 

@@ -110,8 +110,9 @@ returns local ids.
 
 Some code is outside these checks. `varcomm.testing.same_as_one_process` finds it:
 
-- **No index vector.** A mean over dimension 0, `F.batch_norm` or `global_mean_pool(x, None)` is
-  that of this rank. Use `graph.mean`, or pass `graph.batch`, which is zeros if the data have none.
+- **No index vector.** A mean over dimension 0, `F.batch_norm` or `global_mean_pool(x, None)`
+  reduces the rows of this rank. Use `graph.mean`, or pass `graph.batch`, which is zeros if the
+  data have none.
 - **New tensors.** `zeros_like(graph.batch)`, `edge_index.new_zeros(len(x))` and masks are ordinary
   tensors: `x[graph.batch == b].mean(0)` is the mean of this rank.
 - **Copies of ids.** `torch.tensor`, `torch.sparse_coo_tensor` and TorchScript copy local ids.
@@ -120,8 +121,8 @@ Some code is outside these checks. `varcomm.testing.same_as_one_process` finds i
   this rank, and the exchange fails: use `one_hot(y, num_classes=...)`.
 - **No edges.** A model that returns early if `edge_index.size(1) == 0` skips an exchange, and the
   other ranks wait until the timeout.
-- **Offsets** such as `batch.bincount().cumsum(0)` are those of all ranks, and are out of range for
-  `segment` on one rank. A readout of a distributed model refuses them.
+- **Offsets** such as `batch.bincount().cumsum(0)` count the rows of all ranks, and are out of range
+  for `segment` on one rank. A readout of a distributed model refuses them.
 
 {functions}
 In a distributed model, `BatchNorm` and `DiffGroupNorm` normalise over the nodes of all ranks.

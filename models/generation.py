@@ -1,4 +1,4 @@
-"""Text generation: one token after the other, identical on all ranks."""
+"""Text generation, token by token, identical on all ranks."""
 
 from collections.abc import Sequence
 from math import inf
@@ -15,7 +15,7 @@ from varcomm.transport.agreement import compare
 
 
 class Decoder(Protocol):
-    """A model from which text can be drawn, such as :class:`varcomm.models.GPT`."""
+    """A model that :func:`generate` accepts, such as :class:`varcomm.models.GPT`."""
 
     head: Any  # an nn.Linear, or its parallel replacement
 
@@ -32,33 +32,34 @@ def generate(
     generator: torch.Generator | None = None,
     context: int | None = None,
 ) -> Tensor:
-    """Continue texts, one token after the other.
+    """Continue texts token by token.
 
     Parameters
     ----------
     model : Decoder
-        The same on all ranks, in one piece or sharded.
+        The same model on all ranks, sharded or not.
     ids : Tensor
-        How the texts begin, (S, *F) of int64 with S at least 1; the same on all ranks.
+        The first tokens of the texts, (S, *F) of int64 with S at least 1; identical on all ranks.
     steps : int
-        Tokens to be added.
+        Number of tokens to add.
     temperature : float
-        Divides the logits before a token is drawn; 0 chooses the most likely token.
+        Divisor of the logits before a token is drawn; 0 selects the most likely token.
     generator : torch.Generator, optional
-        Of the draws, by default torch's own. Sharded, that of the group's first rank counts.
+        Generator of the draws; None is torch's default generator. If the model is sharded, the
+        first rank of the group draws.
     context : int, optional
-        How many of the last tokens the model looks at; None is all.
+        Number of last tokens that the model reads; None is all.
 
     Returns
     -------
     Tensor
-        (S + steps, *F), the same on all ranks.
+        (S + steps, *F), identical on all ranks.
 
     Raises
     ------
     ArgumentError
-        If arguments are out of range, or if with `sequence_sizes` the model would have to look
-        at more tokens than these sum to.
+        If an argument is out of range, or if the model must read more tokens than the sum of its
+        `sequence_sizes`.
     DisagreementError
         If ranks that share the layers pass different arguments.
     FloatingPointError
@@ -70,11 +71,12 @@ def generate(
 
     Notes
     -----
-    Draws do not depend on the number of ranks, and logits do by rounding alone.
+    Draws are independent of the number of ranks. Logits differ between numbers of ranks only by
+    rounding.
 
-    Communication: a round of messages that compares the arguments, and one broadcast of all draws.
-    Each token takes the messages of the layers, which read the full context, and an all-gather of
-    the last place's logits.
+    Communication: one round of messages that compares the arguments, and one broadcast of all
+    draws. Per token, the messages of the layers for the full context, and an all-gather of the
+    logits of the last token.
 
     Examples
     --------
@@ -102,7 +104,7 @@ def generate(
         if temperature == 0:
             chosen = logits.argmax(-1, keepdim=True)
         else:
-            below = logits - logits.amax(-1, keepdim=True)  # finite, however small the divisor
+            below = logits - logits.amax(-1, keepdim=True)  # finite for any divisor
             shares = (below / temperature).softmax(-1).cumsum(-1)
             chosen = torch.searchsorted(shares, draw * shares[..., -1:], right=True)
             chosen = chosen.clamp(max=shares.shape[-1] - 1)
@@ -135,7 +137,7 @@ def _longest(
 def _draws(
     head: Any, shape: Sequence[int], generator: torch.Generator | None, device: torch.device
 ) -> Tensor:
-    """Return numbers from [0, 1), of the first rank's generator on all ranks."""
+    """Return numbers in [0, 1) from the first rank's generator, on all ranks."""
     on = generator.device if generator else device
     draws = torch.rand(*shape, generator=generator, dtype=torch.float64, device=on).to(device)
     if not isinstance(head, ColumnParallelLinear):
@@ -144,14 +146,14 @@ def _draws(
 
 
 def _last_logits(model: Decoder, ids: Tensor) -> Tensor:
-    """Return the logits of all tokens that may come next, (*F, V)."""
+    """Return the logits of the next token, (*F, V)."""
     last, head = len(ids) - 1, model.head
     if not isinstance(head, ColumnParallelLinear):
         return cast(Tensor, head(model.hidden(ids)[last]))
     if head.sequence_sizes is None:
         logits = head(model.hidden(ids)[last:])
     else:
-        # to the length that ranks share; the model ignores tokens after the last place
+        # Pad to the sum of sequence_sizes; causal attention ignores tokens after the last place.
         sizes, rank = ShardSizes(head.sequence_sizes), head.group.rank
         behind = ids.new_zeros(sizes.total - len(ids), *ids.shape[1:])
         own, owner = model.hidden(torch.cat([ids, behind])), sizes.owner(last)

@@ -1,7 +1,7 @@
 """GPT: a small decoder transformer that runs in one process, or sharded over ranks.
 
-RMSNorm [1]_ before each layer, grouped-query attention [2]_ with rotary embeddings [3]_, SwiGLU
-[4]_: plain modules. ``parallelize`` puts parallel ones in their place; the same code runs them.
+Plain modules: RMSNorm [1]_ before each layer, grouped-query attention [2]_ with rotary embeddings
+[3]_, SwiGLU [4]_. ``parallelize`` replaces them with parallel modules that the same code calls.
 
 .. [1] B. Zhang and R. Sennrich, "Root mean square layer normalization", 2019,
    https://arxiv.org/abs/1910.07467
@@ -40,10 +40,10 @@ Turn = Callable[[Tensor], Tensor]
 
 
 def rotary(length: int, head_dim: int, like: Tensor, base: float = 10_000.0) -> Turn:
-    """Return a rotation of heads ``(S, *F, heads, head_dim)`` by angles that grow with the place.
+    """Return a rotation of heads ``(S, *F, heads, head_dim)`` by angles proportional to the place.
 
-    Products of a turned query and a turned key depend on how far apart their places are, and not on
-    where these are. Features ``i`` of both halves are turned together.
+    The product of a rotated query and a rotated key depends only on the distance between their
+    places. Feature ``i`` of the first half and of the second half are rotated together.
 
     Examples
     --------
@@ -68,7 +68,7 @@ def rotary(length: int, head_dim: int, like: Tensor, base: float = 10_000.0) -> 
 
 
 class Attention(nn.Module):
-    """Each place reads from itself and those before; a head of keys serves several of queries."""
+    """Causal grouped-query attention: each head of keys serves several heads of queries."""
 
     def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(hidden_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor, turn: Turn) -> Tensor:
-        """Update tokens, (S, *F, H); between the two layers there are this rank's heads only."""
+        """Update tokens, (S, *F, H); between the two layers, this rank has its own heads only."""
         query, key, value = split_heads(self.qkv(x), self.head_dim, self.queries_per_key)
         read = attention(turn(query), turn(key), value)
         return cast(Tensor, self.out(read.flatten(-2)))
@@ -93,13 +93,13 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(mlp_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Update tokens, (S, *F, H); gate and up stand side by side on each rank."""
+        """Update tokens, (S, *F, H); each rank has its parts of gate and up side by side."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return cast(Tensor, self.down(functional.silu(gate) * up))
 
 
 class Block(nn.Module):
-    """Attention and SwiGLU, each of normalised tokens and added to them."""
+    """Attention and SwiGLU with residual connections, each after a norm."""
 
     def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, mlp_size: int) -> None:
         super().__init__()
@@ -115,18 +115,18 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predict each token of a text from those before it.
+    """Predict each token of a text from the tokens before it.
 
-    Sequences come first: ids are ``(S, *F)``, with any dimensions for a batch, or none.
+    The sequence is the first dimension: ids are ``(S, *F)``, with any number of batch dimensions.
 
     Parameters
     ----------
     vocab_size : int
-        Tokens ``V`` that there are.
+        Number of tokens ``V``.
     hidden_size : int
-        Features ``H`` per token; an even number for each head.
+        Features ``H`` per token: `num_heads` times an even number.
     num_layers : int
-        Blocks, one after the other.
+        Number of blocks.
     num_heads : int
         Heads of queries, a divisor of `hidden_size`.
     num_kv_heads : int, optional
@@ -134,14 +134,15 @@ class GPT(nn.Module):
     mlp_size : int, optional
         Features between the layers of each SwiGLU; None is ``8 / 3 * hidden_size``.
     tied : bool
-        Whether the head's weight is that of the embedding.
+        Whether the head and the embedding share one weight.
     recompute : bool
-        Keep of each block its input only, and compute the rest again in backward.
+        Store only the input of each block, and recompute the rest in backward.
 
     Raises
     ------
     ArgumentError
-        If heads do not divide as they have to, or a size is not positive; there may be no layers.
+        If `num_heads` does not divide `hidden_size`, `num_kv_heads` does not divide `num_heads`, or
+        a size is not positive; `num_layers` may be 0.
 
     See Also
     --------
@@ -199,9 +200,10 @@ class GPT(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the logits of the next tokens, (S, *F, V), from tokens identical on all ranks.
+        """Return the logits of the next tokens, (S, *F, V); `ids` are identical on all ranks.
 
-        Sharded, these are of this rank's part of the vocabulary, and of the whole sequence.
+        If the model is sharded, the result has this rank's part of the vocabulary for the full
+        sequence.
         """
         return cast(Tensor, self.head(self.hidden(ids)))
 
@@ -216,8 +218,8 @@ class GPT(nn.Module):
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross entropy, replicated: each rank calls ``backward`` on its own copy.
 
-        `targets` are what comes after each of `ids`, as these (S, *F) of int64 and the same on all
-        ranks; -100 does not count.
+        `targets` are the next tokens of `ids`, int64 of the same shape (S, *F) and identical on all
+        ranks. Targets of -100 are ignored.
         """
         logits = self(ids)
         if not isinstance(self.head, ColumnParallelLinear):
@@ -241,12 +243,12 @@ class GPT(nn.Module):
         Parameters
         ----------
         sequence_sizes : sequence of int, optional
-            Places of the sequence between the layers of each rank: sequence parallelism. Then all
-            ids must be of ``sum(sequence_sizes)`` places.
+            Places of the sequence per rank, between layers (sequence parallelism). All ids must
+            then have ``sum(sequence_sizes)`` places.
         group : ProcessGroup or DeviceMesh, optional
             The ranks that share the model; None is the whole world.
         head_sizes : sequence of int, optional
-            Heads of keys and values, with the heads of queries that they serve.
+            Heads of keys and values per rank, with the heads of queries that they serve.
         mlp_sizes : sequence of int, optional
             Features between the layers of each SwiGLU.
         vocab_sizes : sequence of int, optional
@@ -255,7 +257,7 @@ class GPT(nn.Module):
         Raises
         ------
         ArgumentError
-            On every rank, if sizes are not of this model on one of them.
+            On every rank, if the sizes of one rank do not match the model.
         """
         wholes = {
             "head_sizes": (head_sizes, self.kv_heads),
@@ -287,9 +289,8 @@ class GPT(nn.Module):
         generator: torch.Generator | None = None,
         context: int | None = None,
     ) -> Tensor:
-        """Continue texts ``ids``, (S, *F), by `steps` tokens: (S + steps, *F), equal on all ranks.
+        """Append `steps` tokens to `ids`, (S, *F): (S + steps, *F), identical on all ranks.
 
-        Tokens are drawn at a `temperature`, from a `generator`, with the model's logits for the
-        last `context` tokens. :func:`varcomm.models.generation.generate` has the details.
+        :func:`varcomm.models.generation.generate` describes the arguments.
         """
         return generate(self, ids, steps, temperature, generator, context)

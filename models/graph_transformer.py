@@ -1,4 +1,4 @@
-"""GraphTransformer: each node reads from those that have an edge to it, and thinks it over.
+"""GraphTransformer: attention over the edges into each node, and wide layers.
 
 Attention over edges with features, as Y. Shi, Z. Huang, S. Feng, H. Zhong, W. Wang and Y. Sun,
 "Masked label prediction: Unified message passing model for semi-supervised classification",
@@ -23,15 +23,15 @@ from .sizes import agreed_sizes, check_sizes
 
 
 class GraphAttention(MessagePassing):
-    """Each node reads from the sources of its edges, by as many heads as there are.
+    """Attention of each node over the sources of its edges.
 
-    Of an edge from ``j`` to ``i``, a head takes ``q_i . (k_j + e) / sqrt(d)``, and the softmax of
-    that over the edges into ``i`` as weights of ``v_j + e``. A node without edges reads zeros.
+    For an edge from ``j`` to ``i``, a head computes ``q_i . (k_j + e) / sqrt(d)``. The softmax of
+    these numbers over the edges into ``i`` weights ``v_j + e``. A node without edges gets zeros.
 
     Parameters
     ----------
     hidden_channels : int
-        Features ``H`` of a node; a number of them for each head.
+        Features ``H`` of a node, a multiple of `num_heads`.
     edge_channels : int
         Features of an edge.
     num_heads : int
@@ -50,7 +50,7 @@ class GraphAttention(MessagePassing):
         query, key, value = split_heads(self.qkv(x), self.head_dim)
         edge = self.edge(edge_attr)
         shape = (len(edge), *[1] * (x.dim() - 2), *key.shape[-2:])  # the same for all of *F
-        # side by side, because both are read at the source: one message carries them
+        # Keys and values are both read at the source, so one message carries both.
         source = torch.cat([key, value], dim=-1)
         read = self.propagate(edge_index, query=query, source=source, edge=edge.view(shape))
         return cast(Tensor, self.out(read.flatten(-2)))
@@ -66,7 +66,7 @@ class GraphAttention(MessagePassing):
 
 
 class Block(nn.Module):
-    """Attention and two wide layers, each of normalised features and added to them."""
+    """Attention and two wide layers with residual connections, each after a norm."""
 
     def __init__(
         self, hidden_channels: int, edge_channels: int, num_heads: int, mlp_channels: int
@@ -88,10 +88,10 @@ class Block(nn.Module):
 class GraphTransformer(nn.Module):
     """Predict values at each node of a graph from features of its nodes and edges.
 
-    Nodes come first: features are ``(N, *F, in_channels)``, with any dimensions ``*F`` for samples
-    on the same graph, or none. An encoder, blocks of attention over edges [1]_ and two wide layers,
-    a decoder. ``varcomm.graph.distribute`` shares out the nodes, ``parallelize`` the heads and the
-    wide layers, and both go together.
+    The model has an encoder, blocks of attention over edges [1]_ and two wide layers, and a
+    decoder. Nodes are the first dimension: features are ``(N, *F, in_channels)``, with any number
+    of dimensions ``*F`` for samples on the same graph. ``varcomm.graph.distribute`` shards the
+    nodes, ``parallelize`` shards the heads and the wide layers, and a model may use both.
 
     Parameters
     ----------
@@ -102,9 +102,9 @@ class GraphTransformer(nn.Module):
     out_channels : int
         Values to predict at a node.
     hidden_channels : int
-        Features ``H`` of a node inside.
+        Features ``H`` of a node in the blocks.
     num_blocks : int
-        How many edges away a node can see.
+        Number of blocks: the number of edges that a message can cross.
     num_heads : int
         Heads of attention, a divisor of `hidden_channels`.
     mlp_channels : int, optional
@@ -113,7 +113,8 @@ class GraphTransformer(nn.Module):
     Raises
     ------
     ArgumentError
-        If heads do not divide the features, or a size is not positive; there may be no blocks.
+        If `num_heads` does not divide `hidden_channels`, or a size is not positive; `num_blocks`
+        may be 0.
 
     See Also
     --------
@@ -126,7 +127,7 @@ class GraphTransformer(nn.Module):
 
     Examples
     --------
-    A ring of 6 nodes, each joined with the next; on two ranks, one has two heads and one has one.
+    A ring of 6 nodes. On two ranks, rank 0 has two heads and rank 1 has one.
 
     >>> import torch, varcomm
     >>> from varcomm.models import GraphTransformer
@@ -218,7 +219,7 @@ class GraphTransformer(nn.Module):
         group : ProcessGroup or DeviceMesh, optional
             The ranks that share the model, all with the same nodes; None is the whole world.
         head_sizes : sequence of int, optional
-            Heads of each rank.
+            Heads per rank.
         mlp_sizes : sequence of int, optional
             Features between the two wide layers of a block.
 
@@ -230,7 +231,7 @@ class GraphTransformer(nn.Module):
         Raises
         ------
         ArgumentError
-            On every rank, if sizes are not of this model on one of them.
+            On every rank, if the sizes of one rank do not match the model.
         """
         wholes = {
             "head_sizes": (head_sizes, self.num_heads),

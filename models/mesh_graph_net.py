@@ -14,7 +14,7 @@ from .sizes import check_sizes
 
 
 def mlp(in_channels: int, channels: int) -> nn.Sequential:
-    """Return two layers with a norm behind them."""
+    """Return two linear layers and a norm."""
     return nn.Sequential(
         nn.Linear(in_channels, channels),
         nn.SiLU(),
@@ -24,10 +24,10 @@ def mlp(in_channels: int, channels: int) -> nn.Sequential:
 
 
 class GraphNetBlock(MessagePassing):
-    """One step of the processor: each edge looks at its two nodes, then each node at its edges.
+    """One step of the processor: edges read their two nodes, then nodes read their edges.
 
-    The edge's MLP acts on target, source and edge side by side. Its first layer is linear: the
-    nodes' shares are computed at the nodes, of which there are fewer, and added up at the edges.
+    The MLP of edges reads target, source and edge side by side. Its first layer is linear, so its
+    products with node features are computed once per node and added at the edges.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ class GraphNetBlock(MessagePassing):
         Parameters
         ----------
         x : Tensor or tuple of Tensor
-            Node features, (N, F); or those of sources and of targets, where these are two kinds.
+            Node features, (N, F); or a pair, for sources and for targets of another type.
         edge_index : Tensor
             Sources above targets, (2, E).
         edge_attr : Tensor
@@ -65,7 +65,7 @@ class GraphNetBlock(MessagePassing):
             The new features of nodes, or of targets, (N, F), and of edges, (E, F).
         """
         source, target = (x, x) if isinstance(x, Tensor) else x
-        # A pair, because only the sources' share is ever needed at another node's edges.
+        # A pair, because other ranks need only the products of sources.
         ends = (self.from_source(source), self.from_target(target))
         edge_attr, received = self.propagate(edge_index, ends=ends, edge_attr=edge_attr)
         return target + self.node_mlp(torch.cat([target, received], dim=1)), edge_attr
@@ -84,8 +84,8 @@ class MeshGraphNet(nn.Module):
     """Predict a value at each node of a graph from features of its nodes and edges.
 
     Two encoders bring nodes and edges to one width, blocks pass messages with residual updates of
-    both, and a decoder reads the prediction off the nodes. All weights are shared by all nodes,
-    or by all edges, so the model does not depend on the graph. [1]_
+    both, and a decoder predicts from the nodes. [1]_ All nodes share weights, and so do all edges,
+    so the model fits any graph.
 
     Parameters
     ----------
@@ -98,12 +98,12 @@ class MeshGraphNet(nn.Module):
     hidden_channels : int
         Width of the latent features of nodes and edges.
     num_blocks : int
-        Steps of message passing: how many edges away a node can see.
+        Steps of message passing: the number of edges that a message can cross.
 
     Raises
     ------
     ArgumentError
-        If a size is not positive; there may be no blocks.
+        If a size is not positive; `num_blocks` may be 0.
 
     See Also
     --------

@@ -1,4 +1,4 @@
-"""Encode, process, decode: a forecast on a grid, by messages on a mesh of several scales.
+"""Encode, process, decode: forecasts on a grid, with messages on a mesh of several scales.
 
 R. Keisler, "Forecasting Global Weather with Graph Neural Networks", 2022,
 https://arxiv.org/abs/2202.07575; R. Lam et al., "Learning skillful medium-range global weather
@@ -22,11 +22,11 @@ EdgeType = tuple[str, str, str]
 
 
 class EncodeProcessDecode(nn.Module):
-    """Predict values at the points of a grid, by way of a mesh.
+    """Predict values at the points of a grid, with messages on a mesh.
 
     The encoder sends features of the grid to the mesh, the processor passes messages on the mesh,
     and the decoder sends the result back to the grid. [1]_ All updates of nodes and edges are
-    residual. On a multi-mesh, which has edges of several lengths, a message crosses the mesh in few
+    residual. On a mesh that has edges of several lengths, a message crosses the mesh in a few
     steps. [2]_ Nodes and edges of a type share weights, so the model fits any grid and mesh.
 
     A graph has nodes of the types ``"grid"`` and ``"mesh"``, and edges of the types ``("grid",
@@ -51,7 +51,7 @@ class EncodeProcessDecode(nn.Module):
     Raises
     ------
     ArgumentError
-        If a size is not positive; there may be no blocks.
+        If a size is not positive; `num_blocks` may be 0.
 
     See Also
     --------
@@ -64,7 +64,7 @@ class EncodeProcessDecode(nn.Module):
 
     Examples
     --------
-    A grid of 6 points around a mesh of 3 nodes, a ring.
+    A grid of 6 points around a ring of 3 mesh nodes.
 
     >>> import torch
     >>> from varcomm.models import EncodeProcessDecode
@@ -138,7 +138,7 @@ class EncodeProcessDecode(nn.Module):
         Raises
         ------
         ArgumentError
-            If there are no nodes or edges of a type.
+            If nodes or edges of a type are missing.
         """
         for name, given, needed in (
             ("x", x, ("grid", "mesh")),

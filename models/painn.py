@@ -1,4 +1,4 @@
-"""PaiNN: the energy of atoms, from messages that carry vectors as well as scalars.
+"""PaiNN: energies of atoms from equivariant messages with scalars and vectors.
 
 K. Schuett, O. Unke and M. Gastegger, "Equivariant message passing for the prediction of tensorial
 properties and molecular spectra", International Conference on Machine Learning, 2021.
@@ -17,11 +17,11 @@ from .sizes import check_sizes
 
 
 class Displacements(MessagePassing):
-    """From each target of an edge to its source, which may be in another cell of a crystal."""
+    """Vectors from the target of each edge to its source, also across cells of a crystal."""
 
     def forward(self, pos: Tensor, edge_index: Tensor, shifts: Tensor) -> Tensor:
         """Return the vectors, (E, 3), of positions (N, 3) and shifts (E, 3)."""
-        # at edges, not by pos[edge_index]: edges have the positions of other ranks' atoms
+        # Not pos[edge_index]: edge_updater reads the positions of other ranks' atoms.
         return cast(Tensor, self.edge_updater(edge_index, pos=pos, shifts=shifts))
 
     def edge_update(self, pos_i: Tensor, pos_j: Tensor, shifts: Tensor) -> Tensor:
@@ -30,17 +30,17 @@ class Displacements(MessagePassing):
 
 
 class RadialBasis(nn.Module):
-    """Waves ``sin(n pi d / cutoff) / d`` that end smoothly at the cutoff.
+    """Waves ``sin(n pi d / cutoff) / d`` with a smooth end at the cutoff.
 
-    A wave is multiplied by ``(1 + cos(pi d / cutoff)) / 2``. It goes to zero like the third power
-    of the distance to the cutoff: values, slopes and curvatures are continuous there.
+    Each wave is multiplied by ``(1 + cos(pi d / cutoff)) / 2``. The product falls to zero with the
+    third power of the distance to the cutoff, so it has continuous first and second derivatives.
 
     Parameters
     ----------
     size : int
         Number of waves ``R``.
     cutoff : float
-        Distance at which the waves end, in units of length.
+        Distance at which the waves end, in the length unit of the positions.
     """
 
     numbers: Tensor
@@ -51,14 +51,14 @@ class RadialBasis(nn.Module):
         self.register_buffer("numbers", torch.arange(1.0, size + 1), persistent=False)
 
     def forward(self, distance: Tensor) -> Tensor:
-        """Return the waves, (E, R), at distances (E,); zeros from the cutoff on."""
+        """Return the waves, (E, R), at distances (E,); zeros beyond the cutoff."""
         phase = distance * (math.pi / self.cutoff)
         envelope = torch.where(distance < self.cutoff, (1 + phase.cos()) / (2 * distance), 0)
         return torch.sin(phase[:, None] * self.numbers) * envelope[:, None]
 
 
 class PaiNNMessage(MessagePassing):
-    """Sum over neighbours: scalars and vectors, as much of each as the distance says.
+    """Sum of scalars and vectors over neighbours, weighted by functions of the distance.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ class PaiNNMessage(MessagePassing):
         self.scalar_mlp = nn.Sequential(
             nn.Linear(channels, channels), nn.SiLU(), nn.Linear(channels, 3 * channels)
         )
-        # without a bias, which would not be as smooth at the cutoff as the waves
+        # A bias would not fall to zero at the cutoff.
         self.filter = nn.Linear(radial_size, 3 * channels, bias=False)
 
     def forward(
@@ -95,7 +95,7 @@ class PaiNNMessage(MessagePassing):
         tuple of Tensor
             The new scalars, (N, F), and the new vectors, (N, 3, F).
         """
-        # side by side, so that an atom's features for neighbours are one value, sent once
+        # Scalars and vectors side by side are one tensor, which is sent once.
         sent = torch.cat([self.scalar_mlp(s).view(len(s), 3, s.shape[1]), v], dim=1)
         received = self.propagate(edge_index, sent=sent, waves=waves, direction=direction)
         return s + received[:, 0], v + received[:, 1:]
@@ -111,8 +111,8 @@ class PaiNNMessage(MessagePassing):
 class PaiNNUpdate(nn.Module):
     """Mix the scalars and vectors of each atom.
 
-    Vectors are mixed with each other, and scaled; scalars learn of them by products, and by
-    ``sqrt(1 + length^2) - 1`` in place of lengths.
+    Vectors are mixed and scaled. Scalars read products of vectors and, in place of lengths,
+    ``sqrt(1 + length^2) - 1``.
 
     Parameters
     ----------
@@ -130,7 +130,7 @@ class PaiNNUpdate(nn.Module):
     def forward(self, s: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return the new scalars, (N, F), and the new vectors, (N, 3, F)."""
         left, right = self.mix(v).chunk(2, dim=2)
-        # Smooth where a vector is zero, as at the sites of a crystal, where a length has a kink.
+        # A length has a kink if the vector is zero, as on the sites of a crystal; this is smooth.
         length = (1 + right.square().sum(1)).sqrt() - 1
         gates = self.mlp(torch.cat([s, length], dim=1))
         vector_gate, product_gate, scalar = gates.chunk(3, dim=1)
@@ -139,30 +139,30 @@ class PaiNNUpdate(nn.Module):
 
 
 class PaiNN(nn.Module):
-    """Energies of atoms, whose sum does not change where all atoms are moved, turned or mirrored.
+    """Predict the energy of each atom, invariant to translation, rotation and reflection.
 
-    Each atom has scalars and vectors. Blocks let it hear of its neighbours within the cutoff, and
-    mix the two; at the end the scalars give its energy. Forces are what ``torch.autograd.grad``
-    gives for ``-energy.sum()`` and the positions; with ``create_graph=True`` a loss of forces can
-    be trained. Energies and forces, and the forces' slopes, are continuous where atoms come
-    within the cutoff; edges longer than it count as none. [1]_
+    Each atom has scalars and vectors. Each block passes messages between neighbours within the
+    cutoff, and mixes scalars and vectors. A last layer reads the energy from the scalars. [1]_
+    ``torch.autograd.grad`` of ``-energy.sum()`` with respect to the positions returns the forces;
+    with ``create_graph=True`` a loss on forces can be trained. Energies, forces and derivatives of
+    forces are continuous when atoms cross the cutoff. Edges longer than the cutoff have no effect.
 
     Parameters
     ----------
     num_types : int
-        Kinds of atoms; their types are ``0 ... num_types - 1``.
+        Number of types of atoms; types are ``0 ... num_types - 1``.
     cutoff : float
-        Distance beyond which atoms do not feel each other, in the length unit of the positions.
+        Largest distance between neighbours, in the length unit of the positions.
     hidden_channels : int
         Width ``F`` of the scalars, and of the vectors.
     num_blocks : int
-        Messages, one after the other: how many edges away an atom can feel.
+        Number of blocks: the number of edges that a message can cross.
     radial_size : int
-        Number of functions of the distance.
+        Number of radial functions.
     mean, scale : float
-        An energy is ``mean + scale * output`` of the last layer: a typical energy of an atom, and
-        how much energies differ, in the unit in which they are wanted. The model keeps them as it
-        keeps its parameters: in torch's default precision, until it is moved to another.
+        The energy of an atom is ``mean + scale * output`` of the last layer. Pass the mean and the
+        standard deviation of the energies, in their unit. They are buffers of the model, in torch's
+        default dtype.
 
     Raises
     ------
@@ -176,8 +176,8 @@ class PaiNN(nn.Module):
     References
     ----------
     .. [1] K. Schuett et al., "Equivariant message passing for the prediction of tensorial
-       properties and molecular spectra", ICML 2021. Here filters are without a bias, and lengths
-       are made smooth.
+       properties and molecular spectra", ICML 2021. Here filters have no bias, and lengths are
+       smoothed.
 
     Examples
     --------
@@ -231,21 +231,21 @@ class PaiNN(nn.Module):
         self.register_buffer("scale", torch.tensor(scale))
 
     def forward(self, types: Tensor, pos: Tensor, edge_index: Tensor, shifts: Tensor) -> Tensor:
-        """Tell the energy of each atom.
+        """Return the energy of each atom.
 
         Parameters
         ----------
         types : Tensor
             Types of the atoms, integers of shape (N,).
         pos : Tensor
-            Positions, (N, 3), in the length unit of the cutoff. They may be more precise than the
-            parameters: what is rounded is how far neighbours are apart.
+            Positions, (N, 3), in the length unit of the cutoff. If their dtype is wider than the
+            dtype of the parameters, only displacements are rounded.
         edge_index : Tensor
-            Neighbours above the atoms that feel them, (2, E), each pair in both directions. An
-            atom may neighbour its own images in other cells, but not itself.
+            Sources and targets, (2, E), each pair of neighbours in both directions. An atom may be
+            a neighbour of its own images in other cells, but not of itself.
         shifts : Tensor
-            Vectors to add to the position of an edge's source, (E, 3): in a periodic crystal the
-            vector to the cell in which the neighbour is, else zeros.
+            Vectors that are added to the position of each edge's source, (E, 3): the displacement
+            of its periodic cell, or zeros without a cell.
 
         Returns
         -------

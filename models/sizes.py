@@ -1,4 +1,4 @@
-"""Checks of model sizes, and sizes of shards: as given, or balanced."""
+"""Checks of model sizes and of shard sizes."""
 
 from collections.abc import Mapping, Sequence
 
@@ -32,9 +32,9 @@ def agreed_sizes(
     Parameters
     ----------
     what : str
-        The caller, for the message of an error.
+        Name of the caller in error messages.
     wholes : mapping of str to a pair
-        By the name of an argument: its value, one int per rank or None, and the total.
+        For each argument name, its value (one int per rank, or None) and the total.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
 
@@ -46,7 +46,7 @@ def agreed_sizes(
     Raises
     ------
     ArgumentError
-        On every rank, if sizes do not sum up to the total on one rank.
+        On every rank, if the sizes of one rank do not sum to the total.
 
     Examples
     --------

@@ -25,16 +25,17 @@ Sizes = Sequence[int] | None
 
 
 class SliceAttention(nn.Module):
-    """Points are averaged to a few slices, slices attend to each other, points read them back.
+    """Attention between slices, which are weighted means of points.
 
-    Each head assigns every point to its slices by a softmax. The token of a slice is the mean of
-    the points' features with these weights. On ranks, one all-reduce of ``heads * slices *
-    (head_dim + 1)`` numbers per sample carries sums and weights of all slices.
+    Each head weights every point for each slice by a softmax. The token of a slice is the mean of
+    the points' features with these weights. Slices attend to each other, and each point reads the
+    slices with the same weights. On ranks, one all-reduce of ``heads * slices * (head_dim + 1)``
+    numbers per sample sums features and weights of all slices.
 
     Parameters
     ----------
     hidden_channels : int
-        Features ``H`` of a point, the same number for each head.
+        Features ``H`` of a point, a multiple of `num_heads`.
     num_heads : int
         Heads, a divisor of `hidden_channels`.
     num_slices : int
@@ -53,11 +54,12 @@ class SliceAttention(nn.Module):
         self.out = nn.Linear(hidden_channels, hidden_channels)
 
     def forward(self, x: Tensor, sizes: Sizes = None, group: GroupLike = None) -> Tensor:
-        """Return the attention of each point, (n, *F, H), of features of that shape."""
+        """Return the attention of each point, (n, *F, H), from features of the same shape."""
         heads = self.num_heads, -1
         features = self.features(x).unflatten(-1, heads)
         scores = self.assign(self.places(x).unflatten(-1, heads))
-        # sharper than 0.1 a softmax hardly learns; fp16 and bf16 would round sums over points
+        # The temperature is at least 0.1, because a sharper softmax has tiny gradients. Sums over
+        # points need fp32.
         wide = accumulation_dtype(x.dtype, True)
         scores = (scores / self.temperature.clamp(min=0.1)).to(wide)
         weights = scores.softmax(-1)
@@ -65,7 +67,7 @@ class SliceAttention(nn.Module):
         sums = torch.einsum("n...m,n...d->...md", weights, counted)
         if sizes is not None:
             sums = all_reduce(sums, group=group)
-        # a slice without points is zeros, and its derivatives are finite
+        # A slice without points is zeros with finite derivatives.
         tokens = (sums[..., :-1] / (sums[..., -1:] + 1e-5)).to(x.dtype)
         query, key, value = self.qkv(tokens).chunk(3, -1)
         scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
@@ -74,7 +76,7 @@ class SliceAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Slice attention and two wide layers, each of normalised features and added to them."""
+    """Slice attention and two wide layers with residual connections, each after a norm."""
 
     def __init__(
         self, hidden_channels: int, num_heads: int, num_slices: int, mlp_channels: int
@@ -95,19 +97,19 @@ class Block(nn.Module):
 class Transolver(nn.Module):
     """Predict values at points, without edges, from features such as their positions.
 
-    An encoder, blocks of attention between slices [1]_ and two wide layers, a decoder. Points may
-    be spread over ranks in any way, in any number, with none on some ranks.
+    The model has an encoder, blocks of attention between slices [1]_ and two wide layers, and a
+    decoder. Each rank may have any points, also none.
 
     Parameters
     ----------
     in_channels : int
-        Features of a point, its position among them.
+        Features of a point, including its position.
     out_channels : int
         Values to predict at a point.
     hidden_channels : int
-        Features ``H`` of a point inside.
+        Features ``H`` of a point in the blocks.
     num_blocks : int
-        Blocks, each with one all-reduce.
+        Number of blocks, each with one all-reduce.
     num_heads : int
         Heads of attention, a divisor of `hidden_channels`.
     num_slices : int
@@ -118,7 +120,8 @@ class Transolver(nn.Module):
     Raises
     ------
     ArgumentError
-        If heads do not divide the features, or a size is not positive; there may be no blocks.
+        If `num_heads` does not divide `hidden_channels`, or a size is not positive; `num_blocks`
+        may be 0.
 
     See Also
     --------
@@ -198,8 +201,8 @@ class Transolver(nn.Module):
 
         Notes
         -----
-        Communication: one all-reduce per block, for any number of points; in backward too.
-        Gradients of parameters are a part on each rank: call
+        Communication: one all-reduce per block, for any number of points; in backward too. Each
+        rank has its part of the gradients of parameters: call
         :func:`varcomm.data_parallel.sum_gradients`.
         """
         if sizes is not None:
@@ -215,8 +218,8 @@ class Transolver(nn.Module):
 class PointCrossAttention(nn.Module):
     """Attention from queries to all points, both spread over ranks.
 
-    The side with fewer bytes travels. Either keys and values of all points are gathered, or queries
-    travel to the points, and parts of the result back to the queries' ranks.
+    The side with fewer bytes is sent. Either all ranks gather the keys and values of all points. Or
+    ranks send queries to the points' ranks, and receive parts of the result.
 
     Parameters
     ----------
@@ -261,7 +264,9 @@ class PointCrossAttention(nn.Module):
         point_sizes: Sizes = None,
         group: GroupLike = None,
     ) -> Tensor:
-        """Return the values that each query reads, (q, H); without points, zeros before the end.
+        """Return the attention of each query, (q, H), to all points.
+
+        Without points, the last layer reads zeros.
 
         Parameters
         ----------
@@ -270,7 +275,7 @@ class PointCrossAttention(nn.Module):
         points : Tensor
             Features of this rank's points, (n, H).
         query_sizes, point_sizes : sequence of int, optional
-            Queries and points per rank; both or none. None: all are here.
+            Queries and points per rank; pass both or none. None: this rank has all of them.
         group : ProcessGroup or DeviceMesh, optional
             Ranks that take part; None is the whole world.
 

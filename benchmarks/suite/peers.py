@@ -150,7 +150,7 @@ def physicsnemo(case, layout):
     sizes, rank, name = layout.sizes, layout.rank, case.operation
     if name == "all_gather_v":
         if case.engine == "gloo" and len(set(sizes)) > 1:
-            raise CannotError("its all_gather_v gives Gloo uneven shards, which refuses them")
+            raise CannotError("its all_gather_v passes uneven shards to Gloo, which refuses them")
         return lambda x: autograd.all_gather_v(x, sizes)
     if name == "reduce_scatter_v":
         if case.backward:

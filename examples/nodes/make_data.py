@@ -53,7 +53,7 @@ def main() -> None:
         output.write_bytes(packed(nodes, edge_index))
         whole = edge_index[:, np.lexsort(edge_index)]  # by target, then by source
         if not np.array_equal(neighbours(output), whole):
-            raise SystemExit(f"{output} does not give back what {path} says")
+            raise SystemExit(f"{output} differs from {path} after reading")
         size = output.stat().st_size
         print(f"{output}: {nodes:,} nodes, {edge_index.shape[1] // 2:,} edges, {size:,} bytes")
 

@@ -11,7 +11,10 @@ PAGES = [
     *("README.md", "CONTRIBUTING.md", "CHANGELOG.md"),
     *(
         str(page.relative_to(ROOT))
-        for pattern in ("docs/**/*.md", "docs/tutorials/[0-9]*.py", "examples/**/README.md")
+        for pattern in (
+            *("docs/**/*.md", "docs/**/*.rst"),
+            *("docs/tutorials/[0-9]*.py", "examples/**/README.md"),
+        )
         for page in sorted(ROOT.glob(pattern))
         if not BUILT & set(page.parts)
     ),
@@ -25,15 +28,20 @@ AMOUNTS = (
 )
 HABITS = {
     "name the thing": r"\b(nobody|somebody|whoever|whatever)\b|^(What|Who|Where)\b[^?]*$",
-    "software does not talk or know": r"\b(tells?|told|believed?|knows)\b",
+    "software does not talk or know": r"(?i)\b(tells?|told|believed?|knows|hears?)\b",
     "write per": rf"\b({AMOUNTS}) an? (rank|row|step|layer|call|token|node|atom|second)\b",
     "return a noun": r"\bReturn (what|how|who|which)\b",
     "write inside or outside": r"\b(inside|outside) of\b",
     "write the plain word": r"\b(anew|mend|alike|shared out|under way|will do|nor|tell apart)\b",
     "write use": r"(?:^|[.:;] )Take (?!away)",
     "name the subject": r"^(That|Those) of\b",
-    "name the object": r"\b(of|by|in|from|for|with|than|compare|says?|sees?|shows?) what\b",
+    "name the object": r"\b(of|by|in|from|for|with|than|compare|says?|sees?|shows?|is|are) what\b",
     "write each": r"\b(them|these) each\b",
+    "repeat the noun": r"\b(is|are|be) (that|those) of\b",
+    "write is not": r"(?<![Tt]here )\b(is|are) no (?!longer\b)",
+    "write return or another verb": r"\bgives?\b",
+    "write the number": r"\bso (many|much)\b",
+    "write also or should": r"\b(besides|shall)\b",
     "write without idiom": r"\b(off the root|turned round|narrow floats?|once more|many a)\b",
     "write continue": r"\b(go|goes|went) on\b",
     "a heading is a task or a noun": r"^#+ (What|Where|Who|When)\b",

@@ -345,7 +345,7 @@ BY_SRC = [
     (0, (None, None), "data must"),
     (0, (ring(face=EDGES), "block"), "data.face"),
     (0, (ring(), "rcb"), "data.pos"),
-    (0, (ring(rule=lambda x: x), "block"), "is no plain value"),
+    (0, (ring(rule=lambda x: x), "block"), "is not a plain value"),
 ]
 
 

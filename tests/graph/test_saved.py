@@ -162,7 +162,7 @@ def save_refused(rank, folder):
         with pytest.raises(ArgumentError, match=f"{name} cannot be saved"):
             partition(Data(**ring, **{name: value}), method="block").save(folder / "new")
     graph = partition(Data(**ring), method="block")
-    with pytest.raises(ArgumentError, match="exists and is no saved partition; choose another"):
+    with pytest.raises(ArgumentError, match="exists and is not a saved partition; choose another"):
         graph.save(folder)
 
     def full(*arguments):

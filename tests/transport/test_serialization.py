@@ -52,12 +52,12 @@ MALFORMED = [
 
 def test_refusals(monkeypatch):
     for value in (object(), print, [torch.nn.Linear(1, 1)], {"a": {1: range(2)}}):
-        with pytest.raises(TypeError, match="is no plain value"):
+        with pytest.raises(TypeError, match="is not a plain value"):
             to_bytes(value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     texts = [json.dumps(value).encode() for value in MALFORMED]
     for data in (*texts, b"", b"\x80\x04N.", b"[1", b"nothing"):
-        with pytest.raises(ValueError, match="is no plain value"):
+        with pytest.raises(ValueError, match="is not a plain value"):
             from_bytes(data)
 
 

@@ -122,8 +122,8 @@ def cases(
 ) -> Iterator[tuple[Case, Callable[..., Any]]]:
     """Yield each case of (suite, operation) pairs beside a function that runs another on its ranks.
 
-    The ranks are those of the job if a launcher started this process; else they are started here.
-    The function returns the result of rank 0.
+    If a launcher started this process, the ranks are the ranks of its job; otherwise this function
+    starts them. The function returns the result of rank 0.
     """
     is_launched = environment.read(os.environ).meeting_point is not None
     joined = vc.init(backend=options.engine) if is_launched or dist.is_initialized() else None

@@ -32,10 +32,10 @@ _SELECT = frozenset(
 
 
 class _WithHalo(torch.Tensor):
-    """Rows with the halo's behind them, and what is computed of these row by row.
+    """Owned rows followed by the rows of the halo, and results of row-wise operations on them.
 
-    The number of rows alone does not show it: a rank may have no halo, and a table of the full
-    graph may have as many rows. Slices and rows that an index selects are ordinary tensors.
+    The type marks the rows, because their number does not: a rank may have no halo, and a table of
+    the full graph may have equally many rows. Slices and selected rows are ordinary tensors.
     """
 
     @classmethod
@@ -58,14 +58,14 @@ class _WithHalo(torch.Tensor):
 class EdgeShard(Numbering, Shard):
     """The edges of one type into nodes that this rank owns, and the halo of their sources.
 
-    Local ids of sources: ``0 ... n - 1`` are owned nodes, ``n ... n + h - 1`` the halo, copies of
-    other ranks' nodes from which these edges come, owner by owner. Targets are owned nodes. With
-    ``hops`` above one, edges into the halo, and their attributes, stand behind the owned ones.
+    Local ids of sources: ``0 ... n - 1`` are owned nodes, and ``n ... n + h - 1`` are the halo,
+    copies of other ranks' nodes that are sources of these edges, owner by owner. Targets are owned
+    nodes. With ``hops`` above one, edges into the halo and their attributes follow the owned edges.
 
     Attributes
     ----------
     group, sizes, attributes, ids
-        As of a :class:`NodeShard`: of the owned edges.
+        As in :class:`NodeShard`, for the owned edges.
     local_ids : torch.Tensor
         Local ids of sources and targets as an ordinary tensor, int64 of shape (2, E). They select
         from :meth:`with_halo`; ``x[row]`` of owned rows alone is out of range.
@@ -86,7 +86,7 @@ class EdgeShard(Numbering, Shard):
 
     Examples
     --------
-    Of a ring of six, rank 0 owns three nodes, and has a copy of the one before them.
+    Rank 0 owns three nodes of a ring of six, and its halo is the node before them.
 
     >>> import torch, varcomm
     >>> from torch_geometric.data import Data
@@ -108,7 +108,7 @@ class EdgeShard(Numbering, Shard):
     halo_ids: torch.Tensor = field(repr=False, kw_only=True)
     hops: int = 1
 
-    # shows compiled code the numbers of targets, interior edges and self loops
+    # the numbers of targets, interior edges and self loops, as sizes that compiled code reads
     extent: torch.Tensor = field(init=False, repr=False)
     # the nodes of the source's type, and whether the target's are the same; set by the graph
     sources: NodeShard | None = field(init=False, repr=False, default=None)
@@ -136,7 +136,7 @@ class EdgeShard(Numbering, Shard):
 
     @property
     def edge_index(self) -> torch.Tensor:
-        """Local ids, int64 of shape (2, E), which fetch the halo where they select rows."""
+        """Local ids, int64 of shape (2, E); ``x[edge_index[0]]`` fetches the rows of the halo."""
         if self.is_plain:
             return self.local_ids
         # not kept: a cycle of references would keep the memory of old graphs until it is found
@@ -150,15 +150,15 @@ class EdgeShard(Numbering, Shard):
 
     @property
     def num_halo(self) -> int:
-        """Nodes of other ranks that this rank has copies of, h."""
+        """Number of halo nodes, h."""
         return self.plan.num_received
 
     def layer_counts(self) -> tuple[int, int, int]:
-        """Return the numbers of sources, halo nodes and targets that a layer computes with.
+        """Return the numbers of sources, halo nodes and targets in a layer.
 
-        With halos of several hops a layer does not exchange: owned nodes and halo are its sources
-        and its targets. In compiled code the numbers are symbolic, so that one graph of code serves
-        other partitions.
+        With halos of several hops, a layer does not exchange: owned nodes and halo are its sources
+        and its targets. In compiled code the numbers are symbolic, so the same code serves other
+        partitions.
         """
         if torch.compiler.is_compiling():
             halo, sources = self.plan.rows()
@@ -183,7 +183,7 @@ class EdgeShard(Numbering, Shard):
         return is_interior.nonzero().view(-1), (~is_interior).nonzero().view(-1)
 
     def halo(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the halo's rows, (h, *F), of owned rows, (n, *F)."""
+        """Fetch the rows of the halo, (h, *F), from owned rows, (n, *F)."""
         return self.plan(x)
 
     @overload
@@ -195,7 +195,8 @@ class EdgeShard(Numbering, Shard):
     def with_halo(self, x: Any, dim: int = 0) -> Any:
         """Append the halo rows to the owned rows: (n, *F) to (n + h, *F) along `dim`.
 
-        A tuple or list of tensors gives a tuple; tensors of one dtype travel in one exchange.
+        For a tuple or list of tensors, the result is a tuple; tensors of one dtype share one
+        exchange.
 
         The adjoint adds the gradients of copies to the original rows. Communication:
         ``plan.nbytes(x)`` from this rank; in backward, the halo's rows back to their owners.
@@ -221,7 +222,7 @@ class EdgeShard(Numbering, Shard):
         return sum(tensor.nbytes for tensor in tensors)
 
     def to(self, device: torch.device | str) -> EdgeShard:
-        """Return the same on another device."""
+        """Return a copy on another device."""
         return replace(
             super().to(device),
             local_ids=self.local_ids.to(device),
@@ -297,7 +298,7 @@ class EdgeShard(Numbering, Shard):
         )
 
     def start_at_targets(self, x: torch.Tensor, dim: int, src: torch.Tensor) -> torch.Tensor:
-        """Return where to start a reduction at targets: `x`, if it has a row for each."""
+        """Return the initial values of a reduction at targets: `x`, if it has a row per target."""
         targets = self.layer_counts()[2]
         if x.shape[dim] == targets or self.is_up_to_last(x.shape[dim]):
             return x
@@ -306,7 +307,7 @@ class EdgeShard(Numbering, Shard):
         with checking("edge_index", self.group) as where:
             raise ArgumentError(
                 f"{where}a reduction at the targets has {x.shape[dim]} rows, but this rank owns "
-                f"{targets} nodes. Give the number of owned nodes: x.size(0), or graph.num_owned."
+                f"{targets} nodes. Pass the number of owned nodes: x.size(0), or graph.num_owned."
             )
 
     def at_targets(self, out: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
@@ -337,7 +338,7 @@ class EdgeShard(Numbering, Shard):
     def reduced(
         self, index: PartitionedIndex, how: How, src: torch.Tensor, size: int
     ) -> torch.Tensor:
-        """Reduce rows of edges, (E, *F), at their sources: (n, *F), with edges of all ranks."""
+        """Reduce rows of edges, (E, *F), at their sources, over all ranks: (n, *F)."""
         if self.hops > 1:
             raise ArgumentError(
                 "edges are counted where they leave a node, and halos of several hops lack these. "
@@ -383,7 +384,7 @@ class EdgeShard(Numbering, Shard):
         return out.masked_fill(out == worst, 0)
 
     def count(self, kind: Kind, index: torch.Tensor, whole: bool) -> int:
-        """Return the number of owned nodes; of edges, up to the last node that has one.
+        """Return the number of owned nodes; for edges, up to the last node that has an edge.
 
         Communication: for edges, 8 bytes per rank.
         """
@@ -412,7 +413,7 @@ class EdgeShard(Numbering, Shard):
         return self._last[-1]
 
     def is_up_to_last(self, count: int) -> bool:
-        """Return whether so many owned nodes are up to the last node that has an edge."""
+        """Return whether a number of nodes counts owned nodes up to the last one with an edge."""
         return not torch.compiler.is_compiling() and self._last[-1:] == [count]
 
     def positions_of_loops(self, loops: bool, mask: torch.Tensor) -> torch.Tensor | slice:
@@ -446,7 +447,7 @@ def _(edges: torch.Tensor, targets: int) -> torch.Tensor:
 
 
 def _self_loops(edges: torch.Tensor, targets: int) -> torch.Tensor:
-    """Return edges, if each is a self loop of one of so many nodes."""
+    """Return edges, if each is a self loop of one of this number of nodes."""
     source, target = edges
     if not torch.equal(source, target) or (
         len(source) and not 0 <= int(source.min()) <= int(source.max()) < targets

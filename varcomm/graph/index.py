@@ -64,10 +64,10 @@ class Numbering:
 
     def count(self, kind: Kind, index: torch.Tensor, whole: bool) -> int:
         """Return the number of nodes or graphs that the ids refer to, as in one process."""
-        raise _unknown("the largest number (give num_nodes=x.size(0))")
+        raise _unknown("the largest number (pass num_nodes=x.size(0))")
 
     def is_up_to_last(self, count: int) -> bool:
-        """Return whether PyG may ask for so many nodes: those up to the last that has an edge."""
+        """Return whether a number of nodes is the number up to the last node that has an edge."""
         return False
 
     def positions_of_loops(self, loops: bool, mask: torch.Tensor) -> torch.Tensor | slice:
@@ -149,7 +149,7 @@ class PartitionedIndex(torch.Tensor):
         if not kwargs:
             return _other(func, args, {}) if rule is None else rule(func, *args)
         if kwargs.get("out") is not None:
-            raise _refuse(func, _first(*args, *kwargs.values()).kind, "Do not give out=.")
+            raise _refuse(func, _first(*args, *kwargs.values()).kind, "Do not pass out=.")
         kwargs = {name: value for name, value in kwargs.items() if name != "out"}
         if "input" in kwargs:
             args = (kwargs.pop("input"), *args)

@@ -47,8 +47,8 @@ class PartitionedGraph:
     the halo, by owner.
 
     A heterogeneous graph has one shard per type: ``graph["paper"]`` is a :class:`NodeShard`,
-    ``graph["author", "writes", "paper"]`` an :class:`EdgeShard` with its own halo and plan, and
-    ``graph.x_dict`` and ``graph.edge_index_dict`` go into a model. A graph with one type has
+    ``graph["author", "writes", "paper"]`` is an :class:`EdgeShard` with its own halo and plan, and
+    a model receives ``graph.x_dict`` and ``graph.edge_index_dict``. A graph with one type has
     ``graph.nodes`` and ``graph.edges``, and their members directly.
 
     Attributes

@@ -32,11 +32,11 @@ class Report:
     owned, halo : tuple of int
         Owned nodes and halo nodes per rank.
     edges, cut : tuple of int
-        Edges per rank, and edges from another rank.
+        Edges per rank, and cut edges per rank.
     sent : tuple of int
         Rows that each rank sends in one exchange; it receives `halo` rows.
     neighbours : tuple of int
-        Ranks with which each rank exchanges rows, in at least one direction.
+        Number of ranks with which each rank exchanges rows, in at least one direction.
 
     See Also
     --------
@@ -72,7 +72,7 @@ class Report:
             sum(nodes.num_owned for nodes in graph.node_shards.values()),
             sum(edges.num_halo for edges in shards),
             sum(edges.num_owned for edges in shards),
-            # with halos of several hops, edges into the halo stand behind the owned edges
+            # with halos of several hops, edges into the halo follow the owned edges
             sum(int((e.local_ids[0, : e.num_owned] >= e.num_sources).sum()) for e in shards),
             sum(sum(edges.plan.send_counts) for edges in shards),
             len({rank for edges in shards for rank in edges.plan.neighbours}),
@@ -92,7 +92,7 @@ class Report:
 
     @property
     def edge_imbalance(self) -> float:
-        """Most edges of a rank over the mean: the computation waits for this rank."""
+        """Largest number of edges of a rank over the mean; all ranks wait for this rank."""
         return _over_mean(self.edges)
 
     @property
@@ -190,7 +190,7 @@ class Report:
         return found
 
     def table(self, channels: int | None = None, itemsize: int = 4, **rates: float) -> str:
-        """Return a table with a line per rank; arguments are those of :meth:`to_dict`."""
+        """Return a table with a line per rank; arguments are as in :meth:`to_dict`."""
         found = self.to_dict(channels, itemsize, **rates)
         heads = _COLUMNS | ({} if channels is None else {"bytes_sent": 14, "bytes_received": 14})
         names = (f" {name.replace('_', ' '):>{width}}" for name, width in heads.items())

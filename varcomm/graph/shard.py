@@ -62,7 +62,7 @@ class AscendingIds:
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """The owned rows of one kind: their attributes, and their ids in the whole graph.
+    """The owned rows of one kind: their attributes, and their ids in the full graph.
 
     ``shard.x`` is the attribute ``x`` of the rows that this rank owns. Attributes are documented at
     :class:`NodeShard`.
@@ -73,9 +73,9 @@ class Shard:
     attributes: Mapping[str, Any] = field(repr=False)
     ids: AscendingIds = field(repr=False)
 
-    #: noun for the rows in messages
+    # : name of the rows in messages
     noun: ClassVar[str]
-    #: shows compiled code the number of owned rows
+    # : the number of owned rows, as a size that compiled code reads
     owned_extent: torch.Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class Shard:
 
     @property
     def owned_ids(self) -> torch.Tensor:
-        """Ids of the owned rows in the whole graph, ascending; int64 of shape (n,)."""
+        """Ids of the owned rows in the full graph, ascending; int64 of shape (n,)."""
         return self.ids.decoded()
 
     @property
@@ -111,7 +111,7 @@ class Shard:
         return name in self.attributes
 
     def to(self, device: torch.device | str) -> Self:
-        """Return the same on another device."""
+        """Return a copy on another device."""
         return replace(self, attributes=moved(self.attributes, device), ids=self.ids.to(device))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shard:
@@ -121,9 +121,9 @@ class Shard:
     def gather(self, x: torch.Tensor, dst: int | None = None) -> torch.Tensor:
         """Collect rows of all ranks, in the order of the full graph.
 
-        The adjoint sends rows back to their owners; if every rank has them, it sums the gradients
-        of all ranks. Communication: each rank's rows; at the first call for a `dst` also their ids,
-        8 bytes per row, which `dst` keeps.
+        The adjoint returns gradients to the owners of the rows; if `dst` is None, it sums the
+        gradients of all ranks. Communication: each rank's rows. The first call for a `dst` also
+        sends their ids, 8 bytes per row, which `dst` stores.
 
         Parameters
         ----------
@@ -168,7 +168,7 @@ class Shard:
         Parameters
         ----------
         x : torch.Tensor or None
-            On `src` a value of each row in the order of the full graph, (N, *F); elsewhere None.
+            On `src`, one value per row in the order of the full graph, (N, *F); elsewhere None.
         src : int
             Group rank of the sender.
 
@@ -194,7 +194,7 @@ class Shard:
     def owner(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the rank that owns each row, by its id in the full graph; collective.
 
-        Arguments, errors and communication are those of :meth:`rows`, without the rows themselves.
+        Arguments, errors and communication are as in :meth:`rows`, but no rows are sent.
         """
         ids = self._agreed_ids("graph.owner", ids)
         numbers = self._directory.look_up(ids.reshape(-1))
@@ -220,16 +220,16 @@ class Shard:
         Raises
         ------
         ArgumentError
-            On every rank, if on one of them `values` do not match the owned rows, or `ids` are
+            On every rank, if `values` of one rank do not match its owned rows, or its `ids` are
             local or out of range.
         DisagreementError
             On every rank, if dtypes or shapes of rows differ.
 
         Notes
         -----
-        Ids may differ in each call. Communication per call: 24 bytes for each different id, and its
-        row; in backward the row's gradient. The first call makes a directory, of which each rank
-        keeps N/P entries of 8 bytes: each rank sends 16 bytes per owned row.
+        Ids may differ in each call. Communication per call: 24 bytes per distinct id, and its row;
+        in backward the gradient of the row. The first call builds a directory, for which each rank
+        sends 16 bytes per owned row and stores N/P entries of 8 bytes.
 
         Examples
         --------
@@ -268,7 +268,7 @@ class Shard:
                     )
             if isinstance(ids, PartitionedIndex):
                 raise ArgumentError(
-                    "ids must be those of the full graph; got local ids. Select with them: "
+                    "ids must be ids of the full graph; got local ids. Select with them: "
                     "x[edge_index[0]]."
                 )
             flat = ids.reshape(-1) if isinstance(ids, torch.Tensor) else ids
@@ -320,9 +320,9 @@ class Shard:
     def mean(self, values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Average over the rows of all ranks, and over their features, as in :meth:`sum`.
 
-        For a loss, whose ``backward()`` every rank calls. Each rank then has its part of the
-        gradients of replicated parameters, which :func:`varcomm.data_parallel.sum_gradients`
-        completes. NaN if no rank has a selected row.
+        Use it for a loss; every rank calls ``backward()``. Each rank then has its part of the
+        gradients of replicated parameters, and :func:`varcomm.data_parallel.sum_gradients` sums the
+        parts. The mean is NaN if no rank has a selected row.
         """
         total = self._sum_and_count("graph.mean", values, mask)
         return (total[0] / total[1]).to(values.dtype)
@@ -330,7 +330,7 @@ class Shard:
     def max(self, values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Return the largest value over the rows of all ranks, and over their features.
 
-        Arguments are those of :meth:`sum`, and the gradient is counted once. Values that share the
+        Arguments are as in :meth:`sum`, and the gradient is counted once. Values that share the
         maximum, on any ranks, share it evenly, as for :func:`torch.amax`; the gradient of NaN is
         zero. Minus infinity if no rank has a selected row, NaN if a selected value is NaN.
         Communication: 8 bytes from each rank to every other, then 16.

@@ -71,7 +71,7 @@ def pieces(x: torch.Tensor, group: Group, one_round: bool) -> ShardSizes | None:
 
 
 def checked_summable(x: torch.Tensor, where: str, use_fp32: bool = True) -> None:
-    """Raise ArgumentError if `x` is no dense tensor, or of a dtype that has no sum."""
+    """Raise ArgumentError if `x` is not a dense tensor, or if its dtype has no sum."""
     checked_tensor(x, where)
     if x.dtype == torch.bool:
         raise ArgumentError(

@@ -32,7 +32,7 @@ def shard_v(
     Returns
     -------
     torch.Tensor
-        ``sizes[rank]`` rows along `dim`: a view of `tensor`, as :meth:`torch.Tensor.narrow` gives.
+        ``sizes[rank]`` rows along `dim`: a view of `tensor`, as from :meth:`torch.Tensor.narrow`.
 
     Raises
     ------

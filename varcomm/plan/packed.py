@@ -121,7 +121,7 @@ class _PickedAdjoint(ExchangeAdjoint):
 def _between(
     operator: Exchange | ExchangeAdjoint, x: Tensor, rows: int, send: list[int], recv: list[int]
 ) -> Callable[[Tensor], Pending]:
-    """Return the function that moves matrices like `x`, and receives so many rows."""
+    """Return the function that moves matrices like `x` and receives `rows` rows."""
     group, shape = operator.group, (rows, x.shape[1])
     begin = packing.exchanger(operator.name, group, x, send, recv, "neighbours")
 

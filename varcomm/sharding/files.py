@@ -130,7 +130,7 @@ def _remove(path: Path) -> None:
 
 
 def is_save_name(name: str, kind: str) -> bool:
-    """Return whether a name is that of the subfolder of a save, or of an index to come."""
+    """Return whether a name is the name of a save's subfolder, or of an unfinished index."""
     return bool(re.fullmatch(rf"{kind}-[0-9a-f]{{16}}|\.{kind}-[0-9a-f]{{16}}\.json", name))
 
 

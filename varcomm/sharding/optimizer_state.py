@@ -52,8 +52,8 @@ class OptimizerStates:
     def state_dict(self) -> dict[str, Any]:
         """Return the states by name, the options of the groups, and the masters.
 
-        ArgumentError if a state of a sharded parameter has another shape than the parameter and is
-        no number.
+        ArgumentError if a state of a sharded parameter is not a number and has another shape than
+        the parameter.
         """
         states = {p: own for p in self.parts if (own := self.optimizer.state.get(p))}
         return self._tree(states, self.optimizer.param_groups)
@@ -76,7 +76,7 @@ class OptimizerStates:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a tree of this form; its tensors are copied, or become those of the optimizer.
 
-        Errors are those of :meth:`check`, and then nothing is changed.
+        Errors are as in :meth:`check`, and then nothing is changed.
         """
         self.check(state)
         for group, options in zip(self.optimizer.param_groups, state["param_groups"], strict=True):

@@ -51,9 +51,9 @@ class Box:
 class Sharded(torch.Tensor):
     """A tensor with some boxes on this rank: none, one, or several.
 
-    Its ``shape`` is that of the full tensor. It can be saved and loaded, by
-    ``varcomm.checkpoint`` and :mod:`torch.distributed.checkpoint`, and not computed with. A box on
-    several ranks is a copy, which is written once.
+    Its ``shape`` is the shape of the full tensor. :mod:`varcomm.checkpoint` and
+    :mod:`torch.distributed.checkpoint` save and load it; operations of torch do not accept it. A
+    box on several ranks is a copy, which is written once.
 
     Parameters
     ----------
@@ -112,7 +112,7 @@ class Sharded(torch.Tensor):
     def of(cls, local: torch.Tensor, spec: ShardSpec) -> Self:
         """Wrap this rank's part of a tensor sharded by `spec`; one box per fused block.
 
-        ArgumentError if `local` has another number of rows than `spec` gives this rank.
+        ArgumentError if the number of rows of `local` is not this rank's number of rows in `spec`.
         """
         spec.check_local(local)
         boxes = _translated(local, ((0,) * local.dim(), tuple(local.shape)), spec)
@@ -124,9 +124,9 @@ class Sharded(torch.Tensor):
     ) -> Self:
         """Wrap elements ``start, start + 1, ...`` of a tensor in row-major order.
 
-        `flat` has shape (n,), and `shape` is that of the tensor, which with `spec` is this rank's
-        part of a sharded one. The boxes, at most ``2 ndim - 1``, are views of `flat`. ArgumentError
-        if `flat` has several dimensions or ends beyond the tensor.
+        `flat` has shape (n,), and `shape` is the shape of the tensor. With `spec`, that tensor is
+        this rank's part of a sharded tensor. The boxes, at most ``2 ndim - 1``, are views of
+        `flat`. ArgumentError if `flat` has several dimensions or ends beyond the tensor.
 
         >>> piece = Sharded.elements(torch.arange(5), (3, 4), start=3)
         >>> [(box.offsets, box.tensor.tolist()) for box in piece.boxes]

@@ -177,8 +177,8 @@ def mark(param: T, spec: ShardSpec) -> T:
     """Mark a parameter as this rank's part of a sharded one, and return it.
 
     torch drops the mark when it copies a parameter or moves a module off the meta device. State
-    dicts do not contain marks. ArgumentError if `param` has another number of rows than `spec`
-    gives this rank.
+    dicts do not contain marks. ArgumentError if the number of rows of `param` is not this rank's
+    number of rows in `spec`.
 
     Parameters
     ----------
@@ -193,7 +193,7 @@ def mark(param: T, spec: ShardSpec) -> T:
     Raises
     ------
     ArgumentError
-        If `param` has another number of rows than `spec` gives this rank.
+        If the number of rows of `param` is not this rank's number of rows in `spec`.
 
     See Also
     --------

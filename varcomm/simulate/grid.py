@@ -36,7 +36,7 @@ def ocean(is_sea: np.ndarray[Any, Any]) -> Data:
     Raises
     ------
     ArgumentError
-        If `is_sea` is no table of bools with at least 3 columns.
+        If `is_sea` is not a table of bools with at least 3 columns.
 
     See Also
     --------
@@ -114,7 +114,7 @@ def read_sea(path: str | os.PathLike[str]) -> np.ndarray[Any, Any]:
     MissingPackageError
         If SciPy is not installed.
     ArgumentError
-        If the file is no such relief.
+        If the file is not an ETOPO relief.
 
     See Also
     --------
@@ -131,6 +131,6 @@ def read_sea(path: str | os.PathLike[str]) -> np.ndarray[Any, Any]:
         with netcdf_file(io.BytesIO(content), mmap=False) as file:
             relief = file.variables["ROSE"][:]
     except (OSError, KeyError, TypeError, ValueError, lzma.LZMAError) as error:
-        raise ArgumentError(f"{path} is no relief in netCDF 3: {error}.") from error
+        raise ArgumentError(f"{path} is not a relief in netCDF 3: {error}.") from error
     # An odd last column repeats the first.
     return np.asarray(relief[:, : relief.shape[1] - relief.shape[1] % 2] < 0)

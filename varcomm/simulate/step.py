@@ -33,8 +33,8 @@ _OPERATORS = ("flops", "matmul_bytes", "other_bytes", "kernels")  # of Work
 class StepCall:
     """A call of a step: an exchange of halos or its adjoint, or one like it on all ranks.
 
-    `transfer` is that of one rank. An exchange of halos has an edge type, and `width` bytes per
-    row; of other calls, the width is None.
+    `transfer` describes one rank. An exchange of halos has an edge type, and `width` bytes per row.
+    Other calls have the width None.
     """
 
     name: str

@@ -30,7 +30,7 @@ def world(size: int, rank: int = 0) -> Iterator[World]:
     """Make this process one of `size` ranks, of which no other exists.
 
     Nothing is sent, and received tensors hold zeros; shapes, memory and the counts of
-    :func:`varcomm.trace` are those of a real run. Other ranks are taken to agree with this rank's
+    :func:`varcomm.trace` are as in a real run. Other ranks are assumed to pass this rank's
     arguments. Calls that depend on the needs of other ranks raise, such as
     :meth:`ExchangePlan.from_needed`.
 
@@ -47,7 +47,7 @@ def world(size: int, rank: int = 0) -> Iterator[World]:
     Raises
     ------
     ArgumentError
-        If `size` is below 1, or `rank` is no rank.
+        If `size` is below 1, or `rank` is out of range.
     GroupError
         If torch.distributed is initialised already.
 
@@ -156,8 +156,8 @@ def _named(calls: Sequence[Call], found: Sequence[Transfer]) -> Iterator[tuple[s
 class _Meter(TorchDispatchMode):
     """Counter of operations (torch's formulas), bytes, kernels and tensor memory.
 
-    Bytes are those of inputs and outputs, once each; views are free. Memory is that of used
-    storages: those that existed before, and those made meanwhile while they are alive.
+    Bytes count each input and each output once; views are free. Memory counts used storages:
+    storages that existed before, and storages of the step while they are alive.
     """
 
     def __init__(self) -> None:

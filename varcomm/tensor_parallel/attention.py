@@ -217,8 +217,8 @@ class ParallelAttention(nn.Module):
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
     replicate_kv : bool
-        If `sizes` is None and ranks are more than heads of keys, several ranks read one head: its
-        heads of queries are split between them. False leaves these ranks without heads.
+        If `sizes` is None and the group has more ranks than heads of keys, several ranks read one
+        head and split its heads of queries. False leaves these ranks without heads.
     **options
         `sequence_sizes`, `init`, `use_fp32`, `device` and `dtype` of both layers, as in
         :class:`~varcomm.tensor_parallel.ColumnParallelLinear`.

@@ -59,8 +59,8 @@ def vocab_parallel_cross_entropy(
     sizes : sequence of int, optional
         Classes per rank; zeros allowed. None asks all ranks.
     label_smoothing : float
-        Part of the target's mass that goes to all K classes, in [0, 1). Megatron gives `s` to the
-        K - 1 wrong classes: pass ``s * K / (K - 1)``.
+        Part of the target's mass that goes to all K classes, in [0, 1). Megatron distributes `s`
+        over the K - 1 wrong classes: pass ``s * K / (K - 1)``.
     ignore_index : int
         Tokens with this target have loss and gradient 0 and do not count in a mean.
     reduction : {"none", "mean", "sum"}
@@ -347,7 +347,7 @@ def _known_classes(
         first = tuple(outside.nonzero()[0].tolist())
         raise ArgumentError(
             f"{name} on rank {rank} of {ranks}: target{list(first)} is {int(target[first])}, which "
-            f"is no class, 0...{classes - 1}, and not ignore_index, {ignored}; so are "
+            f"is not a class, 0...{classes - 1}, and not ignore_index, {ignored}; so are "
             f"{int(outside.sum()) - 1} more."
         )
     return target.clone(memory_format=torch.contiguous_format)

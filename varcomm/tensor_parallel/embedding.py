@@ -465,7 +465,7 @@ class VocabParallelEmbedding(_ParallelEmbedding):
 
     Notes
     -----
-    One seed gives the same table on any number of ranks.
+    With one seed, the table is the same on any number of ranks.
 
     Communication: per call as :func:`vocab_parallel_embedding`; the constructor is collective.
 

@@ -202,7 +202,7 @@ def _check_replicas(
                 f"grad_norm on {group}: the gradients of {name}, of shape "
                 f"{tuple(listed[i].shape)}, differ between ranks, although it is not sharded; "
                 f"their norms are {by_rank[:, whole.index(i), 0].tolist()}. Its module runs on "
-                "parts of heads or of a sequence: give it the style 'sequence' in the plan of "
+                "parts of heads or of a sequence: set its style to 'sequence' in the plan of "
                 "parallelize, or call sequence_parallel(module)."
             )
 

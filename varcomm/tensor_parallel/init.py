@@ -111,8 +111,9 @@ def initialised(
 
 
 def _drawn(shape: Sequence[int], fill: Fill, seed: int, number: int, dtype: torch.dtype) -> Tensor:
-    # torch's CPU generators use 32 bits of a seed. Hashing seed and number together could give two
-    # tiles of one weight the same seed; these sums are distinct within a weight.
+    # torch's CPU generators use 32 bits of a seed. Hashing seed and number together could return
+    # equal seeds for two tiles of one weight the same seed; these sums are distinct within a
+    # weight.
     hashed = int.from_bytes(blake2b(repr(seed).encode(), digest_size=4).digest(), "little")
     generator = torch.Generator("cpu").manual_seed((hashed + number) % 2**32)
     values = torch.empty(tuple(shape), dtype=accumulation_dtype(dtype, True), device="cpu")

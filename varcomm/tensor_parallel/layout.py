@@ -179,7 +179,7 @@ class ShardedModule(MarkedModule):
             given = {**given, **others, **options}
             given.pop("multiple_of", None)
             if unknown := given.keys() - choices.keys() - others.keys():
-                raise ArgumentError(f"{min(unknown)!r} is no option of {type(self).__name__}.")
+                raise ArgumentError(f"{min(unknown)!r} is not an option of {type(self).__name__}.")
             for name, values in choices.items():
                 checked_choice(given[name], name, "", values)
             given["sequence_dim"] = at_least(0, given["sequence_dim"], "sequence_dim")

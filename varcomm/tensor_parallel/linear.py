@@ -235,7 +235,7 @@ class _ColumnProduct(torch.autograd.Function):
 def checked_operands(
     x: Tensor, weight: Tensor, bias: Tensor | None, where: str, name: str = "x"
 ) -> None:
-    """Raise ArgumentError unless ``x @ weight.T + bias`` can be computed; `name` is that of x."""
+    """Raise ArgumentError unless ``x @ weight.T + bias`` can be computed; `name` names x."""
     operands = {name: x, "weight": weight} | ({} if bias is None else {"bias": bias})
     for word, operand in operands.items():
         checked_tensor(operand, where, word)

@@ -287,7 +287,7 @@ def gather_from_sequence_parallel_region(
     name, ranks = "gather_from_sequence_parallel_region", resolve(group)
     flag = {"tensor_parallel_output_grad": tensor_parallel_output_grad}
     with checking(name, ranks, **flag, use_fp32=use_fp32):
-        pass  # only the flags, whose positions Megatron gives to other arguments
+        pass  # only the flags, because Megatron has other arguments at their positions
     if not tensor_parallel_output_grad:
         return _gathered(name, tensor, sizes, dim, group)
     return _all_gathered(name, tensor, sizes, dim, use_fp32, group)
@@ -470,7 +470,7 @@ def split_tensor_along_last_dim(
     Returns
     -------
     tuple of torch.Tensor
-        One tensor per entry of `sizes`, with so many columns.
+        One tensor per entry of `sizes`, which is its number of columns.
 
     See Also
     --------
@@ -504,7 +504,7 @@ def vocab_range(sizes: Sequence[int], rank: int) -> tuple[int, int]:
     Raises
     ------
     ArgumentError
-        If a size is negative, or `rank` is no rank of the group.
+        If a size is negative, or `rank` is out of range.
 
     See Also
     --------

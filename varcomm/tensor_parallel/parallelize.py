@@ -84,8 +84,8 @@ def parallelize(
     sequence_dim : int
         Dimension of the sequence: 0, or 1 for batch-first models.
     replicate_kv : bool
-        Without a plan: if ranks are more than heads of keys, several ranks read one head, and its
-        heads of queries are split between them. False leaves these ranks without heads.
+        Without a plan: if the group has more ranks than heads of keys, several ranks read one head
+        and split its heads of queries. False leaves these ranks without heads.
     gather_output : bool
         Without a plan: the head returns the logits of all ids, so that ``labels=`` and
         ``generate`` work as before. False leaves logits sharded: ``labels=`` uses

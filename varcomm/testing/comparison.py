@@ -210,7 +210,7 @@ def _compared(whole: Run, ranks: Sequence[Run], tol: float, has_step: bool) -> C
     of_nodes = [[a for a in each.axes if a.rows.startswith("nodes")] for each in ranks]
     result = Comparison([sum(len(a.ids) for a in axes) for axes in of_nodes], tol)
     for kind, values in whole.values.items():
-        # rounding in a gradient that is zero, as of a bias before a norm, is no error
+        # rounding in a gradient that is zero, as of a bias before a norm, is not an error
         scale = max([_largest(value) for value in values.values() if value is not None], default=0)
         for name, value in values.items():
             pairs = ((each.values[kind].get(name), each.axes) for each in ranks)

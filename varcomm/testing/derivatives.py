@@ -103,7 +103,7 @@ def gradcheck(
 
     for rank, direction in _directions(leaves, ranks, fast_mode):
         numeric = (along(direction, eps) - along(direction, -eps)) / (2 * eps)
-        # a gradient of NaN on this rank is no error of the rank whose coordinate moves
+        # a NaN gradient on this rank is not an error of the rank whose coordinate moves
         exact = _inner_product(direction, gradients) if rank in (None, ranks.rank) else 0.0
         place = "" if rank is None else f" on rank {rank}"
         judge(f"backward: a derivative{place}", numeric, exact)

@@ -171,7 +171,7 @@ def _require_gradients(graph: Any) -> dict[str, torch.Tensor]:
 
 
 def _use_ordinary_vectors(graph: Any) -> None:
-    """Replace index vectors by ordinary tensors: PyG's own functions give what is right."""
+    """Replace index vectors by ordinary tensors, so that PyG computes the reference values."""
     for shard in graph.edge_shards.values():
         vars(shard)["is_plain"] = True
     for shard in graph.node_shards.values():

@@ -66,8 +66,8 @@ _KINDS = {
 def agree(what: str, local: Callable[[], T], group: Group) -> T:
     """Run `local` on every rank and return this rank's result, or raise on all; collective.
 
-    All ranks raise the error of the first failing rank; an ArgumentError if that is no error of
-    varcomm.
+    All ranks raise the error of the first failing rank, or an ArgumentError if varcomm did not
+    raise that error.
     """
     return agree_and_share(what, local, lambda _: None, group)[0]
 

@@ -172,7 +172,7 @@ def _nothing(out: Tensor, data: Tensor) -> Works:
 
 
 def broadcast_route(group: Group, count: int, src: int) -> Route:
-    """Return the route that overwrites so many bytes on every rank by those of `src`."""
+    """Return the route that overwrites `count` bytes on every rank with the bytes of `src`."""
     at_root = group.rank == src
     recv = [0 if at_root or rank != src else count for rank in range(group.size)]
     return Route("broadcast", group, recv, [count * at_root] * group.size)

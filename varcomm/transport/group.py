@@ -27,7 +27,7 @@ class Group:
     """The ranks that take part in an operation, seen from one of them.
 
     There is one object per process group; :func:`resolve` returns it. `label` names this rank in
-    messages; `name` is that of torch.distributed, equal on all ranks.
+    messages; `name` is the group's name in torch.distributed, equal on all ranks.
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:

@@ -227,7 +227,7 @@ def _is_finished(requests: list[MPI.Request] | None) -> bool:
 
 
 def start(place: Place, limit: timedelta) -> None:
-    """Start MPI, unless it runs; collective. LaunchError unless its ranks are those of `place`.
+    """Start MPI, unless it runs; collective. LaunchError unless MPI has the ranks of `place`.
 
     If another rank never starts it, the process ends with code 1 after `limit`.
     """

@@ -47,7 +47,7 @@ def from_bytes(data: bytes) -> Any:
     try:
         return decoded(json.loads(data))
     except Exception as error:  # as many kinds as there are malformed bytes
-        raise ValueError(f"{data[:100]!r} is no plain value: {error!r}") from error
+        raise ValueError(f"{data[:100]!r} is not a plain value: {error!r}") from error
 
 
 def encoded(value: Any) -> Any:
@@ -59,7 +59,7 @@ def encoded(value: Any) -> Any:
     for name, (kind, encode, _) in _KINDS.items():
         if isinstance(value, kind):
             return {name: encoded(encode(value))}
-    raise TypeError(f"{value!r} of type {type(value).__qualname__} is no plain value")
+    raise TypeError(f"{value!r} of type {type(value).__qualname__} is not a plain value")
 
 
 def decoded(content: Any) -> Any:
@@ -74,7 +74,7 @@ def decoded(content: Any) -> Any:
 
 def _parts(value: torch.Tensor) -> list[Any]:
     if type(value) is not torch.Tensor or value.layout != torch.strided:
-        raise TypeError(f"a {type(value).__qualname__} of {value.layout} is no plain value")
+        raise TypeError(f"a {type(value).__qualname__} of {value.layout} is not a plain value")
     flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     data = flat.view(torch.uint8).numpy().tobytes()
     return [value.dtype, tuple(value.shape), value.device.type, value.requires_grad, data]
@@ -96,5 +96,5 @@ def dtype_of(name: str) -> torch.dtype:
     """Return the dtype of a name, such as ``"float32"``, or raise ValueError."""
     found = _DTYPES.get(f"torch.{name}")
     if found is None:
-        raise ValueError(f"{name!r} is no dtype")
+        raise ValueError(f"{name!r} is not a dtype")
     return found

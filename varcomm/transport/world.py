@@ -218,7 +218,7 @@ def _gpu(place: Place, visible: int) -> int:
 
 def _leave(group: Callable[[], object], owner: int) -> None:
     """Destroy the process group at exit: its threads could abort the ending interpreter."""
-    # after an uncaught exception the peers may wait in a collective; a forked child is no member
+    # after an uncaught exception the peers may wait in a collective; a forked child is not a member
     failed, forked = getattr(sys, "last_value", None) is not None, os.getpid() != owner
     if not (forked or failed) and dist.is_initialized() and dist.group.WORLD is group():
         dist.destroy_process_group()

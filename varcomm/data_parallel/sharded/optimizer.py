@@ -50,7 +50,7 @@ def made(
             raise
         raise ArgumentError(
             f"optimizer_factory: {error}. It got pieces of one dimension. {_WHOLE}, and the "
-            f"parameters that are no matrices to another {NAME}."
+            f"parameters that are not matrices to another {NAME}."
         ) from error
     kind = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer) or held(optimizer) != wanted:
@@ -129,8 +129,8 @@ def norms(
 ) -> dict[K, torch.Tensor]:
     """Return norms of gradients over all ranks, in float64; collective.
 
-    ``key(name)`` is the part of the model with which a parameter counts, and `over` the group over
-    which the parameters of a part are sharded besides. `pieces` are those of this rank.
+    ``key(name)`` is the part of the model with which a parameter counts. `over` has the other group
+    over which the parameters of a part are sharded, if any. `pieces` are the pieces of this rank.
     """
     zero = torch.zeros((), dtype=torch.float64, device=group.device())
     found = {part: [zero] for part in over}

@@ -166,7 +166,7 @@ class ShardedGradients(torch.optim.Optimizer):
         require_equal(what, same)
         params = [[given.trained[name] for name in names] for names, _ in given.groups]
         super().__init__([{"params": own} for own in params], {})
-        # options and states are those of the inner optimizer, whichever of the two changes them
+        # options and states are shared with the inner optimizer, so both see each change
         self.defaults, self.state = self.optimizer.defaults, self.optimizer.state
         groups: list[Any] = [Options(self.optimizer, *each) for each in enumerate(params)]
         self.param_groups = groups
@@ -353,7 +353,7 @@ class ShardedGradients(torch.optim.Optimizer):
         return total
 
     def _over(self) -> dict[str, Group | None]:
-        """Return the group over which each parameter is sharded besides, if any."""
+        """Return the other group over which each parameter is sharded, if any."""
         specs = {name: shard_spec(parameter) for name, parameter in self._given.trained.items()}
         return {name: None if spec is None else spec.group for name, spec in specs.items()}
 

@@ -102,7 +102,7 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
     """
     if not isinstance(graph, PartitionedGraph):
         raise ArgumentError(
-            "graph.distribute: graph must be a PartitionedGraph, as graph.partition gives; got "
+            "graph.distribute: graph must be a PartitionedGraph, as from graph.partition; got "
             f"{type(graph).__name__}. The order is distribute(model, graph)."
         )
     what = "graph.distribute"

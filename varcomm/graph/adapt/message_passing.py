@@ -144,7 +144,7 @@ def _run(
     edges = graph.edges if isinstance(graph, PartitionedGraph) else graph
     if not isinstance(edges, EdgeShard):
         raise ArgumentError(
-            f"{name}: graph must be a PartitionedGraph, as graph.partition gives, or its edges of "
+            f"{name}: graph must be a PartitionedGraph, as from graph.partition, or its edges of "
             f"one type; got {type(graph).__name__}."
         )
     sources, _, targets = edges.layer_counts()

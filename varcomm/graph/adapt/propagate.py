@@ -53,7 +53,7 @@ class Running:
                 f"{where}the model propagates more than {self.graph.hops} times, for which the "
                 f"halos of {self.graph.hops} hops do not suffice; parallel layers count one by "
                 "one. Partition the graph with more hops, or distribute parts of the model, each "
-                "with at most so many layers, instead of the model."
+                "with at most this number of layers, instead of the model."
             )
 
     def check(self, edge_index: Any, where: str) -> None:
@@ -93,8 +93,7 @@ def is_attached(layer: MessagePassing) -> bool:
     return isinstance(vars(layer).get("propagate"), _Adapted)
 
 
-# Layers whose forward does nothing with the result of edge_updater but give it to propagate, and
-# return it.
+# Layers whose forward only passes the result of edge_updater to propagate, and return it.
 SCORES_FIRST = (pyg.GATConv, pyg.GATv2Conv, GATEConv)
 
 

@@ -241,8 +241,8 @@ def _noun(
         if is_long:
             raise ArgumentError(
                 f"{name} has {len(value)} entries, but there are {nodes[None]} nodes and "
-                f"{edges[None].shape[1]} edges. If it belongs to the graph as a whole, give it a "
-                f"first dimension of one: {name} = {name}[None]."
+                f"{edges[None].shape[1]} edges. If it belongs to the full graph, add a first "
+                f"dimension of one: {name} = {name}[None]."
             )
         return ""
     noun, count = ("nodes", nodes[kind]) if kind in nodes else ("edges", edges[kind].shape[1])

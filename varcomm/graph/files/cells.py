@@ -71,7 +71,7 @@ class Cells(NamedTuple):
 
 
 def shape_of(kind: str, points: int = 3) -> Shape:
-    """Return the shape of cells of a kind with so many points, or raise if it is not supported."""
+    """Return the shape of cells of a kind with this number of points, or raise if unsupported."""
     base = kind.rstrip("0123456789")
     if base == "polygon":
         return _polygon(points)
@@ -145,7 +145,7 @@ def geometry(cells: Sequence[Cells], points: Array, count: int) -> tuple[Array, 
     """Return each cell's mean of corners, (count, D), and its length, area or volume, (count,).
 
     A facet that is not flat counts as triangles around the mean of its corners. The area of a cell
-    that is not flat is that of its largest projection onto a plane.
+    that is not flat is the area of its largest projection onto a plane.
     """
     means, sizes = np.zeros((count, 3), points.dtype), np.zeros(count, points.dtype)
     where = np.zeros((len(points), 3), points.dtype)

@@ -80,7 +80,7 @@ def _check_format(path: Path, suffix: str) -> None:
 
 
 def _arrays(path: Path) -> dict[str, torch.Tensor]:
-    # opened here, since NumPy leaves open what is no archive
+    # opened here, because NumPy does not close files that are not archives
     with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
         content = {k: torch.from_numpy(v) for k, v in file.items() if v.dtype.kind in "biufc"}
     if "edges" in content:

@@ -1,7 +1,7 @@
 """The mesh of an OpenFOAM case, and the fields of one of its times.
 
-The files are those of ``polyMesh``: points, faces, owner, neighbour and boundary. They are ascii or
-binary, with labels of 32 or 64 bits, scalars of 4 or 8 bytes, plain or ``.gz``.
+The files are the files of ``polyMesh``: points, faces, owner, neighbour and boundary. They are
+ascii or binary, with labels of 32 or 64 bits, scalars of 4 or 8 bytes, plain or ``.gz``.
 """
 
 from __future__ import annotations

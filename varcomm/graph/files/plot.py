@@ -94,7 +94,7 @@ def plot(
 
 
 def lists_to_draw(mesh: Any, nodes: int) -> CellLists | None:
-    """Return the cells to draw; None if there is no mesh, or one of lines."""
+    """Return the cells to draw; None without a mesh, or for a mesh of lines."""
     if mesh is None:
         return None
     from varcomm.graph.files.mesh import Mesh, cell_lists

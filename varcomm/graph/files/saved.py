@@ -2,8 +2,8 @@
 
 A file holds the owned rows of its rank; ends of edges count nodes rank by rank. The index also
 holds the graph's own values as text that every rank reads; tensors take 1.25 times their bytes.
-Digests are no signature: files may be wrong on purpose, so sizes, dtypes and ids are checked before
-anything is made of them.
+Digests are not signatures: a file may be wrong on purpose, so sizes, dtypes and ids are checked
+before they are used.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def check_place(folder: str | os.PathLike[str]) -> Path:
         return target
     # a killed save leaves files without an index
     if not target.is_dir() or any(not is_save_name(path.name, _KIND) for path in target.iterdir()):
-        raise ArgumentError(f"{folder} exists and is no saved partition; choose another.")
+        raise ArgumentError(f"{folder} exists and is not a saved partition; choose another.")
     return target
 
 

@@ -31,7 +31,7 @@ _NAMES = {"f": "Float", "i": "Int", "u": "UInt"}
 class Piece:
     """Some cells of a mesh, with the points that they need.
 
-    `corners` and `faces` refer to rows of `points`; `faces` are those of polyhedra.
+    `corners` and `faces` refer to rows of `points`; only polyhedra have `faces`.
     """
 
     points: Array

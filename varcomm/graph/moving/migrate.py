@@ -189,7 +189,7 @@ class _Move:
         return out.index_copy_(0, self.at, signed(arriving)).view(rows.dtype)
 
     def numbers(self, first: int, leaves: torch.Tensor) -> torch.Tensor:
-        """Return the new global numbers of the old rows; `first` is that of the first new row."""
+        """Return the new global numbers of the old rows; `first` is the first new number."""
         stays = torch.ones_like(self.origin, dtype=torch.bool).index_fill_(0, self.at, False)
         numbers = torch.empty_like(leaves, dtype=torch.int64)
         numbers[~leaves] = stays.nonzero().view(-1) + first

@@ -22,8 +22,8 @@ Array: TypeAlias = np.ndarray[Any, Any]
 
 _WHAT = "graph.rebalance"
 
-# Rounds stop at this ratio of the largest cost to the mean, or after so many: a rank passes on at
-# most the nodes that it has, so far transport takes several.
+# Rounds stop at this ratio of the largest cost to the mean, or at this number. A rank passes on at
+# most the nodes that it has, so transport over several ranks takes several rounds.
 _EVEN, _ROUNDS = 1.02, 16
 
 # Smaller parts of the mean cost are rounding, which would move nodes of cost 0.

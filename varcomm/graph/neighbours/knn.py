@@ -71,7 +71,7 @@ def knn(pos: torch.Tensor, k: int, group: GroupLike = None) -> PartitionedGraph:
     Notes
     -----
     Communication: at least three agreements; each node near another rank's box, with 8 bytes more,
-    and a byte back. A node far from all other nodes gives its rank many ghosts.
+    and a byte back. If a node is far from all other nodes, its rank receives many ghosts.
 
     In one process: ``scipy.spatial.cKDTree(pos).query(pos, k + 1)``.
 

@@ -21,9 +21,9 @@ _ROWS = 1 << 15  # at a time, so that steps on them read from a core's cache
 class Links:
     """Directed edges: sources over targets, (2, E), where own nodes come before ghosts.
 
-    The last `mutual` edges are the first ones reversed, and all of own nodes; what is computed for
-    the edges before them, the pairs, gives theirs by its sign. `shift`, int32 of shape (E, D), is
-    None without a cell.
+    The last `mutual` edges are the first `mutual` edges reversed, all between own nodes. Their
+    displacements are computed from the first edges by a change of sign. `shift`, int32 of shape
+    (E, D), is None without a cell.
     """
 
     ends: torch.Tensor
@@ -41,8 +41,8 @@ class Links:
     ) -> Self:
         """Find all pairs within the reach of a rank.
 
-        `points` are its own nodes, which `home` brings together, and ghosts; `coordinates` are
-        those of the points in the frame.
+        `points` are its own nodes, which `home` brings together, and ghosts; `coordinates` are the
+        coordinates of these points in the frame.
         """
         frame, reach, owned = boxes.frame, float(boxes.reach[rank]), len(home)
         rows, shift = boxes.images(coordinates, rank)
@@ -81,7 +81,7 @@ class Links:
 
     @property
     def pairs(self) -> int:
-        """Number of edges that are not reversed ones."""
+        """Number of edges without the reversed edges."""
         return self.count - self.mutual
 
     def displacements(self, pos: torch.Tensor, cell: torch.Tensor | None) -> torch.Tensor:
@@ -111,7 +111,7 @@ class Links:
     ) -> tuple[Links, torch.Tensor]:
         """Return the edges up to a squared length, `most` per target, and their displacements.
 
-        `ids` are those of own nodes and ghosts, as `points`.
+        `ids` belong to own nodes and ghosts, in the order of `points`.
         """
         links, out = self, _empty((self.count, points.shape[1]), points)
         inside = points.new_empty(self.pairs, dtype=torch.bool)

@@ -146,7 +146,7 @@ def shards(
 
 
 def _consecutive(first: int, count: int, like: torch.Tensor) -> AscendingIds:
-    """Return so many ids from the first on, on the device of `like`."""
+    """Return consecutive ids from the first one on, on the device of `like`."""
     start = AscendingIds.of(like.new_full((min(count, 1),), first))
     ones = start.gaps.new_ones(max(count - 1, 0))
     return AscendingIds(torch.cat([start.gaps, ones]), start.rest)

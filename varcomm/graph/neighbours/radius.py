@@ -78,8 +78,8 @@ class _Request:
     def serves(self, kept: _Kept) -> bool:
         """Return whether own nodes are so near to where they stood that no pair is missing.
 
-        A change of the cell that moves all positions with it is no motion: it only scales the
-        distances that the skin guarantees.
+        A change of the cell that moves all positions with it does not count as motion: it only
+        scales the distances that the skin guarantees.
         """
         points, scale, cell, then = kept.points, 1.0, self.fixed_cell, kept.cell
         if cell is not None and then is not None and not torch.equal(cell, then):
@@ -176,7 +176,8 @@ def radius(
     Notes
     -----
     Lengths are compared in fp64, so that any number of ranks finds the same edges. The gradient of
-    `cell` on a rank is that of its edges: :func:`varcomm.all_reduce` of it is the full gradient.
+    `cell` on a rank comes from its own edges: :func:`varcomm.all_reduce` of it is the full
+    gradient.
 
     Communication: two agreements; each node within reach of another rank's box, with 8 further
     bytes, and a byte back. In forward if a gradient is needed, and in backward, the halo's

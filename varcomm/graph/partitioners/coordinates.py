@@ -150,8 +150,8 @@ def by_bisection(
 ) -> torch.Tensor:
     """Return the part of each row: boxes, cut repeatedly across their widest extent.
 
-    All boxes of a level are cut at once. Arguments and result are those of :func:`by_hilbert`, for
-    any number of coordinates.
+    All boxes of a level are cut at once. Arguments and result are as in :func:`by_hilbert`, for any
+    number of coordinates.
     """
     owner = torch.zeros(len(pos), dtype=torch.int64, device=pos.device)  # first part of its box
     firsts, counts = owner.new_zeros(1), owner.new_tensor([parts])

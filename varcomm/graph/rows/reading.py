@@ -265,8 +265,8 @@ class Rows(Dataset[torch.Tensor]):
     ) -> DataLoader[torch.Tensor]:
         """Return a DataLoader that draws the same samples on every rank; collective.
 
-        All ranks of the graph compute on the same samples, so a DistributedSampler, which gives
-        each rank other samples, is refused. For several graphs in data parallelism, pass each
+        All ranks of the graph compute on the same samples, so a DistributedSampler is refused,
+        because its samples differ between ranks. For several graphs in data parallelism, pass each
         group its own `samples`.
 
         Parameters

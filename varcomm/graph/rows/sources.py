@@ -95,7 +95,9 @@ class StoredArray:
         return vars(self) | {"_opened": None, "_lock": None, "_kept": None, "_pid": 0}
 
     def _get(self) -> _Opened:
-        if self._pid != os.getpid():  # the lock may be that of a thread that the fork left behind
+        if (
+            self._pid != os.getpid()
+        ):  # the fork may have copied a lock that a thread of the parent held
             self._lock, self._opened, self._kept = threading.Lock(), None, None
             self._pid = os.getpid()
         if self._opened is None:
@@ -192,8 +194,8 @@ def _opener(source: Any, variable: str | None) -> tuple[Callable[[], _Opened], s
         if start[:6] == b"\x93NUMPY":
             return partial(_numpy, path, variable), name
         raise ArgumentError(
-            f"{path} is no zarr folder and no HDF5, NetCDF or .npy file. Pass one of these, or a "
-            "numpy.memmap of a raw file."
+            f"{path} is not a zarr folder, or an HDF5, NetCDF or .npy file. Pass one of these, or "
+            "a numpy.memmap of a raw file."
         )
     if type(source).__module__.startswith("h5py"):
         raise ArgumentError("an open HDF5 file serves one process only. Pass its path.")

@@ -139,7 +139,7 @@ class RowWriter:
                 self._chunk = known if chunk is None else at_least(1, chunk, "chunk")
                 self._unit = self._chunk if shard is None else at_least(1, shard, "shard")
                 if self._unit % self._chunk:
-                    raise ArgumentError(f"shard={shard} is no multiple of chunk={self._chunk}.")
+                    raise ArgumentError(f"shard={shard} is not a multiple of chunk={self._chunk}.")
             elif chunk is not None or shard is not None:
                 raise ArgumentError("chunk and shard are for zarr; the other formats have none.")
             return nodes
