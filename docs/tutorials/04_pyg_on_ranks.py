@@ -15,6 +15,9 @@ know how a PyTorch model is trained and which layers PyTorch Geometric has.
 # it to its neighbours in a triangulation. The model removes the noise, and learns from the nodes of
 # ``train_mask``, whose true temperature is known.
 
+import difflib
+import inspect
+
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
@@ -88,7 +91,7 @@ losses, prediction, state = in_one_process(data)
 # On three ranks
 # --------------
 #
-# Five lines change; they are numbered below.
+# Five changes, numbered below, make the script run on ranks.
 #
 # 1. ``vc.init()`` joins the ranks that ``torchrun``, ``srun`` or ``mpiexec`` has started. Here,
 #    :func:`varcomm.launch` starts three local ranks instead.
@@ -116,20 +119,22 @@ def on_ranks(rank, data):  # 1
         vc.data_parallel.sum_gradients(model)  # 5
         optimizer.step()
         losses.append(loss.item())
-    return {
-        "losses": losses,
-        "prediction": graph.gather(
-            prediction.detach(), dst=0
-        ),  # all nodes, on rank 0
-        "state": model.state_dict(),
-        "owned": graph.owned_ids,
-        "report": graph.report(),
-    }
+    prediction = graph.gather(prediction.detach(), dst=0)  # all nodes
+    return losses, prediction, model.state_dict(), graph.owned_ids, graph.report()
 
 
 results = vc.launch(on_ranks, 3, data)
-found = results[0]
-print(found["report"])
+losses_of_ranks, prediction_of_ranks, state_of_ranks, _, report = results[0]
+print(report)
+
+# %%
+# The difference between both functions:
+
+lines = [
+    inspect.getsource(function).splitlines()
+    for function in (in_one_process, on_ranks)
+]
+print("\n".join(list(difflib.unified_diff(*lines, n=1, lineterm=""))[3:]))
 
 # %%
 # Compare the results
@@ -147,14 +152,12 @@ def worst(ours, theirs):
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
-apart = max(worst(found["state"][name], state[name]) for name in state)
+apart = max(worst(state_of_ranks[name], state[name]) for name in state)
 print(f"loss, first and last: {losses[0]:.4f}, {losses[-1]:.4f}")
-print(f"losses differ by      {worst(found['losses'], losses):.1e}")
-print(f"predictions differ by {worst(found['prediction'], prediction):.1e}")
+print(f"losses differ by      {worst(losses_of_ranks, losses):.1e}")
+print(f"predictions differ by {worst(prediction_of_ranks, prediction):.1e}")
 print(f"parameters differ by  {apart:.1e}")
-print(
-    f"equal on all ranks:   {all(r['losses'] == found['losses'] for r in results)}"
-)
+print(f"equal on all ranks:   {all(r[0] == losses_of_ranks for r in results)}")
 
 # %%
 # Pictures
@@ -166,7 +169,7 @@ plt.rcParams |= vc._figures.style()
 figure, axes = plt.subplots(2, 2, figsize=(7.2, 6), layout="constrained")
 parts, measured, curve, predicted = axes.flat
 for rank, (result, colour) in enumerate(zip(results, COLOURS, strict=True)):
-    own = data.pos[result["owned"]]
+    own = data.pos[result[3]]
     parts.scatter(*own.T, s=5, color=colour, label=f"rank {rank}")
 parts.set_title("Owner of each node")
 below = {
@@ -177,7 +180,7 @@ below = {
 parts.legend(**below, markerscale=3, columnspacing=1)
 maps = {
     measured: (data.x[:, 2], "Measured"),
-    predicted: (found["prediction"][:, 0], "Predicted by three ranks"),
+    predicted: (prediction_of_ranks[:, 0], "Predicted by three ranks"),
 }
 for ax, (values, title) in maps.items():
     shown = ax.scatter(*data.pos.T, c=values, s=5, vmin=-1, vmax=1, cmap="viridis")
@@ -190,7 +193,7 @@ for ax in (parts, measured, predicted):
     ax.set_axis_off()
 curve.plot(losses, color=vc._figures.INK, lw=1.5, label="one process")
 curve.plot(
-    found["losses"],
+    losses_of_ranks,
     "o",
     ms=5,
     mfc="none",
