@@ -174,36 +174,6 @@ def explain(figure):
     )
 
 
-# sphinx_gallery_end_ignore
-
-SIZES = [3, 0, 1]
-ranks = vc.Ranks(len(SIZES))
-
-
-def first_run(rank):
-    shard = torch.full((SIZES[rank], 2), float(rank), requires_grad=True)
-    whole = vc.all_gather_v(shard, SIZES)
-    whole.sum().backward()
-    gradient = shard.grad[:, 0].tolist()
-    rows = f"holds {len(shard)} rows, gathers {len(whole)}"
-    return f"rank {rank}: {rows}, gradient {gradient}"
-
-
-print("\n".join(ranks.run(first_run)))
-
-# %%
-# Every rank received all rows, although one rank had none. The gradient shows the difference from
-# a plain copy. All three ranks used every row in their own loss, so the gradient of a row is the
-# sum of three gradients. Two of them travelled back from other ranks. Therefore *backward is
-# collective too*: every rank must call it.
-#
-# Rows with marks
-# ---------------
-#
-# To see which rows move, we mark each row: row ``k`` of all inputs is row ``k`` of an identity
-# matrix. After any copies and sums, a row shows the input rows that it contains. The gradient of
-# the result is marked in the same way.
-
 MARKS = 16  # at least the number of rows
 
 
@@ -235,6 +205,33 @@ def follow(rank, primitive, shapes):
     }
 
 
+# sphinx_gallery_end_ignore
+
+SIZES = [3, 0, 1]
+ranks = vc.Ranks(len(SIZES))
+
+
+def first_run(rank):
+    own = (10.0 * rank + torch.arange(SIZES[rank])).requires_grad_()
+    full = vc.all_gather_v(own, SIZES)
+    sums = vc.reduce_scatter_v(full, SIZES)
+    full.sum().backward()
+    return [x.tolist() for x in (own, full, sums, own.grad)]
+
+
+for rank, lists in enumerate(ranks.run(first_run)):
+    own, full, sums, gradient = lists
+    print(f"rank {rank} has {own}, gathers {full},")
+    print(f"       sums {sums}, and has the gradient {gradient}")
+
+# %%
+# Every rank has received the rows of all ranks, although rank 1 has none. ``reduce_scatter_v`` has
+# summed three equal tensors, and each rank has its own rows of the sum.
+#
+# The gradient shows the difference from a plain copy. All three ranks used every row in their own
+# loss, so the gradient of a row is the sum of three gradients. Two of them travelled back from
+# other ranks. Therefore *backward is collective too*: every rank must call it.
+
 # %%
 # all_gather_v and reduce_scatter_v
 # ---------------------------------
@@ -242,9 +239,11 @@ def follow(rank, primitive, shapes):
 # ``all_gather_v`` copies the rows of all ranks to every rank. ``reduce_scatter_v`` sums full
 # tensors of all ranks and leaves each rank its own rows of the sum.
 #
-# In each drawing, the upper half is forward, from left to right. The lower half is backward, from
-# right to left. The colour of a row is the rank that held the row at the start of the arrow, and
-# the number is the row's place on that rank. A row with several fields is a sum.
+# The drawings come from runs of ``follow``, a hidden function that marks each row and finds the
+# marks in the results. In each drawing, the upper half is forward, from left to right. The lower
+# half is backward, from right to left. The colour of a row is the rank that held the row at the
+# start of the arrow, and the number is the row's place on that rank. A row with several fields is
+# a sum.
 
 drawn = {
     "all_gather_v": ranks.run(
