@@ -51,7 +51,7 @@ class Box:
 class Sharded(torch.Tensor):
     """A tensor with some boxes on this rank: none, one, or several.
 
-    Its ``shape`` is the shape of the full tensor. :mod:`varcomm.checkpoint` and
+    Its ``shape`` is the shape of the full tensor. ``varcomm.checkpoint`` and
     :mod:`torch.distributed.checkpoint` save and load it; operations of torch do not accept it. A
     box on several ranks is a copy, which is written once.
 
