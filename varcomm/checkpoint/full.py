@@ -62,8 +62,8 @@ def full_state_dict(
 
     Notes
     -----
-    Tensors are gathered one by one. Other ranks hold one further shard at most, and `dst` one
-    further tensor.
+    Tensors are gathered one by one. At any time, `dst` holds at most one additional full tensor,
+    and other ranks hold at most one additional shard.
 
     Communication: every shard travels once to `dst`, or to all ranks; unsharded tensors stay. Three
     rounds of small messages compare the ranks first.

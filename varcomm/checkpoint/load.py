@@ -45,11 +45,12 @@ def load(
     Parameters
     ----------
     state : dict or Module
-        As for :func:`save`. Names of the first level may be left out, also on some ranks; below,
-        keys must match on all ranks together. Tensors are overwritten in place, plain values are
-        replaced; None instead of a dict of plain values accepts any keys. An object with
-        ``state_dict_for(saved)`` gets the saved tree with tensors on the meta device, and returns
-        the tensors to overwrite, which then go to its ``load_state_dict``.
+        As for :func:`save`. Names at the first level may be missing, also on some ranks only. Below
+        the first level, the keys of all ranks together must match the checkpoint. Tensors are
+        overwritten in place, and plain values are replaced. None in place of a dict of plain values
+        loads any keys. An object with ``state_dict_for(saved)`` receives the saved tree with
+        tensors on the meta device, and returns the tensors to overwrite. These are then passed to
+        its ``load_state_dict``.
     folder : str or path
         A folder of :func:`save`; or a ``.safetensors`` file of another tool, an index with a
         ``weight_map`` as Hugging Face writes it, or a folder with one of these. Their names match
@@ -65,8 +66,8 @@ def load(
     ArgumentError, DisagreementError
         On every rank, if there is no checkpoint, or ranks find different ones. Also if a file is
         missing, cut or altered, if keys, shapes or dtypes do not match, or if a tensor cannot be
-        overwritten. Then nothing is changed. Also if an object refuses its state, after tensors
-        have been overwritten.
+        overwritten. In these cases nothing is changed. If an object refuses its state, every rank
+        raises as well, but tensors have been overwritten.
 
     See Also
     --------

@@ -65,9 +65,9 @@ def save(
     ----------
     state : dict
         Values by name, in nested dicts and lists. Tensors are identical on all ranks. Each rank has
-        a part of :class:`~varcomm.sharding.Sharded`, DTensor and :class:`RowsById`. Also modules,
-        optimizers, generators, objects with ``state_dict`` and ``load_state_dict``, plain values,
-        and :class:`PerRank` around values that differ between ranks.
+        a part of :class:`~varcomm.sharding.Sharded`, DTensor and :class:`RowsById`. Other values
+        are modules, optimizers, generators, objects with ``state_dict`` and ``load_state_dict``,
+        plain values, and :class:`PerRank` around values that differ between ranks.
     folder : str or path
         The same on all ranks; made if it does not exist. Other files in it stay.
     async_ : bool
@@ -187,8 +187,8 @@ class PendingSave:
     def wait(self) -> None:
         """Return when the checkpoint is complete on all ranks; no communication.
 
-        VarcommError on every rank if it could not be written; it names the folder, which has the
-        earlier checkpoint. CommunicationError if ranks could not agree.
+        If the checkpoint could not be written, every rank raises VarcommError with the name of the
+        folder, which still has the earlier checkpoint. CommunicationError if ranks could not agree.
         """
         wait([self._future])
         if PendingSave._latest is self:

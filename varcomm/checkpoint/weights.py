@@ -78,8 +78,8 @@ def load_safetensors(
     Notes
     -----
     Values are converted to the dtype of the model: between fp16, bf16, fp32 and fp64 with rounding
-    to nearest. All other dtypes must be equal. Names that share a parameter need one of their names
-    in the files.
+    to nearest. All other dtypes must be equal. If several names share a parameter, the files need
+    only one of the names.
 
     Communication: three rounds of small messages. No weight travels.
 

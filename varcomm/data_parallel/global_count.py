@@ -26,8 +26,8 @@ class GlobalCount:
     Notes
     -----
     Each rank calls :meth:`add` for each micro-batch, before gradients are summed, also if it has no
-    row. ``ShardedGradients.zero_grad()`` drops the counts too. Models whose gradients are summed by
-    different calls need a count each. A copy of a count starts at 0.
+    row. ``ShardedGradients.zero_grad()`` drops the counts too. Use one count per call that sums
+    gradients. A copy of a count starts at 0.
 
     Examples
     --------

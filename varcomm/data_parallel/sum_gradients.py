@@ -42,7 +42,7 @@ def sum_gradients(
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
     reduce : "sum", "mean" or GlobalCount
-        Do not divide the sum, divide it by the number of ranks, or by the rows that all ranks have
+        Divisor of the sum: none, the number of ranks, or the number of rows that all ranks have
         counted since the last call.
     use_fp32 : bool
         Sum floats narrower than 4 bytes in fp32 and round once.
@@ -53,7 +53,8 @@ def sum_gradients(
     ------
     ArgumentError
         If a gradient is sparse or of another dtype than its parameter's gradients, or a parameter
-        belongs to a ``ShardedGradients``. On every rank, if a rank has counted nothing, or all 0.
+        belongs to a ``ShardedGradients``. On every rank, if a rank has not called `add`, or if all
+        counts are 0.
     DisagreementError
         Inside :func:`varcomm.debug`, on every rank, if parameters, values or arguments differ.
 
@@ -68,7 +69,7 @@ def sum_gradients(
     :func:`all_reduce`. A GlobalCount adds a gather and a broadcast of 1 KiB per rank. The order of
     sums is fixed, and they are equal on all ranks bit for bit, so replicated parameters stay equal.
 
-    In one process: nothing: backward from the sum of the losses of all ranks.
+    In one process: backward of the sum of all ranks' losses.
 
     Examples
     --------

@@ -40,7 +40,8 @@ def sum_hook(state: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch
     Returns
     -------
     torch.futures.Future
-        Of the sum, in the shape and dtype of the bucket; done in the hook of the last bucket.
+        Future of the sum, in the shape and dtype of the bucket; complete in the hook of the last
+        bucket.
 
     Raises
     ------

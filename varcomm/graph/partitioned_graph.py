@@ -364,8 +364,8 @@ class PartitionedGraph:
         Parameters
         ----------
         owner : torch.Tensor or str
-            New rank of each owned node, int64 of shape (n,); by type of node if there are several,
-            where nodes of a missing type stay. Or ``"rcb"`` or ``"hilbert"``: as in
+            New rank of each owned node, int64 of shape (n,). With several types of nodes, a dict by
+            type; nodes of a missing type stay. Or ``"rcb"`` or ``"hilbert"``: as in
             :func:`assign_sharded`, from the attribute ``pos``.
         node_attrs : mapping of str to torch.Tensor, optional
             Values of attributes, (n, *F), that replace or join those of the graph, such as the
@@ -379,7 +379,8 @@ class PartitionedGraph:
         Raises
         ------
         ArgumentError
-            On every rank, if an owner is out of range, or an attribute has not a row per node.
+            On every rank, if an owner is out of range, or an attribute does not have one row per
+            node.
         DisagreementError
             On every rank, if attributes differ in name, dtype or row shape.
 
@@ -413,9 +414,9 @@ class PartitionedGraph:
         Raises
         ------
         ArgumentError
-            On every rank, if one of them cannot write; or if the folder has other content, which
-            stays as it is. Also if a value of the full graph is not a tensor, number, string, or
-            list, set, tuple or dict of them.
+            On every rank, if a rank cannot write, or if the folder has other content, which is
+            kept. Also if a value of the full graph is not a tensor, number, string, or list, set,
+            tuple or dict of them.
         """
         from varcomm.graph.files.saved import save
 

@@ -85,8 +85,8 @@ def replicated(value: torch.Tensor, group: PartitionedGraph | GroupLike = None) 
 
     Notes
     -----
-    Adjoint: division by P. As a map from P copies ``x_r``, for the inner product summed over ranks,
-    to one value it is their mean.
+    Adjoint: division by P. For the inner product summed over ranks, the map from P copies to one
+    value is their mean.
 
     Communication: none, in forward and in derivatives of any order.
 

@@ -137,7 +137,7 @@ class Report:
 
         Notes
         -----
-        Hockney's model, without overlap or shared wires: rank r computes for ``c_r = edges /
+        Hockney's model, without overlap or shared links: rank r computes for ``c_r = edges /
         edge_rate`` and exchanges for ``e_r = neighbours * latency + max(sent, received) bytes /
         bandwidth``. The layer takes ``T = max(c_r + e_r)``, and the share is ``1 - max(c_r) / T``.
         """

@@ -155,11 +155,12 @@ def all_gather_v(
     Parameters
     ----------
     tensor : torch.Tensor
-        This rank's shard, with ``sizes[rank]`` rows along `dim`; any dtype. Without `sizes`, also a
-        scalar, which is one row, or tensors and None in tuples, lists and dictionaries, with the
-        same structure on all ranks.
+        This rank's shard, with ``sizes[rank]`` rows along `dim`; any dtype. If `sizes` is None,
+        `tensor` may also be a scalar (one row), or a tuple, list or dictionary of tensors and None,
+        with the same structure on all ranks.
     sizes : sequence of int, optional
-        Rows per rank along `dim`; zeros allowed, identical on all ranks. None asks the ranks.
+        Rows per rank along `dim`; zeros allowed, identical on all ranks. None: ranks exchange their
+        sizes first.
     dim : int
         Sharded dimension.
     use_fp32 : bool
@@ -193,8 +194,8 @@ def all_gather_v(
     KiB (mean) travel by levels, as in :func:`reduce_scatter_v`: the same bytes in ``k P^(1/k)``
     messages per rank.
 
-    Without `sizes`, ranks first share 1 KiB each in one more round, but not in backward. Large
-    structures need a second message. Nested tensors travel in one exchange and are copied on both
+    Without `sizes`, ranks first share 1 KiB each in one more round, but not in backward. A large
+    structure needs a second message. Nested tensors travel in one exchange and are copied on both
     sides; backward sends the gradients of tensors that require one. Inside ``torch.func`` and in
     forward mode each tensor travels alone. `async_op` needs one tensor.
 

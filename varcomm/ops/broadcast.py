@@ -201,7 +201,7 @@ def reduce(
     -------
     torch.Tensor or Handle
         On `dst` the sum, with the same bits in every run; shape and dtype of `tensor`. On other
-        ranks zeros that belong to the graph, because every rank enters backward.
+        ranks, zeros that belong to the autograd graph, because every rank enters backward.
 
     Raises
     ------

@@ -147,8 +147,8 @@ def gather_v(
     -------
     torch.Tensor or Handle
         On `dst`, ``sum(sizes)`` rows along `dim`, shard after shard in rank order; dtype of
-        `tensor`. On other ranks zero rows that belong to the graph, because every rank enters
-        backward.
+        `tensor`. On other ranks, a tensor of zero rows that belongs to the autograd graph, because
+        every rank enters backward.
 
     Raises
     ------
@@ -229,9 +229,9 @@ def scatter_v(
     ------
     ArgumentError
         On every rank, before any data moves, if `tensor` does not match `sizes` and `dim` on `src`.
-        With `like`, on `src` only, also if the tensor does not match `like`.
+        With `like`, only `src` raises, also if its tensor does not match `like`.
     DisagreementError
-        On a rank whose `sizes` differ from the sizes on `src`. With `like`, inside
+        On a rank whose `sizes` differ from the `sizes` on `src`. With `like`, only inside
         :func:`varcomm.debug`.
 
     See Also

@@ -396,10 +396,10 @@ def _failed(
 
 
 class Handle:
-    """A collective in flight, or done.
+    """A collective that is in flight or complete.
 
     Computations between the call with ``async_op=True`` and :meth:`wait` overlap with the messages,
-    in backward too. The passed tensor must not change meanwhile. All ranks call and wait in the
+    in backward too. Do not change the input before :meth:`wait`. All ranks call and wait in the
     same order. Compiled code communicates at once.
 
     See Also
@@ -426,7 +426,7 @@ class Handle:
         Raises
         ------
         ArgumentError
-            If the tensor passed at the start has been changed in place since.
+            If the input has been changed in place after the start.
         DisagreementError
             Inside :func:`varcomm.debug`, on every rank, if they wait for different calls.
         """

@@ -58,10 +58,10 @@ def reduce_scatter_v(
     From 16 ranks on the sum goes by levels: over the ranks of a node, then over nodes. If nodes
     have different numbers of ranks, or :func:`varcomm.init` cannot find them, the levels are groups
     of about ``P ** (1/2)`` ranks, from 256 ranks on ``P ** (1/3)``. On a level of ``k`` ranks, each
-    rank sends ``k - 1`` messages and sums by one kernel. All levels together take the bytes of one,
-    after one copy of `tensor`. But floats narrower than 4 bytes travel in fp32 above the first
-    level, which leaves ``1 / k`` of the elements.
-    In one process: ``sum(tensors).split(sizes, dim)``, of which rank r has the r-th.
+    rank sends ``k - 1`` messages, and one kernel sums the received rows. All levels together send
+    the bytes of one level, after one copy of `tensor`. Above the first level, which leaves
+    ``1 / k`` of the elements, floats narrower than 4 bytes are sent in fp32.
+    In one process: rank r has ``sum(tensors).split(sizes, dim)[r]``.
 
     Examples
     --------

@@ -45,9 +45,10 @@ def shard_v(
 
     Notes
     -----
-    Adjoint: the rows are put back at their place among zeros: this rank's part of the gradient.
+    Adjoint: the gradient rows at their places in a tensor of zeros, which is this rank's part of
+    the gradient.
     Communication: none, except that ranks compare `sizes` and `dim` inside :func:`varcomm.debug`.
-    In one process: ``tensor.split(sizes, dim)``, of which rank r has the r-th.
+    In one process: rank r has ``tensor.split(sizes, dim)[r]``.
 
     Examples
     --------

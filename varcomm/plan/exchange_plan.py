@@ -138,8 +138,8 @@ class ExchangePlan(Routes):
         Parameters
         ----------
         needed : torch.Tensor
-            Global rows, owner by owner (ascending ids are); one dimension, int32 or int64. Rows may
-            repeat, and may be own ones.
+            Global rows, grouped by owner in rank order, such as ascending rows; one dimension,
+            int32 or int64. Rows may repeat, and may be own ones.
         sizes : sequence of int
             Rows that each rank owns: rank 0 the first ``sizes[0]`` global rows, and so on.
         group : ProcessGroup or DeviceMesh, optional
@@ -249,12 +249,12 @@ class ExchangePlan(Routes):
 
     @property
     def neighbours(self) -> tuple[int, ...]:
-        """Other ranks with which this one exchanges rows, in one direction at least."""
+        """Other ranks that send rows to this rank or receive rows from this rank."""
         pairs = enumerate(zip(self.send_counts, self.recv_counts, strict=True))
         return tuple(rank for rank, pair in pairs if any(pair) and rank != self.group.rank)
 
     def to(self, device: torch.device | str) -> Self:
-        """Return the same plan for tensors on another device, and itself on its own."""
+        """Return the plan for tensors on another device; the plan itself for its own device."""
         moved = self.send_index.to(device)
         return self if moved is self.send_index else replace(self, send_index=moved)
 
@@ -280,7 +280,7 @@ class ExchangePlan(Routes):
     def from_state_dict(cls, state: dict[str, Any], group: GroupLike = None) -> Self:
         """Make the plan again from each rank's :meth:`state_dict`; collective.
 
-        All ranks raise if the states are not those of these ranks, or not of one plan.
+        All ranks raise if the states belong to other ranks or to different plans.
         """
         ranks, what = resolve(group), "ExchangePlan.from_state_dict"
         expected = {"rank", "identity", "send_index", "send_counts", "num_rows"}

@@ -37,7 +37,7 @@ def indexed_all_to_all_v(
         This rank's rows along `dim`; any dtype.
     indices : sequence of torch.Tensor
         ``indices[r]``: rows that this rank sends to rank r; one dimension, int32 or int64, on the
-        device of `tensor`. Rows may repeat, within a tensor and between them.
+        device of `tensor`. Rows may repeat.
     sizes : sequence of sequence of int
         ``sizes[i][j]``: rows that rank i sends to rank j; the same on all ranks.
     dim : int

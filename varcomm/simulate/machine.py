@@ -66,11 +66,11 @@ class Machine:
     launch : float
         Least time of an operator, s.
     latency_within, latency_between : float
-        Of a message to a rank of the same node, and of another node, s.
+        Latency of a message to a rank of the same node, and of another node, s.
     bandwidth_within, bandwidth_between : float
-        Of the bytes that a rank sends while it receives as many, B/s.
+        Bandwidth of a rank that sends and receives at the same time, B/s.
     gap, call : float
-        From one message to the next one of a call, and of each call before anything is sent, s.
+        Time between two messages of a call, and before the first message of a call, s.
     runs_ahead : bool
         Whether operators are started ahead of their execution, as on a GPU.
 

@@ -27,7 +27,7 @@ _FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided
 
 @contextmanager
 def world(size: int, rank: int = 0) -> Iterator[World]:
-    """Make this process one of `size` ranks, of which no other exists.
+    """Make this process one rank of a simulated world of `size` ranks.
 
     Nothing is sent, and received tensors hold zeros; shapes, memory and the counts of
     :func:`varcomm.trace` are as in a real run. Other ranks are assumed to pass this rank's
@@ -106,7 +106,7 @@ def count(step: Callable[[], object]) -> Work:
     Parameters
     ----------
     step : callable
-        Takes no arguments. Run it once before if its first run does more.
+        Takes no arguments. If its first run does additional work, run it once before.
 
     Returns
     -------
@@ -116,7 +116,7 @@ def count(step: Callable[[], object]) -> Work:
     Raises
     ------
     GroupError
-        If `step` exchanges messages with ranks that exist, outside :func:`world`.
+        If `step` exchanges messages with real ranks, outside :func:`world`.
 
     See Also
     --------

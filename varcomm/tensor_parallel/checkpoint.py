@@ -95,9 +95,9 @@ class CheckpointWithoutOutput:
     """Drop the output of a function, and compute it again when a gradient needs it.
 
     The block contains a function that is cheap to compute, such as a norm, and the users of its
-    output. Operations inside the block keep a note in place of the output or a view of it, and the
-    first gradient that needs it runs the function again. A use outside the block keeps the output.
-    Streams, collectives and derivatives work as in :func:`checkpoint`.
+    output. Operations inside the block store a placeholder in place of the output or a view of the
+    output. The first gradient that needs the output runs the function again. A use outside the
+    block keeps the output. Streams, collectives and derivatives work as in :func:`checkpoint`.
 
     Without a block, as in Megatron-Core, :meth:`checkpoint` begins it and
     :meth:`discard_output_and_register_recompute` ends it. If the code between them raises, nothing

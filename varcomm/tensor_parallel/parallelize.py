@@ -109,8 +109,8 @@ def parallelize(
     -----
     Parameters that modules share stay shared, so they must be sharded identically.
 
-    Without a plan, a forward in training with dropout is refused: ranks would draw other numbers.
-    ``generate`` with ``do_sample=True`` needs the same seed on all ranks.
+    Without a plan, a forward in training mode with dropout is refused, because ranks would draw
+    different numbers. ``generate`` with ``do_sample=True`` needs the same seed on all ranks.
 
     ``save_pretrained`` of a transformers model becomes collective: all ranks call it, and the first
     one writes full tensors.

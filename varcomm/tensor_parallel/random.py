@@ -102,7 +102,7 @@ class RandomStreams:
         self._add("sharded", ranks.rank, {})
 
     def add(self, name: str, **coordinates: int) -> None:
-        """Add a stream, the same wherever seed, name and coordinates are; no communication.
+        """Add a stream; equal seed, name and coordinates make equal streams; no communication.
 
         `coordinates` are in addition to those of the constructor, and may differ between ranks:
         ``streams.add("expert", expert=rank // 2)``.

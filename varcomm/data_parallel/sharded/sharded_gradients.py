@@ -41,15 +41,15 @@ class ShardedGradients(torch.optim.Optimizer):
     Gradients are summed over ranks onto the ranks that own their pieces; :meth:`step` updates the
     pieces and gathers them on all ranks, which have all parameters.
 
-    Collective: every rank makes it of the same model. Parameters, and buffers of a Module, get the
-    values of rank 0. Parameters become contiguous views of one row per bucket.
+    The constructor is collective: every rank passes the same model. Parameters, and buffers of a
+    Module, get the values of rank 0. Parameters become contiguous views of one row per bucket.
 
     Parameters
     ----------
     params : Module or iterable
         A Module; or parameters, ``(name, parameter)`` pairs, or dicts with ``"params"`` and
-        options, as torch's optimizers take them. Frozen parameters are only made equal. Without
-        names, states are saved by numbers, ``"group.place"``.
+        options, as for torch's optimizers. Frozen parameters only receive the values of rank 0.
+        Without names, states are saved by numbers, ``"group.place"``.
     optimizer_factory : callable
         ``optimizer_factory(groups)`` returns the optimizer of this rank's pieces. The groups are
         the groups of `params`, with pieces in place of parameters, and may be empty. The update of
@@ -62,7 +62,7 @@ class ShardedGradients(torch.optim.Optimizer):
         ``"whole-parameters"``: each parameter has one owner, whose optimizer gets it in its own
         shape, as Muon needs it.
     reduce : "mean", "sum" or GlobalCount
-        Divide the sum by the number of ranks, not at all, or by the rows that all ranks have
+        Divisor of the sum: the number of ranks, none, or the number of rows that all ranks have
         counted since the last sum.
     bucket_bytes : int
         Size of a message of gradients.
@@ -88,16 +88,17 @@ class ShardedGradients(torch.optim.Optimizer):
 
     Notes
     -----
-    Backwards are not collective: ranks may run different numbers of them, or none, and leave out
-    parameters. A bucket is sent during backward, as soon as its gradients and all buckets before it
-    are complete; the first collective method sums the rest. The optimizer updates fp32 masters of
+    Backward is not collective: a rank may run it any number of times, and may leave out parameters.
+    A bucket is sent during backward, as soon as its gradients and all buckets before it are
+    complete; the first collective method sums the rest. The optimizer updates fp32 masters of
     parameters narrower than 4 bytes. Values written into parameters between steps reach them.
 
     ``grad`` of a parameter stands for the sum over ranks, and has no memory. Norm, scaling and
     clamping in place are collective and use the gradient of all ranks. So do
     ``torch.nn.utils.clip_grad_norm_``, ``clip_grad_value_`` and a ``GradScaler``. Other operations
-    on it raise ArgumentError. Between such operations on several parameters, backwards of any rank
-    need a :meth:`reduce`; without it the next collective method raises ArgumentError on all ranks.
+    on it raise ArgumentError. If a rank runs backward between such operations on several
+    parameters, call :meth:`reduce` first; otherwise the next collective method raises ArgumentError
+    on all ranks.
 
     Communication: of ``N`` elements this rank owns ``n``. A sum sends ``N - n`` elements of the
     gradients' dtype and receives ``(P - 1) n``, and one value per peer for each parameter in a
@@ -105,8 +106,7 @@ class ShardedGradients(torch.optim.Optimizer):
     collective method begins with a gather and a broadcast of 1 KiB per rank. Sums are in rank
     order, in fp32 for narrow gradients; parameters are equal on all ranks bit for bit.
 
-    In one process: ``optimizer_factory(params)``, and backward from the mean of the losses of all
-    ranks.
+    In one process: ``optimizer_factory(params)``, and backward of the mean of all ranks' losses.
 
     Examples
     --------
@@ -211,10 +211,10 @@ class ShardedGradients(torch.optim.Optimizer):
     def reduce(self) -> None:
         """Sum all gradients since the last sum, and add them to the pieces' ``grad``; collective.
 
-        :meth:`step` and :meth:`clip_grad_norm_` do this first. ArgumentError on every rank, if on
-        one of them this was closed, parameters have been moved, converted or unfrozen, or the
-        optimizer has other groups. With a GlobalCount also if a rank has counted nothing, or all
-        have counted 0; then the gradients are dropped.
+        :meth:`step` and :meth:`clip_grad_norm_` do this first. ArgumentError on every rank, if one
+        rank has closed the optimizer, changed its groups, or moved, converted or unfrozen
+        parameters. With a GlobalCount, also if a rank has not called ``add``, or if all counts are
+        0; then the gradients are dropped.
         """
         self._reduce("reduce")
 
@@ -451,7 +451,7 @@ class ShardedGradients(torch.optim.Optimizer):
         self._states.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise ArgumentError: ranks have divided the parameters among them before."""
+        """Raise ArgumentError: the parameters are already divided among the ranks."""
         if "_reducer" in vars(self):
             raise ArgumentError(f"{NAME}.add_param_group: parameters cannot be added. {ANOTHER}")
         super().add_param_group(param_group)

@@ -100,9 +100,8 @@ def from_edges(
     Notes
     -----
     Communication: each edge, its id and its attributes once to the owner of its target; each node's
-    attributes once to its owner. If nodes change their rank, also 16 bytes for each node that does,
-    and for each different node in a rank's edges. Memory per rank is proportional to its input and
-    its part.
+    attributes once to its owner. If nodes move to another rank, also 16 bytes per moved node and
+    per distinct node in a rank's edges. Memory per rank is proportional to its input and its part.
 
     In one process: ``torch_geometric.data.Data`` of all edges and nodes.
 

@@ -67,10 +67,10 @@ def partition(
     ----------
     data : torch_geometric.data.Data or torch_geometric.data.HeteroData
         The full graph, on the device of the training. As in PyG, an attribute with N entries
-        belongs to nodes and one with E entries to edges; if N equals E, ``edge`` in its name
-        decides. Single values and arrays of one entry belong to the full graph. Other lengths are
-        refused, and so are lists of rows, and node ids such as ``face`` and ``edge_label_index``.
-        Numeric arrays become tensors.
+        belongs to nodes and one with E entries to edges; if N equals E, a name that contains
+        ``edge`` marks edges. Single values and arrays of one entry belong to the full graph. Other
+        lengths are refused, and so are lists of rows, and node ids such as ``face`` and
+        ``edge_label_index``. Numeric arrays become tensors.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
     method : str or torch.Tensor or numpy.ndarray or mapping of str, optional
@@ -83,8 +83,8 @@ def partition(
     hops : int
         Layers that one exchange serves; see :func:`distribute`.
     chunk : int or dict of int, optional
-        For a named method: keep together each `chunk` consecutive nodes, as in :func:`assign`, so
-        that :class:`Rows` reads few chunks of a file on two ranks.
+        For a named method: keep together blocks of `chunk` consecutive nodes, as in :func:`assign`,
+        so that :class:`Rows` reads few chunks of a file on two ranks.
 
     Returns
     -------

@@ -186,10 +186,10 @@ def read_mesh(
         OpenFOAM case: its folder, its file ``.foam``, or the folder of a time, whose fields are
         read as well.
     nodes : {"points", "cells"}
-        - ``"points"``: all points, with an edge where an edge of a cell connects two of them. Cells
-          are linear.
-        - ``"cells"``: the cells of the highest dimension, with an edge where two of them share a
-          facet: a face, or in two dimensions an edge.
+        - ``"points"``: all points, with an edge between two points that an edge of a cell connects.
+          Cells are linear.
+        - ``"cells"``: the cells of the highest dimension, with an edge between two cells that share
+          a facet: a face, or in two dimensions an edge.
     dtype : torch.dtype, optional
         The dtype of floats; None keeps the dtype of the file.
     src : int, optional
@@ -207,8 +207,9 @@ def read_mesh(
         - ``edge_index`` (2, E): both directions of each edge, sorted, once.
         - ``edge_attr`` (E, D + 1): the displacement from source to target, and its length.
         - ``volume`` (N,), of cells only: length, area or volume.
-        - every numeric field of the nodes, (N, *F), by its name: ``_`` replaces characters that no
-          name has, ``number`` replaces ``index`` and ``idx``, reserved names get ``field_``.
+        - every numeric field of the nodes, (N, *F), by its name: ``_`` replaces characters that
+          are invalid in names, ``number`` replaces ``index`` and ``idx``, and reserved names get
+          ``field_``.
         - ``patches`` (N, B), of an OpenFOAM case only: whether a node has a face on each of the B
           patches in ``mesh.source.patches``.
 
@@ -216,7 +217,8 @@ def read_mesh(
     ------
     ArgumentError
         If the file is missing or cannot be read completely, such as a VTU file of several pieces.
-        Also if it has no cells, or cells of an unsupported kind, or if files of a case contradict.
+        Also if it has no cells, or cells of an unsupported kind, or if files of a case contradict
+        each other.
     MissingPackageError
         If meshio is not installed; OpenFOAM cases do not need it.
 

@@ -147,7 +147,7 @@ class MeshWriter:
         self._where = where
 
     def write(self, time: float | None = None, /, **fields: Any) -> None:
-        """Write the values of one time; collective.
+        """Write the fields of one time step; collective.
 
         Parameters
         ----------

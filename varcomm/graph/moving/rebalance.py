@@ -31,20 +31,20 @@ _LEAST_FLOW = 1e-6
 
 
 def rebalance(graph: PartitionedGraph, weights: torch.Tensor | float) -> PartitionedGraph:
-    """Return the graph with even costs per rank, which move between neighbouring ranks.
+    """Even the costs per rank by moving nodes between neighbouring ranks.
 
-    Collective; an error on one rank is raised on all ranks. Costs flow between ranks that share a
-    border, with the smallest squared flows that even them [1]_; each rank passes on its nodes
-    nearest to the receiving rank. A rank without nodes receives a piece of the rank with the
-    largest cost. Deterministic. No rank holds the graph, only the costs of all ranks.
+    Collective; an error on one rank is raised on all ranks. Flows between neighbouring ranks have
+    the smallest sum of squares that evens the costs [1]_. Each rank sends the nodes nearest to the
+    receiving rank. A rank without nodes receives a piece of the rank with the largest cost.
+    Deterministic. No rank holds the graph, only the costs of all ranks.
 
     Parts keep their neighbours, so nodes move across every border between an overloaded rank and a
-    distant rank. On 5 ranks of a mesh, up to 1.6 times the excess moves.
+    distant rank. On 5 ranks of a mesh, up to 1.6 times the excess cost was moved.
 
     Communication: a few numbers per rank, and the communication of
     :meth:`PartitionedGraph.migrate`; each round also moves the structure of the graph, and a last
-    one the attributes. In each round every rank solves a dense system with an equation per rank,
-    which is for up to some thousand ranks.
+    one the attributes. In each round every rank solves a dense system with one equation per rank,
+    so the method suits up to a few thousand ranks.
 
     In one process: the graph itself.
 

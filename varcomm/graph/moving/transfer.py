@@ -121,7 +121,7 @@ class _Sides:
 
 
 def transfer(old: Side, new: Side) -> Transfer:
-    """Plan how rows of one partition become those of another partition of the same graph.
+    """Plan the move of rows from one partition of a graph to another.
 
     Collective on the ranks of the larger partition; an error on one is raised on all. For fields,
     results and optimizer states, which :func:`migrate` does not carry, and between different
@@ -132,8 +132,8 @@ def transfer(old: Side, new: Side) -> Transfer:
     old, new : PartitionedGraph or NodeShard or EdgeShard
         Two partitions of the same rows: of the nodes of a graph with one type, of the nodes of one
         type, ``graph["paper"]``, or of edges, ``graph.edges``. The group of one partition must
-        contain the group of the other. On ranks without a partition, pass None. None for both is an
-        error on all ranks of the world, in which it is agreed on.
+        contain the group of the other. On ranks without a partition, pass None. If a rank passes
+        None for both, all ranks of the world raise an error.
 
     Returns
     -------
@@ -196,7 +196,7 @@ def remap(
     weights: torch.Tensor | None = None,
     conserve: bool = False,
 ) -> Transfer:
-    """Plan how fields of a mesh become fields of its refinement or coarsening.
+    """Plan the move of fields from a mesh to its refinement or coarsening.
 
     Collective as :func:`transfer`; an error on one rank is raised on all ranks.
 

@@ -35,8 +35,8 @@ def knn(pos: torch.Tensor, k: int, group: GroupLike = None) -> PartitionedGraph:
     """Connect each node with its k nearest nodes; each rank passes the positions that it owns.
 
     Collective; an error on one rank is raised on all ranks. As in :func:`radius`, ranks send each
-    other nodes near their boxes: as far as their own k-th neighbours are away, and farther until
-    the neighbours on every rank are certain.
+    other nodes near their boxes: first within the distance of their own k-th neighbours, then
+    farther until all neighbours are found.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ def knn(pos: torch.Tensor, k: int, group: GroupLike = None) -> PartitionedGraph:
         Positions of the nodes that this rank owns, finite floats of shape (n, D); n may be zero.
         The dtype and D are identical on all ranks.
     k : int
-        Edges into each node: from the first by (distance, id) of all other nodes. Nodes at the same
+        Edges into each node, from its `k` nearest nodes by (distance, id). Nodes at the same
         position are neighbours.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.

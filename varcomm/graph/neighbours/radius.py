@@ -121,8 +121,8 @@ def radius(
 ) -> PartitionedGraph:
     """Connect nodes within a distance; each rank passes the positions that it owns.
 
-    Collective; an error on one rank is raised on all ranks. Ranks exchange the bounds of their
-    positions, and send each other the nodes within reach of these; no rank holds all positions.
+    Collective; an error on one rank is raised on all ranks. Ranks exchange bounding boxes of their
+    positions, and send each other the nodes within reach of a box; no rank holds all positions.
     Each periodic image within the cutoff is an edge, also of a node to itself.
 
     Parameters
@@ -138,7 +138,7 @@ def radius(
         Vectors of the cell as rows, (D, D), regular, identical on all ranks. A vector that is not
         periodic must be given too; its length has no effect.
     pbc : bool or sequence of bool, optional
-        Whether each cell vector is periodic; None: all, if there is a cell.
+        Whether each cell vector is periodic; None: all vectors of the cell.
     max_neighbours : int, optional
         Keep at most this number of edges into each node: the first by (length, source's id, shift).
     skin : float
@@ -146,8 +146,8 @@ def radius(
     previous : PartitionedGraph, optional
         Result of an earlier call with the same arguments, for these nodes at other positions. Its
         halo and plan are kept while no node of any rank has moved by more than half the skin since
-        they were made. An affine change of the cell and all positions moves nodes only slightly in
-        this sense.
+        they were made. An affine change of the cell and all positions together counts only as a
+        small motion.
     ids : torch.Tensor, optional
         Ids of this rank's nodes in the full graph, ascending, such as ``graph.owned_ids``; int32 or
         int64 of shape (n,). None: ranks in order, rows in order.

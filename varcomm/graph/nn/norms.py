@@ -29,7 +29,7 @@ __all__ = ["GLOBAL_NORMS", "global_norm", "is_global_norm"]
 def global_norm(
     module: torch.nn.Module, graph: Where, in_layer: bool = False
 ) -> Callable[..., torch.Tensor]:
-    """Return a ``forward`` of a normalisation whose rows are sharded.
+    """Return a ``forward`` for a normalisation module whose rows are sharded.
 
     Parameters
     ----------
@@ -38,8 +38,8 @@ def global_norm(
         not change.
     graph : PartitionedGraph, NodeShard or EdgeShard
         The rows. Of a graph: the nodes, or else the edges, of the type with as many rows as `x` on
-        all ranks at the first call. Or else rows that are equal on all ranks, such as pooled ones,
-        which are normalised as in one process.
+        all ranks at the first call. Rows that are equal on all ranks, such as pooled rows, are
+        normalised as in one process.
     in_layer : bool
         Whether `x` has a row for each edge that a layer computes with, in any number.
 
@@ -53,7 +53,7 @@ def global_norm(
     Raises
     ------
     ArgumentError
-        If `module` is of another kind.
+        If `module` is of another class.
 
     See Also
     --------
@@ -61,7 +61,7 @@ def global_norm(
 
     Notes
     -----
-    A module serves one kind of rows. Running statistics have the same bits on all ranks.
+    Use a module for one kind of rows only. Running statistics have the same bits on all ranks.
 
     Communication: in training, :func:`varcomm.all_reduce` of C sums and then of C squares, for C
     channels, in the dtype of `x` or fp32. Norms other than ``BatchNorm`` send these per type or

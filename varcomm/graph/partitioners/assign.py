@@ -43,7 +43,7 @@ def assign(
     edge_weight: torch.Tensor | Mapping[tuple[str, str, str], torch.Tensor] | None = None,
     chunk: int | Mapping[str, int] | None = None,
 ) -> Any:
-    """Decide which of `parts` ranks owns each node.
+    """Assign each node of a graph to one of `parts` ranks.
 
     Parameters
     ----------
@@ -53,8 +53,8 @@ def assign(
     parts : int
         Number of ranks.
     method : {"metis", "rcb", "hilbert", "block", "random"}, optional
-        - ``"metis"``: few cut edges, parts that differ by a few percent [1]_. Needs pymetis. Blocks
-          if there are not more nodes than ranks.
+        - ``"metis"``: few cut edges, parts that differ by a few percent [1]_. Needs pymetis. With
+          at most one node per rank, nodes are assigned as blocks.
         - ``"rcb"``: recursive coordinate bisection across the widest extent [2]_.
         - ``"hilbert"``: pieces of a Hilbert curve through the positions [3]_.
         - ``"block"``: nodes in the given order.
@@ -72,9 +72,10 @@ def assign(
         type for a HeteroData. Weights of all edges between two nodes are added; without weights,
         edges between the same nodes count once.
     chunk : int or dict of int, optional
-        Keep together each `chunk` consecutive nodes, such as the rows of a chunk of a file; see
-        :class:`Rows`. For a HeteroData, by node type; nodes of a missing type are free. The method
-        assigns chunks, with the sum of their weights, their mean position and all their edges.
+        Keep together blocks of `chunk` consecutive nodes, such as the rows of a chunk of a file;
+        see :class:`Rows`. For a HeteroData, by node type; nodes of a missing type are free. The
+        method assigns chunks, with the sum of their weights, their mean position and all their
+        edges.
 
     Returns
     -------
@@ -141,7 +142,7 @@ def assign_sharded(
     *,
     node_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Decide which of `parts` ranks owns each node, if no rank has all positions.
+    """Assign each node to one of `parts` ranks, if no rank has all positions.
 
     Collective; an error on one rank is raised on all ranks. The result equals that of
     :func:`assign` for the positions of all ranks in rank order. Positions stay on their rank.

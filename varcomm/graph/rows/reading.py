@@ -32,9 +32,9 @@ class Rows(Dataset[torch.Tensor]):
     """Samples of a stored array; each rank reads the rows of its nodes.
 
     ``rows[t]`` is a tensor (n, *F), the owned rows of sample t in the order of local ids. A dataset
-    for :class:`torch.utils.data.DataLoader`, whose batches are (B, n, *F). Making it is
-    collective, and an error on one rank is raised on all; reading is not collective, except with
-    ``halo="exchange"``.
+    for :class:`torch.utils.data.DataLoader`, whose batches are (B, n, *F). The constructor is
+    collective, and an error on one rank is raised on all ranks. Reading is not collective, except
+    with ``halo="exchange"``.
 
     Each rank reads the chunks that hold its rows, each chunk once per sample; neighbouring chunks
     are one request. A chunk of several samples is read once for consecutive samples. The partition
@@ -54,8 +54,8 @@ class Rows(Dataset[torch.Tensor]):
     graph : PartitionedGraph
         The graph whose nodes the rows belong to.
     variable : str or sequence of str, optional
-        The array in a file of several. Several arrays of shape (T, N) or (T, N, C) become columns
-        of one, in this order.
+        Name of the array, in a file with several arrays. Several arrays of shape (T, N) or (T, N,
+        C) become columns of one, in this order.
     node_type : str, optional
         The type of nodes, in a graph with several types.
     halo : {"exchange", "read"}, optional
