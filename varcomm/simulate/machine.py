@@ -190,7 +190,7 @@ MACHINES: dict[str, Machine] = {
         bandwidth_between=between,
         gap=1e-6,
         call=8.4e-6,
-        source="peaks of data sheets in fp32; latencies of NCCL: docs/simulate.md, Machines",
+        source="peaks of data sheets in fp32; latencies of NCCL: docs/simulate.md",
     )
     for name, (flops, memory_bandwidth, memory, within, between, latency) in _RATES.items()
 }
