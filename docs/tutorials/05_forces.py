@@ -314,8 +314,15 @@ curve.legend()
 plt.show()
 # sphinx_gallery_end_ignore
 
-# %% Summary -------  - The backward of an exchange is an exchange that can be differentiated again,
-# to any order. - Compute forces with ``torch.autograd.grad(energies.sum(), pos)`` on all ranks at
-# once. - With a halo filled outside autograd, the energy is right and the forces are wrong, without
-# an error. - A loss on forces has the same losses and gradients as in one process, to rounding.
+# %%
+# Summary
+# -------
+#
+# - The backward of an exchange is an exchange that can be differentiated again, to any order.
+# - Compute forces with ``torch.autograd.grad(energies.sum(), pos)`` on all ranks at once.
+#   ``graph.sum(energies)`` has the same gradient.
+# - With a halo filled outside autograd, the energy is right and the forces are wrong, without an
+#   error.
+# - A loss on forces has the same losses and gradients as in one process, to rounding.
+#
 # Next: :doc:`tensor parallelism when nothing divides <06_nothing_divides>`.

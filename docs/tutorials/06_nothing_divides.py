@@ -109,16 +109,22 @@ def two_layers(rank):
 
 print("\n".join(ranks.run(two_layers)))
 
-# %% The script prints the shapes of the first weight, the hidden features and the second weight.
+# %%
+# The script prints the shapes of the first weight, the hidden features and the second weight.
 # Result and gradients equal those of one process, or ``assert_close`` would have raised. One call
 # in forward sums the partial results. One call in backward sums the gradients of ``x``. Every rank
-# calls ``backward()`` on its copy of the same loss, and the loss counts once.  Shard an existing
-# model -----------------------  :class:`varcomm.models.GPT` is made of plain modules, without code
-# for ranks. ``tp.parallelize`` replaces modules according to a plan, which maps names to layers.
-# Names may contain ``*``.  Queries, keys and values come from one fused layer. Its sizes are
-# therefore a list of three blocks, each of which is split separately. Attention needs complete
-# heads, so sizes are multiples of 8, the features per head. Five heads on three ranks are 2, 2 and
-# 1: balanced sizes differ by at most one, and the first ranks have the larger ones.
+# calls ``backward()`` on its copy of the same loss, and the loss counts once.
+#
+# Shard an existing model
+# -----------------------
+#
+# :class:`varcomm.models.GPT` is made of plain modules, without code for ranks. ``tp.parallelize``
+# replaces modules according to a plan, which maps names to layers. Names may contain ``*``.
+#
+# Queries, keys and values come from one fused layer. Its sizes are therefore a list of three
+# blocks, each of which is split separately. Attention needs complete heads, so sizes are multiples
+# of 8, the features per head. Five heads on three ranks are 2, 2 and 1: balanced sizes differ by at
+# most one, and the first ranks have the larger ones.
 
 HEAD = 8  # features per head
 

@@ -265,20 +265,35 @@ tasks = [
 print("\n".join(lines(*tasks)))
 folder.cleanup()
 
-# %% Environment variables ---------------------  ``vc.init()`` uses the first of these launchers
-# whose variables are set:  - *torchrun*: ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``. Ranks meet at
-# ``MASTER_ADDR`` and ``MASTER_PORT``. - *Open MPI*: ``OMPI_COMM_WORLD_RANK``,
-# ``OMPI_COMM_WORLD_SIZE`` and ``OMPI_COMM_WORLD_LOCAL_RANK``. Ranks meet on this host; on several
-# hosts, set ``MASTER_ADDR``. - *MPICH*: ``PMI_RANK``, ``PMI_SIZE`` and ``MPI_LOCALRANKID``. Ranks
-# meet as with Open MPI. - *SLURM*: ``SLURM_PROCID``, ``SLURM_STEP_NUM_TASKS`` and
-# ``SLURM_LOCALID``. Ranks meet on the first host of ``SLURM_STEP_NODELIST``. - *no launcher*: a
-# world of one rank.  If ``MASTER_ADDR`` and ``MASTER_PORT`` are set, they take precedence.
-# Otherwise the port is derived from the job id, so that two jobs on one host use different ports.
-# With ``vc.init("mpi")``, ranks need neither. Incomplete or contradictory variables raise a
-# ``LaunchError``.  Summary -------  - The script starts with ``world = vc.init()``, and uses
-# ``world.rank``, ``world.size`` and ``world.device``. - On SLURM, ``srun`` is enough. Use torchrun
-# to restart ranks after a failure, and ``vc.init("mpi")`` on clusters of CPUs. - Before a long job,
-# run the script for a minute on the full number of ranks, with ``vc.init(timeout=60)``. A wrong
-# network then fails soon.  Next: :doc:`find the rank that hangs
-# </generated/tutorials/10_finding_a_hang>`. For jobs that end before the training does, see
-# :doc:`/checkpoints`.
+# %%
+# Environment variables
+# ---------------------
+#
+# ``vc.init()`` uses the first of these launchers whose variables are set:
+#
+# - *torchrun*: ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``. Ranks meet at ``MASTER_ADDR`` and
+#   ``MASTER_PORT``.
+# - *Open MPI*: ``OMPI_COMM_WORLD_RANK``, ``OMPI_COMM_WORLD_SIZE`` and
+#   ``OMPI_COMM_WORLD_LOCAL_RANK``. Ranks meet on this host; on several hosts, set ``MASTER_ADDR``.
+# - *MPICH*: ``PMI_RANK``, ``PMI_SIZE`` and ``MPI_LOCALRANKID``. Ranks meet as with Open MPI.
+# - *SLURM*: ``SLURM_PROCID``, ``SLURM_STEP_NUM_TASKS`` and ``SLURM_LOCALID``. Ranks meet on the
+#   first host of ``SLURM_STEP_NODELIST``.
+# - *no launcher*: a world of one rank.
+#
+# If ``MASTER_ADDR`` and ``MASTER_PORT`` are set, they take precedence. Otherwise the port is
+# derived from the job id, so that two jobs on one host use different ports. With
+# ``vc.init("mpi")``, ranks need neither. Incomplete or contradictory variables raise a
+# ``LaunchError``.
+#
+# Summary
+# -------
+#
+# - The script starts with ``world = vc.init()``, and uses ``world.rank``, ``world.size`` and
+#   ``world.device``.
+# - On SLURM, ``srun`` is enough. Use torchrun to restart ranks after a failure, and
+#   ``vc.init("mpi")`` on clusters of CPUs.
+# - Before a long job, run the script for a minute on the full number of ranks, with
+#   ``vc.init(timeout=60)``. A wrong network then fails soon.
+#
+# Next: :doc:`find the rank that hangs </generated/tutorials/10_finding_a_hang>`. For jobs that end
+# before the training does, see :doc:`/checkpoints`.
