@@ -56,8 +56,8 @@ class Calculator(base.Calculator):
         ``call(model, graph)`` returns the energies in eV of the rank's atoms, floats of shape (n,),
         differentiable with respect to ``graph.pos``. None is ``model(graph)``.
     adapt : bool
-        False leaves out :func:`varcomm.graph.distribute`: for models with TorchScript, such as
-        MACE, that have no layers of PyTorch Geometric and no norms over atoms.
+        False leaves out :func:`varcomm.graph.distribute`. Use False for models in TorchScript, such
+        as MACE, without layers of PyTorch Geometric and without norms over atoms.
     backend : str or None
         As in :func:`varcomm.launch`; with ``"nccl"`` each rank computes on its own GPU.
     timeout : float or timedelta

@@ -133,7 +133,7 @@ def initial(points):
 # The loss is the final temperature at one point. Its gradient shows how much that temperature
 # depends on each initial temperature. Rank 1 owns the point, so the loss of the other ranks is
 # zero. They call ``backward`` as well: at each step, the backward of the exchange sends the
-# gradient of a halo row to its owner, which adds it to its own gradient.
+# gradient of a halo row to its owner. The owner adds this gradient to its own.
 
 POINT = 22
 

@@ -133,7 +133,7 @@ def test_wrong_ids_and_targets_are_found_when_the_graph_runs(worlds):
     for messages, count, _ in found:
         ids, targets = messages
         assert re.search(r"parallel_embedding.*out of range for 17 embeddings", ids)
-        assert re.search(r"target\[0, 0\] is -\d+, which is no class", targets)
+        assert re.search(r"target\[0, 0\] is -\d+, which is not a class", targets)
         assert count == 1
 
 

@@ -53,8 +53,8 @@ def full_state_dict(
     Raises
     ------
     ArgumentError, DisagreementError
-        On every rank, if `model` or `dst` is wrong, if a tensor is on the meta device, if shards
-        leave gaps or overlap, or if unsharded values differ between ranks.
+        On every rank, if `model` or `dst` is wrong, a tensor is on the meta device, shards leave
+        gaps or overlap, or unsharded values differ between ranks.
 
     See Also
     --------

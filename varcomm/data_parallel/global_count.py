@@ -16,8 +16,8 @@ __all__ = ["GlobalCount", "Reduce", "described", "divisor_of", "total_rows"]
 class GlobalCount:
     """Number of rows (samples, nodes, tokens) in the losses of all ranks.
 
-    Each rank's loss is a *sum* over its rows. With ``reduce=count``, gradients are of the mean over
-    the rows of all ranks. The number of rows may change in every step.
+    Each rank's loss is a *sum* over its rows. With ``reduce=count``, the sum is the gradient of the
+    mean over the rows of all ranks. The number of rows may change in every step.
 
     See Also
     --------

@@ -56,16 +56,15 @@ def sum_hook(state: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch
     Notes
     -----
     Run all micro-batches but the last in ``ddp.no_sync()``, and call ``zero_grad()`` before the
-    next. If a parameter has a gradient that was summed before and is not zero, backward raises
-    ArgumentError. Then the ``DistributedDataParallel`` cannot be used any more. A model that
-    communicates by itself needs ``dist.new_group()`` for the ``DistributedDataParallel`` and here.
-    If such a model leaves out parameters on some ranks, use :func:`sum_gradients`.
+    next. If the model itself communicates, pass one ``dist.new_group()`` to the
+    ``DistributedDataParallel`` and to ``register_comm_hook``. If such a model leaves out parameters
+    on some ranks, use :func:`sum_gradients`.
 
     Communication: as in :func:`sum_gradients`, begun when the bucket is full; the further rounds of
     all buckets begin with the last one. Floats narrower than 4 bytes travel narrow and are summed
     in fp32.
 
-    In one process: nothing: backward from the sum of the losses of all ranks.
+    In one process: backward of the sum of all ranks' losses.
 
     Examples
     --------

@@ -58,9 +58,9 @@ class _WithHalo(torch.Tensor):
 class EdgeShard(Numbering, Shard):
     """The edges of one type into nodes that this rank owns, and the halo of their sources.
 
-    Local ids of sources: ``0 ... n - 1`` are owned nodes, and ``n ... n + h - 1`` are the halo,
-    copies of other ranks' nodes that are sources of these edges, owner by owner. Targets are owned
-    nodes. With ``hops`` above one, edges into the halo and their attributes follow the owned edges.
+    Local ids of sources: ``0 ... n - 1`` are owned nodes. ``n ... n + h - 1`` are the halo, owner
+    by owner: copies of other ranks' nodes that are sources of these edges. Targets are owned nodes.
+    With ``hops`` above one, edges into the halo and their attributes follow the owned edges.
 
     Attributes
     ----------

@@ -41,14 +41,14 @@ class PartitionedGraph:
     """One rank's part of a graph: owned nodes, all edges into them, and their attributes.
 
     Built by :func:`partition` or :func:`from_edges`, and immutable. ``graph.x``,
-    ``graph.edge_attr``, ... are the rank's rows of the full graph's attributes, in the same order;
-    ``graph.num_owned`` counts the rank's nodes, ``graph.num_nodes`` and ``graph.num_edges`` count
-    all ranks. In ``graph.edge_index``, nodes ``0 ... n - 1`` are owned and ``n ... n + h - 1`` are
-    the halo, by owner.
+    ``graph.edge_attr``, ... are the rank's rows of the full graph's attributes, in the same order.
+    ``graph.num_owned`` counts the rank's nodes; ``graph.num_nodes`` and ``graph.num_edges`` count
+    the nodes and edges of all ranks. In ``graph.edge_index``, nodes ``0 ... n - 1`` are owned and
+    ``n ... n + h - 1`` are the halo, by owner.
 
     A heterogeneous graph has one shard per type: ``graph["paper"]`` is a :class:`NodeShard`,
-    ``graph["author", "writes", "paper"]`` is an :class:`EdgeShard` with its own halo and plan, and
-    a model receives ``graph.x_dict`` and ``graph.edge_index_dict``. A graph with one type has
+    ``graph["author", "writes", "paper"]`` is an :class:`EdgeShard` with its own halo and plan. A
+    model receives ``graph.x_dict`` and ``graph.edge_index_dict``. A graph with one type has
     ``graph.nodes`` and ``graph.edges``, and their members directly.
 
     Attributes
@@ -322,8 +322,8 @@ class PartitionedGraph:
         Collective: rank 0 draws with matplotlib. With `mesh`, it draws cells: the cells that are
         nodes, or for each point the nearest part of its cells. Volumes are drawn by their outer
         faces, with a second picture of the cells between ranks. Without `mesh`, it draws the
-        attribute ``pos``, (n, 2) or (n, 3), as dots; of more than 200,000 nodes, each rank draws
-        the same share, at random. Communication: at most 32 bytes per drawn node.
+        attribute ``pos``, (n, 2) or (n, 3), as dots. If there are more than 200,000 nodes, each
+        rank draws the same share, at random. Communication: at most 32 bytes per drawn node.
 
         Parameters
         ----------

@@ -46,9 +46,8 @@ def replicated(value: torch.Tensor, group: PartitionedGraph | GroupLike = None) 
     """Count a value once if every rank computed it identically.
 
     Use it for a loss or an energy that all ranks compute from equal values, such as results of
-    PyG's ``global_mean_pool``. Pools are exact operators, whose backward sums the gradients of all
-    ranks: a loss that each of P ranks computes from them would count P times. With this call, it
-    counts once::
+    PyG's ``global_mean_pool``. The backward of a pool sums the gradients of all ranks, so a loss
+    that each of P ranks computes from pools would count P times. With this call, it counts once::
 
         loss = replicated(F.cross_entropy(head(global_mean_pool(x, graph.batch)), y), graph)
         loss.backward()

@@ -76,7 +76,7 @@ class Work:
     flops : int
         Floating-point operations of matrix products, convolutions and attention.
     matmul_bytes, other_bytes : int
-        Bytes read and written by these, and by all other operators.
+        Bytes read and written by these operators, and by all other operators.
     kernels : int
         Operators that touch memory; each is a kernel on a GPU.
     memory : int

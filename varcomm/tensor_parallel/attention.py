@@ -318,7 +318,7 @@ class ParallelAttention(nn.Module):
     def forward(
         self, x: Tensor, rotary: Rotary | None = None, sequence_sizes: Sequence[int] | None = None
     ) -> Tensor:
-        """Return the attention of `x`, ``(S, *F, H)``, the sequence first, replicated or in parts.
+        """Return the attention of `x`, ``(S, *F, H)``, for the full sequence or this rank's part.
 
         ``rotary(heads)`` is applied to this rank's queries and keys, ``(S, *F, heads, head_dim)``
         of the whole sequence. `sequence_sizes` replace the layer's in this call.

@@ -100,8 +100,8 @@ class CheckpointWithoutOutput:
     block keeps the output. Streams, collectives and derivatives work as in :func:`checkpoint`.
 
     Without a block, as in Megatron-Core, :meth:`checkpoint` begins it and
-    :meth:`discard_output_and_register_recompute` ends it. If the code between them raises, nothing
-    ends it: prefer the block.
+    :meth:`discard_output_and_register_recompute` ends it. If the code between both calls raises,
+    the block stays open: prefer ``with``.
 
     See Also
     --------

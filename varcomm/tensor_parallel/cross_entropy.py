@@ -68,8 +68,8 @@ def vocab_parallel_cross_entropy(
     weight : torch.Tensor, optional
         Floats ``(sum(sizes),)``: a weight per class, complete and identical on all ranks.
     z_loss : float
-        Add ``z_loss * logsumexp(logits) ** 2`` per token, except for ignored tokens (Chowdhery et
-        al., "PaLM", 2022, section 5), without the weights of classes.
+        Add ``z_loss * logsumexp(logits) ** 2`` per token that is not ignored, without class weights
+        (Chowdhery et al., "PaLM", 2022, section 5).
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
 
@@ -93,8 +93,8 @@ def vocab_parallel_cross_entropy(
     Communication: one all-gather of three numbers per token, of 4 bytes for logits of up to 4
     bytes; nothing in backward.
 
-    Memory: beside logits and their gradient, some numbers per token and rank, and 4 MiB on a CPU;
-    with ``create_graph=True``, ``torch.func`` and in forward mode a few times the logits.
+    Memory: beside logits and their gradient, some numbers per token and rank, and 4 MiB on a CPU.
+    With ``create_graph=True``, ``torch.func`` and in forward mode, a few times the logits.
 
     In one process: :func:`torch.nn.functional.cross_entropy` of all logits, one token per row.
 

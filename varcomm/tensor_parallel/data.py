@@ -51,8 +51,8 @@ def broadcast_data(
     Raises
     ------
     ArgumentError, DisagreementError
-        On every rank, if `keys` or `dtype` is wrong or differs, or a tensor of the first rank is
-        missing, not dense, of another dtype, or on another device.
+        On every rank, if `keys` or `dtype` is wrong or differs. Also if a tensor of the first rank
+        is missing, not dense, of another dtype, or on another device.
 
     See Also
     --------

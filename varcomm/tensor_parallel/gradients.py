@@ -58,7 +58,7 @@ def grad_norm(
         group: compute a norm per group, and use :func:`torch.nn.utils.clip_grads_with_norm_`.
     DisagreementError
         On every rank, inside :func:`varcomm.debug`, if the gradients of an unsharded parameter
-        differ between ranks: its module runs on parts of heads or of a sequence, and needs
+        differ between ranks. Its module runs on parts of heads or of a sequence, and needs
         :func:`sequence_parallel`.
 
     See Also

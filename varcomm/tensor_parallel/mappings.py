@@ -268,8 +268,8 @@ def gather_from_sequence_parallel_region(
 
     tensor: This rank's part, ``sizes[rank]`` rows along `dim`.
     tensor_parallel_output_grad: True if gradients of the full tensor are partial, because a
-    tensor-parallel layer follows; False if all ranks use it identically: the adjoint is
-        :func:`scatter_to_sequence_parallel_region`.
+        tensor-parallel layer follows. False if all ranks use the tensor identically; the adjoint is
+        then :func:`scatter_to_sequence_parallel_region`.
     Returns: ``sum(sizes)`` rows along `dim`.
     See also: reduce_scatter_to_sequence_parallel_region, varcomm.all_gather_v.
     Adjoint: :func:`reduce_scatter_to_sequence_parallel_region`.

@@ -125,8 +125,8 @@ class RandomStreams:
 
         These are the CPU's generator and the current CUDA device's, if CUDA is in use. Afterwards
         they have their previous state. Blocks of different streams may be nested. Raises
-        ArgumentError if there is no such stream, or its block is open; if CUDA is used for the
-        first time inside; or inside :func:`torch.utils.checkpoint.checkpoint`: use
+        ArgumentError if the stream is unknown, its block is open, or CUDA is used for the first
+        time inside. Also inside :func:`torch.utils.checkpoint.checkpoint`: use
         :func:`varcomm.tensor_parallel.checkpoint`.
         """
         if name not in self._seeds:

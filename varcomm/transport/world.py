@@ -95,8 +95,8 @@ def init(backend: str | None = None, timeout: float | timedelta = 600.0) -> Worl
     ArgumentError
         If `timeout` is not a positive number or timedelta, or `backend` combines MPI with another.
     LaunchError
-        If the launcher's variables are wrong, the host has fewer GPUs than ranks, the ranks do not
-        find each other, or MPI has other ranks.
+        If the launcher's variables are wrong, the host has fewer GPUs than ranks, ranks do not find
+        each other, or MPI has other ranks.
     MissingPackageError
         If `backend` is MPI, and mpi4py or an MPI library is not installed.
 

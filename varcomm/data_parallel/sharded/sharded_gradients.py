@@ -38,8 +38,8 @@ __all__ = ["ShardedGradients"]
 class ShardedGradients(torch.optim.Optimizer):
     """Optimizer with sharded states: each rank updates its own pieces of the parameters.
 
-    Gradients are summed over ranks onto the ranks that own their pieces; :meth:`step` updates the
-    pieces and gathers them on all ranks, which have all parameters.
+    Gradients are summed over ranks, each piece on the rank that owns it. :meth:`step` updates the
+    pieces and gathers them: all ranks have all parameters.
 
     The constructor is collective: every rank passes the same model. Parameters, and buffers of a
     Module, get the values of rank 0. Parameters become contiguous views of one row per bucket.
@@ -76,9 +76,9 @@ class ShardedGradients(torch.optim.Optimizer):
     Raises
     ------
     ArgumentError
-        On every rank: if no parameter is trained, or one is lazy, sparse, a DTensor, in another
-        ShardedGradients, or shares memory with another tensor; if another argument is wrong. In
-        backward, on its rank, for ``create_graph=True`` and gradients of another dtype.
+        On every rank, if no parameter is trained, or an argument is wrong. Also if a parameter is
+        lazy, sparse, a DTensor, in another ShardedGradients, or shares memory with another tensor.
+        In backward, on its rank, for ``create_graph=True`` and gradients of another dtype.
     DisagreementError
         On every rank, if parameters, arguments, options of the optimizer or called methods differ.
 
@@ -423,8 +423,8 @@ class ShardedGradients(torch.optim.Optimizer):
 
         ``"state"`` and ``"param_groups"`` are as of other optimizers in a checkpoint; ``"masters"``
         has the masters. Tensors like a parameter are :class:`varcomm.sharding.Sharded`, with this
-        rank's elements: the optimizer's own, which ``varcomm.checkpoint`` saves and loads for any
-        number of ranks and any `sizes`.
+        rank's elements. They share memory with the optimizer, and ``varcomm.checkpoint`` saves and
+        loads them for any number of ranks and any `sizes`.
         """
         return self._states.state_dict()
 

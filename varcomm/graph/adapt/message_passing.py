@@ -39,7 +39,7 @@ def message_passing(
         "paper"]``; with halos of one hop.
     message : callable
         ``message(x_i, x_j, *edge_values)`` returns the messages of all edges, (E, *G), from the
-        rows of `x` at their targets and sources, (E, *F), and their edge values; E may be 0.
+        rows of `x` at targets and sources, (E, *F), and the edge values; E may be 0.
     x : torch.Tensor or pair of torch.Tensor
         A value of each owned node, (n, *F); or a pair as in PyG, for sources and for targets, of
         which the first travels.

@@ -91,7 +91,7 @@ def from_edges(
         On every rank, if the arguments of one rank are invalid.
     DisagreementError
         On every rank, if sizes, methods, or names, dtypes or shapes of attributes differ, or if a
-        node comes twice or not at all.
+        node is missing or repeated.
 
     See Also
     --------

@@ -53,8 +53,8 @@ def rebalance(graph: PartitionedGraph, weights: torch.Tensor | float) -> Partiti
     graph : PartitionedGraph
         With one type of nodes.
     weights : torch.Tensor or float
-        Measured cost of each owned node, finite and not negative, of shape (n,). Or this rank's
-        cost, such as measured seconds, which its nodes share evenly.
+        Measured cost of each owned node, finite and not negative, of shape (n,). Or one number, the
+        cost of this rank, such as measured seconds; its nodes share the cost evenly.
 
     Returns
     -------

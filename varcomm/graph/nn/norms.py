@@ -37,9 +37,9 @@ def global_norm(
         Of :data:`GLOBAL_NORMS`, or derived without a ``forward`` of its own. Its state dict does
         not change.
     graph : PartitionedGraph, NodeShard or EdgeShard
-        The rows. Of a graph: the nodes, or else the edges, of the type with as many rows as `x` on
-        all ranks at the first call. Rows that are equal on all ranks, such as pooled rows, are
-        normalised as in one process.
+        The rows. For a graph, the first call selects the type of nodes, or otherwise of edges,
+        whose number of rows matches `x` on all ranks. Rows that are equal on all ranks, such as
+        pooled rows, are normalised as in one process.
     in_layer : bool
         Whether `x` has a row for each edge that a layer computes with, in any number.
 
@@ -64,8 +64,8 @@ def global_norm(
     Use a module for one kind of rows only. Running statistics have the same bits on all ranks.
 
     Communication: in training, :func:`varcomm.all_reduce` of C sums and then of C squares, for C
-    channels, in the dtype of `x` or fp32. Norms other than ``BatchNorm`` send these per type or
-    graph, each with a count of 8 bytes. In evaluation with running statistics, nothing is sent.
+    channels, in the dtype of `x` or fp32. Other norms send these sums per type or graph, each with
+    a count of 8 bytes. In evaluation with running statistics, nothing is sent.
 
     In one process: ``module.forward``.
 

@@ -59,8 +59,8 @@ class Rows(Dataset[torch.Tensor]):
     node_type : str, optional
         The type of nodes, in a graph with several types.
     halo : {"exchange", "read"}, optional
-        Append the rows of the halo, (n + h, *F): by one exchange per sample, which all ranks read
-        in the same order; or read from the source. None: owned rows.
+        Append the rows of the halo, (n + h, *F): by one exchange per sample, or from the source.
+        With an exchange, all ranks read samples in the same order. None: owned rows.
     edge_type : tuple of str, optional
         The type of edges that has the halo, in a graph with several types.
     axis : int
