@@ -335,7 +335,7 @@ def reading_refused(rank, ranks, folder):
         (f"{folder}/classic.nc", {}, "('y', 'x'|'x', 'y').*Pass variable="),
         (f"{folder}/unsigned.zarr", {}, "_Unsigned"),
         (f"{folder}/array.npy", {"variable": "x"}, "without variables"),
-        (f"{folder}/text.txt", {}, "no zarr folder"),
+        (f"{folder}/text.txt", {}, "not a zarr folder"),
         (f"{folder}/broken.h5", {}, "cannot be read"),
         ([1, 2], {}, "source must be"),
         (array, {"halo": True}, "halo must be"),
@@ -407,7 +407,7 @@ def writing_refused(rank, folder):
     for path, more, message in [
         ("x.tif", {}, "must end in"),
         ("x.h5", {"chunk": 4}, "are for zarr"),
-        ("x.zarr", {"chunk": 4, "shard": 6}, "no multiple"),
+        ("x.zarr", {"chunk": 4, "shard": 6}, "not a multiple"),
         ("x.npy", {"dtype": torch.bfloat16}, "no counterpart"),
         ("x.nc", {"dtype": torch.complex64}, "NetCDF"),
         ("missing/x.npy", {}, "cannot be written"),
