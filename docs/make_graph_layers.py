@@ -70,7 +70,7 @@ HEAD = """\
 
 `varcomm.graph.distribute(model, graph)` accepts the layers marked exact: outputs, gradients and
 second derivatives equal one process, on any number of ranks. The tests run each layer in fp64, on
-three ranks of which one owns nothing. `distribute` refuses the other layers.
+three ranks, one of which owns nothing. `distribute` refuses the other layers.
 
 `docs/make_graph_layers.py` writes this page.
 
@@ -134,8 +134,8 @@ offsets to local ids.
 
 ## Aggregations
 
-These aggregations and your subclasses of `Aggregation` are exact as `aggr=` of a layer and, with
-`graph.batch`, as readouts. `Set2Set` is exact as a readout.
+These aggregations and your subclasses of `Aggregation` are exact in a layer, as `aggr=`, and in
+readouts with `graph.batch`. `Set2Set` is exact as a readout.
 
 {aggregations}
 

@@ -45,10 +45,10 @@ def generate(
     temperature : float
         Divisor of the logits before a token is drawn; 0 selects the most likely token.
     generator : torch.Generator, optional
-        Generator of the draws; None is torch's default generator. If the model is sharded, the
+        Generator of the draws; None means torch's default generator. If the model is sharded, the
         first rank of the group draws.
     context : int, optional
-        Number of last tokens that the model reads; None is all.
+        Number of last tokens that the model reads; None means all.
 
     Returns
     -------

@@ -130,9 +130,9 @@ class GPT(nn.Module):
     num_heads : int
         Heads of queries, a divisor of `hidden_size`.
     num_kv_heads : int, optional
-        Heads of keys and values, a divisor of `num_heads`; None is `num_heads`.
+        Heads of keys and values, a divisor of `num_heads`; None means `num_heads`.
     mlp_size : int, optional
-        Features between the layers of each SwiGLU; None is ``8 / 3 * hidden_size``.
+        Features between the layers of each SwiGLU; None means ``8 / 3 * hidden_size``.
     tied : bool
         Whether the head and the embedding share one weight.
     recompute : bool
@@ -238,7 +238,7 @@ class GPT(nn.Module):
     ) -> dict[str, Any]:
         """Return the sharding plan for ``parallelize(model, plan, group=group)``; collective.
 
-        Sizes are one int per rank, zeros allowed; None is balanced.
+        Sizes have one int per rank; zeros are allowed. None means balanced sizes.
 
         Parameters
         ----------
@@ -246,7 +246,7 @@ class GPT(nn.Module):
             Places of the sequence per rank, between layers (sequence parallelism). All ids must
             then have ``sum(sequence_sizes)`` places.
         group : ProcessGroup or DeviceMesh, optional
-            The ranks that share the model; None is the whole world.
+            The ranks that share the model; None means the whole world.
         head_sizes : sequence of int, optional
             Heads of keys and values per rank, with the heads of queries that they serve.
         mlp_sizes : sequence of int, optional

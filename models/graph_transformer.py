@@ -108,7 +108,7 @@ class GraphTransformer(nn.Module):
     num_heads : int
         Heads of attention, a divisor of `hidden_channels`.
     mlp_channels : int, optional
-        Features between the two wide layers of a block; None is ``4 * hidden_channels``.
+        Features between the two wide layers of a block; None means ``4 * hidden_channels``.
 
     Raises
     ------
@@ -212,12 +212,12 @@ class GraphTransformer(nn.Module):
     ) -> dict[str, Any]:
         """Return the sharding plan for ``parallelize(model, plan, group=group)``; collective.
 
-        Sizes are one int per rank, zeros allowed; None is balanced.
+        Sizes have one int per rank; zeros are allowed. None means balanced sizes.
 
         Parameters
         ----------
         group : ProcessGroup or DeviceMesh, optional
-            The ranks that share the model, all with the same nodes; None is the whole world.
+            The ranks that share the model, all with the same nodes; None means the whole world.
         head_sizes : sequence of int, optional
             Heads per rank.
         mlp_sizes : sequence of int, optional

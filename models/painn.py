@@ -159,10 +159,12 @@ class PaiNN(nn.Module):
         Number of blocks: the number of edges that a message can cross.
     radial_size : int
         Number of radial functions.
-    mean, scale : float
-        The energy of an atom is ``mean + scale * output`` of the last layer. Pass the mean and the
-        standard deviation of the energies, in their unit. They are buffers of the model, in torch's
-        default dtype.
+    mean : float
+        Mean of the energies, in their unit. The energy of an atom is ``mean + scale * output`` of
+        the last layer.
+    scale : float
+        Standard deviation of the energies, in their unit. Both numbers are buffers of the model, in
+        torch's default dtype.
 
     Raises
     ------

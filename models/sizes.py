@@ -36,7 +36,7 @@ def agreed_sizes(
     wholes : mapping of str to a pair
         For each argument name, its value (one int per rank, or None) and the total.
     group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
+        Ranks that take part; None means the whole world.
 
     Returns
     -------

@@ -115,7 +115,7 @@ class Transolver(nn.Module):
     num_slices : int
         Slices per head.
     mlp_channels : int, optional
-        Features between the two wide layers of a block; None is ``4 * hidden_channels``.
+        Features between the two wide layers of a block; None means ``4 * hidden_channels``.
 
     Raises
     ------
@@ -189,10 +189,10 @@ class Transolver(nn.Module):
             Features of this rank's points, (n, *F, in_channels), with any dimensions ``*F`` for
             samples at the same points.
         sizes : sequence of int, optional
-            Points per rank, zeros allowed, such as ``graph.node_sizes``. None: `x` has all points,
-            and the model does not communicate.
+            Points per rank, such as ``graph.node_sizes``. None: `x` has all
+            points, and the model does not communicate.
         group : ProcessGroup or DeviceMesh, optional
-            Ranks over which the points are spread; None is the whole world.
+            Ranks over which the points are spread; None means the whole world.
 
         Returns
         -------
@@ -274,10 +274,12 @@ class PointCrossAttention(nn.Module):
             Features of this rank's queries, (q, H).
         points : Tensor
             Features of this rank's points, (n, H).
-        query_sizes, point_sizes : sequence of int, optional
-            Queries and points per rank; pass both or none. None: this rank has all of them.
+        query_sizes : sequence of int, optional
+            Queries per rank. None: this rank has all queries and all points.
+        point_sizes : sequence of int, optional
+            Points per rank. Pass both sizes or none.
         group : ProcessGroup or DeviceMesh, optional
-            Ranks that take part; None is the whole world.
+            Ranks that take part; None means the whole world.
 
         Returns
         -------

@@ -54,7 +54,7 @@ class Calculator(base.Calculator):
         atom has moved by more than half of it.
     call : callable, optional
         ``call(model, graph)`` returns the energies in eV of the rank's atoms, floats of shape (n,),
-        differentiable with respect to ``graph.pos``. None is ``model(graph)``.
+        differentiable with respect to ``graph.pos``. None means ``model(graph)``.
     adapt : bool
         False leaves out :func:`varcomm.graph.distribute`. Use False for models in TorchScript, such
         as MACE, without layers of PyTorch Geometric and without norms over atoms.

@@ -141,7 +141,7 @@ class ShardSizes(tuple[int, ...]):
         """Collect the sizes from the number of rows on each rank; collective.
 
         All ranks raise ArgumentError if the number is invalid on one rank. `group` is a
-        ProcessGroup or DeviceMesh; None is the whole world.
+        ProcessGroup or DeviceMesh; None means the whole world.
         """
         # collectives import this module, and agreement only inside debug()
         from varcomm.transport.agreement import share

@@ -240,10 +240,10 @@ for rank, lists in enumerate(ranks.run(first_run)):
 # tensors of all ranks and leaves each rank its own rows of the sum.
 #
 # The drawings come from runs of ``follow``, a hidden function that marks each row and finds the
-# marks in the results. In each drawing, the upper half is forward, from left to right. The lower
-# half is backward, from right to left. The colour of a row is the rank that held the row at the
-# start of the arrow, and the number is the row's place on that rank. A row with several fields is
-# a sum.
+# marks in the results. In each drawing, the upper half shows the forward pass from left to right.
+# The lower half shows backward from right to left. The colour of a row is the rank that held the
+# row at the start of the arrow, and the number is the row's place on that rank. A row with several
+# fields is a sum.
 
 drawn = {
     "all_gather_v": ranks.run(

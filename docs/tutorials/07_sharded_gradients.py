@@ -153,7 +153,7 @@ print(
 # ---------------------
 #
 # Optimizer states are saved by parameter name. A plain optimizer in a plain script can therefore
-# load them. This code has not joined any ranks.
+# load them. This code runs in one process, without ``vc.init()``.
 
 net = make_net()
 adam = make_adam(net.parameters())

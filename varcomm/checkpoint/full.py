@@ -39,9 +39,9 @@ def full_state_dict(
     model : torch.nn.Module
         Parameters and buffers that are not sharded must be identical on all ranks.
     dst : int, optional
-        Rank of `group` that gets the state dict; None is all ranks.
+        Rank of `group` that gets the state dict; None means all ranks.
     group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
+        Ranks that take part; None means the whole world.
 
     Returns
     -------

@@ -56,7 +56,7 @@ def load(
         ``weight_map`` as Hugging Face writes it, or a folder with one of these. Their names match
         dotted keys: ``a.b`` goes to ``state["a"]["b"]`` or to parameter ``b`` of module ``a``.
     group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
+        Ranks that take part; None means the whole world.
     verify : bool
         Compare the digest of every file. Without it, sizes, shapes and dtypes are still checked,
         and altered values are loaded without an error.

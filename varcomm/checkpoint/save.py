@@ -74,7 +74,7 @@ def save(
         Copy all tensors to CPU memory, return a :class:`PendingSave`, and write in a thread. The
         next `save`, :func:`load` or :func:`read` waits for it and raises its error.
     group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
+        Ranks that take part; None means the whole world.
 
     Returns
     -------

@@ -61,7 +61,7 @@ def load_safetensors(
     strict : bool
         Refuse files with tensors that no rank loads.
     group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
+        Ranks that take part; None means the whole world.
 
     Raises
     ------
@@ -78,8 +78,8 @@ def load_safetensors(
     Notes
     -----
     Values are converted to the dtype of the model: between fp16, bf16, fp32 and fp64 with rounding
-    to nearest. All other dtypes must be equal. If several names share a parameter, the files need
-    only one of the names.
+    to nearest. All other dtypes must be equal. If several names share a parameter, the files must
+    contain one of the names.
 
     Communication: three rounds of small messages. No weight travels.
 

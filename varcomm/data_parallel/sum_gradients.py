@@ -40,7 +40,7 @@ def sum_gradients(
         Equal on every rank, in the same order; frozen parameters are ignored. A parameter without
         ``grad`` on this rank counts as zeros, and gets the sum.
     group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
+        Ranks that take part; None means the whole world.
     reduce : "sum", "mean" or GlobalCount
         Divisor of the sum: none, the number of ranks, or the number of rows that all ranks have
         counted since the last call.

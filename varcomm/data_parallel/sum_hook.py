@@ -33,7 +33,7 @@ def sum_hook(state: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch
     Parameters
     ----------
     state : ProcessGroup, DeviceMesh or None
-        The group that was given to the ``DistributedDataParallel``; None is the whole world.
+        The group that was given to the ``DistributedDataParallel``; None means the whole world.
     bucket : torch.distributed.GradBucket
         Passed by ``DistributedDataParallel``.
 

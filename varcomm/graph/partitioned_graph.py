@@ -53,8 +53,10 @@ class PartitionedGraph:
 
     Attributes
     ----------
-    node_shards, edge_shards : mapping
-        The rank's part of each type; the type is None in a graph with one type.
+    node_shards : mapping
+        The rank's nodes by type; the type is None in a graph with one type.
+    edge_shards : mapping
+        The rank's edges by type; the type is None in a graph with one type.
     attributes : mapping of str
         Attributes of the full graph.
     method : str
@@ -261,7 +263,7 @@ class PartitionedGraph:
         return max((shard.hops for shard in self.edge_shards.values()), default=1)
 
     def halo(self, x: torch.Tensor) -> torch.Tensor:
-        """Fetch the halo's rows, (h, *F), of owned ones, (n, *F)."""
+        """Fetch the rows of the halo, (h, *F), from owned rows, (n, *F)."""
         return self.edges.halo(x)
 
     @overload
@@ -434,7 +436,7 @@ class PartitionedGraph:
         folder : path
             As for :meth:`save`.
         group : ProcessGroup or DeviceMesh, optional
-            Ranks that take part; None is the whole world.
+            Ranks that take part; None means the whole world.
 
         Returns
         -------

@@ -62,7 +62,7 @@ def replicated(value: torch.Tensor, group: PartitionedGraph | GroupLike = None) 
     value : torch.Tensor
         Floats or complex, of any shape; the same bits on every rank.
     group : PartitionedGraph, ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
+        Ranks that take part; None means the whole world.
 
     Returns
     -------

@@ -29,10 +29,14 @@ class Report:
     ----------
     method : str
         The method that assigned the nodes.
-    owned, halo : tuple of int
-        Owned nodes and halo nodes per rank.
-    edges, cut : tuple of int
-        Edges per rank, and cut edges per rank.
+    owned : tuple of int
+        Owned nodes per rank.
+    halo : tuple of int
+        Halo nodes per rank.
+    edges : tuple of int
+        Edges per rank.
+    cut : tuple of int
+        Cut edges per rank.
     sent : tuple of int
         Rows that each rank sends in one exchange; it receives `halo` rows.
     neighbours : tuple of int
@@ -121,8 +125,10 @@ class Report:
 
         Parameters
         ----------
-        channels, itemsize : int
-            Values per node that the layer exchanges, and bytes per value.
+        channels : int
+            Values per node that the layer exchanges.
+        itemsize : int
+            Bytes per value.
         bandwidth : float
             Bytes per second that a rank can send, and receive at the same time.
         edge_rate : float
@@ -162,8 +168,11 @@ class Report:
 
         Parameters
         ----------
-        channels, itemsize : int
-            With `channels`, also ``"bytes_sent"`` and ``"bytes_received"`` of a layer per rank.
+        channels : int
+            Values per node. With them, the result also has ``"bytes_sent"`` and
+            ``"bytes_received"`` of a layer per rank.
+        itemsize : int
+            Bytes per value.
         **rates : float
             With `bandwidth` and `edge_rate`, also :meth:`communication_share`.
 

@@ -130,7 +130,7 @@ class Shard:
         x : torch.Tensor
             A value per owned row, (n, *F).
         dst : int, optional
-            Group rank of the receiver; None is every rank.
+            Group rank of the receiver; None means every rank.
 
         Returns
         -------

@@ -159,14 +159,14 @@ def all_gather_v(
         `tensor` may also be a scalar (one row), or a tuple, list or dictionary of tensors and None,
         with the same structure on all ranks.
     sizes : sequence of int, optional
-        Rows per rank along `dim`; zeros allowed, identical on all ranks. None: ranks exchange their
-        sizes first.
+        Rows per rank along `dim`, identical on all ranks; zeros are allowed. None: ranks exchange
+        their sizes first.
     dim : int
         Sharded dimension.
     use_fp32 : bool
-        In the adjoint: sum floats narrower than 4 bytes in fp32 and round once.
+        In the adjoint, sum floats narrower than 4 bytes in fp32 and round once.
     group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
+        Ranks that take part; None means the whole world.
     async_op : bool
         Return a :class:`~varcomm.Handle`; call its ``wait()``.
 

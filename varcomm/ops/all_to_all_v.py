@@ -93,8 +93,10 @@ def all_to_all_v(
     ----------
     tensor : torch.Tensor
         ``sum(send_sizes)`` rows along `dim`, the rows for rank 0 first; any dtype.
-    send_sizes, recv_sizes : sequence of int
-        Rows for, and from, each rank; zeros allowed.
+    send_sizes : sequence of int
+        Rows for each rank; zeros are allowed.
+    recv_sizes : sequence of int
+        Rows from each rank; zeros are allowed.
     dim : int
         The dimension that is split and concatenated.
     group, async_op
@@ -198,10 +200,14 @@ def transpose_v(
     tensor : torch.Tensor
         This rank's shard: ``concat_sizes[rank]`` rows along `concat_dim` and ``sum(split_sizes)``
         along `split_dim`; any dtype.
-    split_dim, concat_dim : int
-        The dimension that becomes sharded, and the dimension that becomes full.
-    split_sizes, concat_sizes : sequence of int
-        Rows per rank along these dimensions; zeros allowed, identical on all ranks.
+    split_dim : int
+        The dimension that becomes sharded.
+    concat_dim : int
+        The dimension that becomes full.
+    split_sizes : sequence of int
+        Rows per rank along `split_dim`; zeros are allowed. Identical on all ranks.
+    concat_sizes : sequence of int
+        Rows per rank along `concat_dim`; zeros are allowed. Identical on all ranks.
     group, async_op
         As in :func:`all_gather_v`.
 

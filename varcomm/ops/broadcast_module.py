@@ -29,7 +29,7 @@ def broadcast_module(model: torch.nn.Module, src: int = 0, group: GroupLike = No
     src : int
         The rank, within `group`, whose values count.
     group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
+        Ranks that take part; None means the whole world.
 
     Raises
     ------

@@ -39,8 +39,10 @@ class ExchangePlan(Routes):
         The ranks that take part.
     send_index : torch.Tensor
         Own rows that this rank sends, rows for rank 0 first; int64, shape (sum(send_counts),).
-    send_counts, recv_counts : tuple of int
-        Rows for, and from, each rank.
+    send_counts : tuple of int
+        Rows for each rank.
+    recv_counts : tuple of int
+        Rows from each rank.
     num_rows : int
         Rows that this rank owns.
     identity : int
@@ -106,7 +108,7 @@ class ExchangePlan(Routes):
             ``sizes[i][j]``: rows that rank i sends to rank j; identical on all ranks. Without it
             ranks exchange the counts.
         group : ProcessGroup or DeviceMesh, optional
-            Ranks that take part; None is the whole world.
+            Ranks that take part; None means the whole world.
 
         Raises
         ------
@@ -143,7 +145,7 @@ class ExchangePlan(Routes):
         sizes : sequence of int
             Rows that each rank owns: rank 0 the first ``sizes[0]`` global rows, and so on.
         group : ProcessGroup or DeviceMesh, optional
-            Ranks that take part; None is the whole world.
+            Ranks that take part; None means the whole world.
 
         Raises
         ------

@@ -84,7 +84,7 @@ def to_dtensor(
     dim : int
         Sharded dimension.
     group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
+        Ranks that take part; None means the whole world.
 
     Returns
     -------
@@ -157,7 +157,7 @@ def from_dtensor(dtensor: DTensor) -> tuple[torch.Tensor, ShardSpec]:
     ----------
     dtensor : torch.distributed.tensor.DTensor
         On a mesh of one dimension, with a placement ``Shard(dim)``, or ``RaggedShard((0,), units)``
-        where torch has it; any shape and dtype.
+        if torch has it; any shape and dtype.
 
     Returns
     -------
@@ -169,7 +169,8 @@ def from_dtensor(dtensor: DTensor) -> tuple[torch.Tensor, ShardSpec]:
     Raises
     ------
     ArgumentError, DisagreementError
-        If `dtensor` has no single ``Shard`` or not torch's rows; if ranks differ, inside debug().
+        If `dtensor` does not have exactly one placement ``Shard``, or is not split as torch splits
+        it. Inside :func:`varcomm.debug`, also if ranks differ.
 
     See Also
     --------

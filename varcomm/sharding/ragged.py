@@ -200,7 +200,7 @@ class RaggedSpec:
         Returns
         -------
         torch.Tensor
-            This rank's part of `target`, of its `local_shape`.
+            This rank's part of `target`, of shape ``target.local_shape``.
         """
         what = "RaggedSpec.redistribute"
         flat = self._flat(local, what)

@@ -112,7 +112,7 @@ class ShardSpec:
     def gather(self, local: torch.Tensor, dst: int | None = None) -> torch.Tensor:
         """Return the full tensor on every rank, or on rank `dst`; collective, differentiable.
 
-        Other ranks than `dst` get zero rows, as from :func:`varcomm.gather_v`.
+        Ranks other than `dst` receive zero rows, as from :func:`varcomm.gather_v`.
         """
         with checking("ShardSpec.gather", self.group):
             self.check_local(local)
@@ -182,8 +182,10 @@ def mark(param: T, spec: ShardSpec) -> T:
 
     Parameters
     ----------
-    param, spec : torch.Tensor, ShardSpec
-        The rows of this rank; their sizes, dimension and group.
+    param : torch.Tensor
+        The rows of this rank.
+    spec : ShardSpec
+        The sizes of all ranks, the sharded dimension, and the group.
 
     Returns
     -------

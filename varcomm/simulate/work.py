@@ -36,8 +36,10 @@ def world(size: int, rank: int = 0) -> Iterator[World]:
 
     Parameters
     ----------
-    size, rank : int
-        Number of ranks, and the rank of this process.
+    size : int
+        Number of ranks.
+    rank : int
+        Rank of this process.
 
     Yields
     ------
@@ -75,8 +77,10 @@ class Work:
     ----------
     flops : int
         Floating-point operations of matrix products, convolutions and attention.
-    matmul_bytes, other_bytes : int
-        Bytes read and written by these operators, and by all other operators.
+    matmul_bytes : int
+        Bytes that matrix products, convolutions and attention read and write.
+    other_bytes : int
+        Bytes that all other operators read and write.
     kernels : int
         Operators that touch memory; each is a kernel on a GPU.
     memory : int

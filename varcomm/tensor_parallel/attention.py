@@ -32,9 +32,13 @@ def attention(query: Tensor, key: Tensor, value: Tensor, causal: bool = True) ->
 
     Parameters
     ----------
-    query, key, value : torch.Tensor
-        Floats ``(S, *F, heads, D)``, ``(T, *F, kv_heads, D)`` and ``(T, *F, kv_heads, E)``; each
-        head of keys serves ``heads / kv_heads`` successive heads of queries, or there are none.
+    query : torch.Tensor
+        Floats ``(S, *F, heads, D)``.
+    key : torch.Tensor
+        Floats ``(T, *F, kv_heads, D)``. Each head of keys serves ``heads / kv_heads`` consecutive
+        heads of queries; both numbers may be 0.
+    value : torch.Tensor
+        Floats ``(T, *F, kv_heads, E)``.
     causal : bool
         Whether a query attends only to keys up to its own position; S must equal T.
 
@@ -158,8 +162,12 @@ def split_heads(
 
     Returns
     -------
-    query, key, value : torch.Tensor
-        ``(*F, n * queries_per_key, head_dim)``, and ``(*F, n, head_dim)`` twice.
+    query : torch.Tensor
+        ``(*F, n * queries_per_key, head_dim)``.
+    key : torch.Tensor
+        ``(*F, n, head_dim)``.
+    value : torch.Tensor
+        ``(*F, n, head_dim)``.
 
     Raises
     ------
@@ -203,19 +211,21 @@ class ParallelAttention(nn.Module):
     ----------
     hidden_size : int
         Features ``H`` of input and output.
-    num_heads, num_kv_heads : int
-        Heads of queries, and of keys and values, a divisor; None is `num_heads`.
+    num_heads : int
+        Heads of queries.
+    num_kv_heads : int, optional
+        Heads of keys and values, a divisor of `num_heads`. None means `num_heads`.
     head_dim : int, optional
-        Features per head; None is ``hidden_size / num_heads``, which must be an integer.
+        Features per head; None means ``hidden_size / num_heads``, which must be an integer.
     sizes : sequence of int, optional
-        Heads of keys and values per rank, with their heads of queries; zeros allowed; None is
-        balanced.
+        Heads of keys and values per rank, with their heads of queries; zeros are allowed. None
+        means balanced sizes.
     causal : bool
         Whether each position attends only to itself and earlier positions.
     bias : bool
         Whether both layers have a bias.
     group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
+        Ranks that take part; None means the whole world.
     replicate_kv : bool
         If `sizes` is None and the group has more ranks than heads of keys, several ranks read one
         head and split its heads of queries. False leaves these ranks without heads.
@@ -225,8 +235,10 @@ class ParallelAttention(nn.Module):
 
     Attributes
     ----------
-    qkv, out : ColumnParallelLinear, RowParallelLinear
-        Three fused blocks, for queries, keys and values; from the heads' results to the output.
+    qkv : ColumnParallelLinear
+        Layer with three fused blocks, for queries, keys and values.
+    out : RowParallelLinear
+        Layer from the heads' results to the output.
 
     Raises
     ------
@@ -239,8 +251,9 @@ class ParallelAttention(nn.Module):
 
     Notes
     -----
-    Communication: as the two layers; the constructor is collective. A rank that stores a head which
-    others read sends them its keys and values, and in backward receives their gradients.
+    Communication: as the two layers; the constructor is collective. If several ranks read one head,
+    the rank that stores the head sends its keys and values to the others, and in backward receives
+    their gradients.
 
     In one process: :func:`attention` between two :class:`torch.nn.Linear`.
 

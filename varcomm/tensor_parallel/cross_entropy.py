@@ -55,9 +55,9 @@ def vocab_parallel_cross_entropy(
     logits : torch.Tensor
         Floats ``(*T, sizes[rank])``: this rank's classes along the *last* dimension.
     target : torch.Tensor
-        int64 ``(*T)``: the class of each token, of all classes; identical on all ranks.
+        int64 ``(*T)``: the class of each token, counted over all ranks; identical on all ranks.
     sizes : sequence of int, optional
-        Classes per rank; zeros allowed. None asks all ranks.
+        Classes per rank; zeros are allowed. None: ranks exchange their sizes.
     label_smoothing : float
         Part of the target's mass that goes to all K classes, in [0, 1). Megatron distributes `s`
         over the K - 1 wrong classes: pass ``s * K / (K - 1)``.
@@ -71,7 +71,7 @@ def vocab_parallel_cross_entropy(
         Add ``z_loss * logsumexp(logits) ** 2`` per token that is not ignored, without class weights
         (Chowdhery et al., "PaLM", 2022, section 5).
     group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
+        Ranks that take part; None means the whole world.
 
     Returns
     -------
@@ -137,8 +137,10 @@ def linear_cross_entropy(
     ----------
     hidden : torch.Tensor
         Floats ``(*T, H)``, identical on all ranks; with `sequence_sizes`, this rank's part.
-    weight, bias : torch.Tensor
-        The head for this rank's classes: ``(sizes[rank], H)``, and ``(sizes[rank],)`` or None.
+    weight : torch.Tensor
+        Rows of the head for this rank's classes, ``(sizes[rank], H)``.
+    bias : torch.Tensor, optional
+        Bias of the head for this rank's classes, ``(sizes[rank],)``, or None.
     target : torch.Tensor
         int64 ``(*T)``: the class of each token, of all tokens; identical on all ranks.
     sizes, label_smoothing, ignore_index, reduction, z_loss, group
@@ -146,8 +148,8 @@ def linear_cross_entropy(
     class_weight : torch.Tensor, optional
         ``(sum(sizes),)``: a weight per class.
     sequence_sizes : sequence of int, optional
-        Rows of the first dimension of `hidden` per rank; zeros allowed. The rows are gathered, and
-        the gradient is scattered.
+        Rows of the first dimension of `hidden` per rank; zeros are allowed. The rows are gathered,
+        and the gradient is scattered.
 
     Returns
     -------

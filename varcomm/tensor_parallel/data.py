@@ -40,7 +40,7 @@ def broadcast_data(
     dtype : torch.dtype
         Of all tensors; identical on all ranks.
     group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
+        Ranks that take part; None means the whole world.
 
     Returns
     -------

@@ -58,13 +58,13 @@ def vocab_parallel_embedding(
     weight : torch.Tensor
         ``(sizes[rank], H)``: this rank's rows of the table.
     sizes : sequence of int, optional
-        Ids per rank, rank 0 first; zeros allowed. None asks all ranks.
+        Ids per rank, rank 0 first; zeros are allowed. None: ranks exchange their sizes.
     padding_idx : int, optional
         The id, of all ids, whose row gets no gradient.
     sequence_sizes : sequence of int, optional
-        Rows of `ids` along `sequence_dim` per rank; zeros allowed. None returns all rows.
+        Rows of `ids` along `sequence_dim` per rank; zeros are allowed. None returns all rows.
     group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
+        Ranks that take part; None means the whole world.
     sequence_dim : int
         Dimension of the sequence in `ids`: 0, or 1 for batch-first ids.
 
@@ -139,7 +139,7 @@ def feature_parallel_embedding(
     weight : torch.Tensor
         ``(V, sizes[rank])``: this rank's columns of the table.
     sizes : sequence of int, optional
-        Columns per rank; zeros allowed. None asks all ranks.
+        Columns per rank; zeros are allowed. None: ranks exchange their sizes.
     padding_idx, group
         As in :func:`vocab_parallel_embedding`.
 
@@ -435,14 +435,16 @@ class VocabParallelEmbedding(_ParallelEmbedding):
 
     Parameters
     ----------
-    num_embeddings, embedding_dim : int
-        Sizes of the full table.
+    num_embeddings : int
+        Rows of the full table.
+    embedding_dim : int
+        Columns of the full table.
     sizes : sequence of int, optional
-        Ids per rank; zeros allowed; None is balanced.
+        Ids per rank; zeros are allowed. None means balanced sizes.
     padding_idx : int, optional
         The id, of all ids, whose row starts as zeros and gets no gradient.
     group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
+        Ranks that take part; None means the whole world.
     **options
         `sequence_sizes` and `sequence_dim` as in :func:`vocab_parallel_embedding`; `device` and
         `dtype` of the weight.
@@ -451,8 +453,10 @@ class VocabParallelEmbedding(_ParallelEmbedding):
 
     Attributes
     ----------
-    weight, spec : torch.nn.Parameter, ShardSpec
-        This rank's rows, ``(sizes[rank], embedding_dim)``; how the table is sharded.
+    weight : torch.nn.Parameter
+        This rank's rows of the table, ``(sizes[rank], embedding_dim)``.
+    spec : ShardSpec
+        The sharding of the table.
 
     Raises
     ------
@@ -504,14 +508,16 @@ class FeatureParallelEmbedding(_ParallelEmbedding):
     num_embeddings, embedding_dim, padding_idx, group
         As for :class:`VocabParallelEmbedding`, which draws the same table from the same seed.
     sizes : sequence of int, optional
-        Columns per rank; zeros allowed; None is balanced.
+        Columns per rank; zeros are allowed. None means balanced sizes.
     **options
         `init`, `device` and `dtype`.
 
     Attributes
     ----------
-    weight, spec : torch.nn.Parameter, ShardSpec
-        This rank's columns, ``(num_embeddings, sizes[rank])``; how the table is sharded.
+    weight : torch.nn.Parameter
+        This rank's columns of the table, ``(num_embeddings, sizes[rank])``.
+    spec : ShardSpec
+        The sharding of the table.
 
     Raises
     ------

@@ -42,7 +42,7 @@ def grad_norm(
     norm_type : float
         The order ``p > 0``; ``inf`` is the largest absolute value.
     group : ProcessGroup or DeviceMesh, optional
-        Ranks that hold shards of the model; None is the whole world.
+        Ranks that hold shards of the model; None means the whole world.
     error_if_nonfinite : bool
         Raise torch's RuntimeError, on every rank, if the norm is NaN or infinite.
 

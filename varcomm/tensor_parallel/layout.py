@@ -285,7 +285,7 @@ def param_is_not_tensor_parallel_duplicate(param: Tensor, group: GroupLike = Non
     param : torch.Tensor
         A parameter of any shape; sharded if :func:`shard_spec` returns a spec.
     group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
+        Ranks that take part; None means the whole world.
 
     Returns
     -------

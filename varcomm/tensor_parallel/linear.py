@@ -60,10 +60,12 @@ def column_parallel_linear(
     x : torch.Tensor
         Floats ``(*F, K)``, identical on all ranks; with `sequence_sizes` this rank's part, of
         ``sequence_sizes[rank]`` rows along `sequence_dim`.
-    weight, bias : torch.Tensor
-        This rank's rows of the weight, ``(n, K)``, and of the bias, ``(n,)`` or None.
+    weight : torch.Tensor
+        This rank's rows of the weight, ``(n, K)``.
+    bias : torch.Tensor, optional
+        This rank's part of the bias, ``(n,)``, or None.
     sequence_sizes : sequence of int, optional
-        Rows of `x` along `sequence_dim` per rank; zeros allowed: sequence parallelism.
+        Rows of `x` along `sequence_dim` per rank; zeros are allowed. With them, the layer uses sequence parallelism.
     sequence_dim : int
         Dimension of the sequence, not the last: 0, or 1 for batch-first inputs.
     save : {"input", "gathered"}
@@ -73,7 +75,7 @@ def column_parallel_linear(
     use_fp32 : bool
         Sum floats narrower than 4 bytes in fp32 and round once.
     group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
+        Ranks that take part; None means the whole world.
 
     Returns
     -------
@@ -142,11 +144,12 @@ def row_parallel_linear(
     ----------
     x : torch.Tensor
         Floats ``(*F, n)``: this rank's columns of the input.
-    weight, bias : torch.Tensor
-        This rank's columns of the weight, ``(N, n)``, and the full bias, ``(N,)``, replicated, or
-        None. Its gradient is complete on every rank.
+    weight : torch.Tensor
+        This rank's columns of the weight, ``(N, n)``.
+    bias : torch.Tensor, optional
+        The full bias, ``(N,)``, replicated, or None. Its gradient is complete on every rank.
     sequence_sizes : sequence of int, optional
-        Rows of the output along `sequence_dim` per rank; zeros allowed: sequence parallelism.
+        Rows of the output along `sequence_dim` per rank; zeros are allowed. With them, the layer uses sequence parallelism.
     sequence_dim, use_fp32, group
         As in :func:`column_parallel_linear`.
 
@@ -359,15 +362,18 @@ class ColumnParallelLinear(_ParallelLinear):
 
     Parameters
     ----------
-    in_features, out_features : int
-        Features of the full layer.
+    in_features : int
+        Input features of the full layer.
+    out_features : int
+        Output features of the full layer.
     bias : bool
         Whether the layer has a bias, sharded like the outputs.
     sizes : sequence of int, or of such sequences, optional
-        Outputs per rank; zeros allowed; None is balanced. For several fused blocks (queries, keys
-        and values; gate and up), the outputs of each block; a rank has its part of every block.
+        Outputs per rank; zeros are allowed. None means balanced sizes. For several fused blocks
+        (queries, keys and values; gate and up), the outputs of each block; a rank has its part of
+        every block.
     group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
+        Ranks that take part; None means the whole world.
     **options
         `gather_output`: return all outputs, replicated. `multiple_of`: shard in units of this
         number of outputs, such as the features of a head. `sequence_sizes`, `sequence_dim`, `save`
@@ -377,8 +383,12 @@ class ColumnParallelLinear(_ParallelLinear):
 
     Attributes
     ----------
-    weight, bias, spec : torch.nn.Parameter, torch.nn.Parameter or None, ShardSpec
-        This rank's rows, ``(spec.local, in_features)``, and part, and how both are sharded.
+    weight : torch.nn.Parameter
+        This rank's rows of the weight, ``(spec.local, in_features)``.
+    bias : torch.nn.Parameter or None
+        This rank's part of the bias, ``(spec.local,)``.
+    spec : ShardSpec
+        The sharding of weight and bias.
 
     Raises
     ------
@@ -450,7 +460,7 @@ class RowParallelLinear(_ParallelLinear):
     bias : bool
         Whether the layer has a bias: replicated, with a gradient that is complete on every rank.
     sizes : sequence of int, or of such sequences, optional
-        Inputs per rank, of each fused block; zeros allowed; None is balanced.
+        Inputs per rank, of each fused block; zeros are allowed. None means balanced sizes.
     **options
         `input_is_parallel`: False if the input has all features. `multiple_of`: shard in units of
         this number of inputs. `sequence_sizes`, `sequence_dim` and `use_fp32` as in
@@ -458,8 +468,12 @@ class RowParallelLinear(_ParallelLinear):
 
     Attributes
     ----------
-    weight, bias, spec : torch.nn.Parameter, torch.nn.Parameter or None, ShardSpec
-        This rank's columns, ``(out_features, spec.local)``, the full bias, and the weight's shards.
+    weight : torch.nn.Parameter
+        This rank's columns of the weight, ``(out_features, spec.local)``.
+    bias : torch.nn.Parameter or None
+        The full bias, ``(out_features,)``.
+    spec : ShardSpec
+        The sharding of the weight.
 
     Raises
     ------

@@ -57,11 +57,11 @@ _TYPES = {
     "group": "ProcessGroup or DeviceMesh, optional",
 }
 _RECURRING = """
-sizes: Rows per rank along `dim`; zeros allowed, identical on all ranks. None is balanced if
-    `tensor` is whole; otherwise it asks all ranks.
+sizes: Rows per rank along `dim`, identical on all ranks; zeros are allowed. None means balanced
+    sizes if `tensor` is the full tensor; otherwise ranks exchange their sizes.
 dim: Sharded dimension.
 use_fp32: Sum floats narrower than 4 bytes in fp32 and round once.
-group: Ranks that take part; None is the whole world.
+group: Ranks that take part; None means the whole world.
 """
 
 
@@ -328,8 +328,8 @@ def all_to_all(
     """Assume nothing, and send rows to every rank, like :func:`varcomm.all_to_all_v`.
 
     tensor: ``sum(input_split_sizes)`` rows along `dim`, those for rank 0 first.
-    output_split_sizes: Rows from each rank; None asks all ranks.
-    input_split_sizes: Rows for each rank; None is balanced.
+    output_split_sizes: Rows from each rank; None: ranks exchange their sizes.
+    input_split_sizes: Rows for each rank; None means balanced sizes.
     Returns: ``sum(output_split_sizes)`` rows along `dim`, sender by sender.
     See also: all_to_all_sp2hp, varcomm.all_to_all_v.
     Adjoint: :func:`all_to_all`.
@@ -358,8 +358,8 @@ def all_to_all_sp2hp(
     """Assume nothing, and convert parts of the sequence into shards of the hidden dimension.
 
     tensor: This rank's part of the sequence, ``(sequence_sizes[rank], *F, H)``.
-    sequence_sizes: Rows of the first dimension per rank; None asks all ranks.
-    hidden_sizes: Columns of the last dimension per rank; None is balanced.
+    sequence_sizes: Rows of the first dimension per rank; None: ranks exchange their sizes.
+    hidden_sizes: Columns of the last dimension per rank; None means balanced sizes.
     Returns: ``(sum(sequence_sizes), *F, hidden_sizes[rank])``.
     See also: all_to_all_hp2sp, varcomm.transpose_v.
     Adjoint: :func:`all_to_all_hp2sp`.
@@ -387,8 +387,8 @@ def all_to_all_hp2sp(
     """Assume nothing, and convert shards of the hidden dimension into parts of the sequence.
 
     tensor: This rank's columns, ``(sum(sequence_sizes), *F, hidden_sizes[rank])``.
-    sequence_sizes: Rows of the first dimension per rank; None is balanced.
-    hidden_sizes: Columns of the last dimension per rank; None asks all ranks.
+    sequence_sizes: Rows of the first dimension per rank; None means balanced sizes.
+    hidden_sizes: Columns of the last dimension per rank; None: ranks exchange their sizes.
     Returns: ``(sequence_sizes[rank], *F, sum(hidden_sizes))``.
     See also: all_to_all_sp2hp, varcomm.transpose_v.
     Adjoint: :func:`all_to_all_sp2hp`.
@@ -493,7 +493,7 @@ def vocab_range(sizes: Sequence[int], rank: int) -> tuple[int, int]:
     Parameters
     ----------
     sizes : sequence of int
-        Ids per rank; zeros allowed, identical on all ranks.
+        Ids per rank, identical on all ranks; zeros are allowed.
     rank : int
         The rank that owns the ids.
 

@@ -80,7 +80,7 @@ def parallelize(
     sequence_sizes : sequence of int, optional
         Of ``"column"``, ``"row"`` and ``"embedding"`` layers: sequence parallelism.
     group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
+        Ranks that take part; None means the whole world.
     sequence_dim : int
         Dimension of the sequence: 0, or 1 for batch-first models.
     replicate_kv : bool
@@ -376,7 +376,7 @@ def sequence_parallel(module: M, group: GroupLike = None) -> M:
         Its ``forward`` reads its own parameters by name, as LayerNorm and RMSNorm do; those of
         submodules are not included.
     group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
+        Ranks that take part; None means the whole world.
 
     Returns
     -------

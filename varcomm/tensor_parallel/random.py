@@ -43,15 +43,15 @@ _REPLAYING = (__file__, str(Path(__file__).with_name("checkpoint.py")))
 class RandomStreams:
     """Streams of random numbers, each with its own seed; the constructor is collective.
 
-    ``"replicated"`` is identical on all ranks of the group, for replicated activations,
-    ``"sharded"`` different on each rank, for sharded ones. :meth:`add` adds more.
+    The stream ``"replicated"`` is identical on all ranks of the group, for replicated activations.
+    The stream ``"sharded"`` differs on each rank, for sharded activations. :meth:`add` adds more.
 
     Parameters
     ----------
     seed : int
         Identical on all ranks of the group.
     group : ProcessGroup or DeviceMesh, optional
-        Ranks that hold shards of one model; None is the whole world.
+        Ranks that hold shards of one model; None means the whole world.
     **coordinates : int
         Position of this group among others, identical on all its ranks. Replicas of the model draw
         the same numbers unless they differ here: ``data=mesh["data"].get_local_rank()``.

@@ -32,7 +32,7 @@ def dot_test(
     x : torch.Tensor
         This rank's input, of floats or complex numbers.
     group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
+        Ranks that take part; None means the whole world.
     rtol : float, optional
         Largest difference relative to ``<|A x|, |y|>``; by default 64 times the rounding error of
         the dtype.

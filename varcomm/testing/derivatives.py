@@ -43,7 +43,7 @@ def gradcheck(
     *inputs : torch.Tensor
         This rank's inputs, in fp64 or complex128; the same number on every rank, of any shapes.
     group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
+        Ranks that take part; None means the whole world.
     eps : float
         Step of a coordinate.
     tol : float

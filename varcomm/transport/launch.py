@@ -63,7 +63,7 @@ def launch(
 
     Works in a script, a notebook and a doctest, with functions, lambdas and closures defined there.
     Each rank runs torch with ``max(1, cpu_count // world_size)`` threads. `fn` may launch further
-    ranks; the import of a module on a rank may not.
+    ranks; a module that a rank imports must not.
 
     Parameters
     ----------

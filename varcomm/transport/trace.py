@@ -17,9 +17,11 @@ class Call:
     ----------
     name : str
         The operation. A step in backward has the name of the adjoint.
-    sent_to, received_from : dict of int to int
-        Bytes per peer, by its world rank, in one message each. A collective of the engine may also
-        forward bytes of other ranks.
+    sent_to : dict of int to int
+        Sent bytes by world rank of the peer, in one message each. A collective of the engine may
+        also forward bytes of other ranks.
+    received_from : dict of int to int
+        Received bytes by world rank of the peer, in one message each.
 
     See Also
     --------
@@ -55,10 +57,14 @@ class Traffic:
     ----------
     calls : int
         Calls; for one peer, the calls with a message.
-    messages_sent, messages_received : int
-        Messages, one per call and peer.
-    sent, received : int
-        Bytes.
+    messages_sent : int
+        Sent messages, one per call and peer.
+    messages_received : int
+        Received messages, one per call and peer.
+    sent : int
+        Sent bytes.
+    received : int
+        Received bytes.
 
     See Also
     --------

@@ -44,8 +44,10 @@ class World:
 
     Attributes
     ----------
-    rank, size : int
-        This rank, and the number of ranks.
+    rank : int
+        The index of this rank.
+    size : int
+        The number of ranks.
     local_rank : int
         The index of this rank on its host.
     device : torch.device

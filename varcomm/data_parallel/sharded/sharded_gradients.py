@@ -56,9 +56,9 @@ class ShardedGradients(torch.optim.Optimizer):
         an element must not depend on the rest of its parameter, unless `sizes` is
         ``"whole-parameters"``.
     group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
+        Ranks that take part; None means the whole world.
     sizes : "balanced", "whole-parameters" or sequence of int
-        Elements per rank; a list, zeros allowed, sums to the number of trained elements.
+        Elements per rank. A list sums to the number of trained elements; zeros are allowed.
         ``"whole-parameters"``: each parameter has one owner, whose optimizer gets it in its own
         shape, as Muon needs it.
     reduce : "mean", "sum" or GlobalCount
@@ -421,17 +421,19 @@ class ShardedGradients(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the optimizer by the names of parameters.
 
-        ``"state"`` and ``"param_groups"`` are as of other optimizers in a checkpoint; ``"masters"``
-        has the masters. Tensors like a parameter are :class:`varcomm.sharding.Sharded`, with this
-        rank's elements. They share memory with the optimizer, and ``varcomm.checkpoint`` saves and
-        loads them for any number of ranks and any `sizes`.
+        ``"state"`` and ``"param_groups"`` have the form of other optimizers in a checkpoint;
+        ``"masters"`` has the masters. Tensors like a parameter are
+        :class:`varcomm.sharding.Sharded`, with this rank's elements. They share memory with the
+        optimizer, and ``varcomm.checkpoint`` saves and loads them for any number of ranks and any
+        `sizes`.
         """
         return self._states.state_dict()
 
     def state_dict_for(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Return tensors to load a saved state into, if the optimizer has no state yet.
 
-        `saved` has the structure of the result of :meth:`state_dict`, with any tensors.
+        `saved` has the same structure as the result of :meth:`state_dict`; its tensors may have any
+        values.
         """
         return self._states.state_dict_for(saved)
 

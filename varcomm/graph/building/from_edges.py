@@ -63,7 +63,7 @@ def from_edges(
         Nodes that each rank describes: rank 0 the first ``sizes[0]`` nodes, and so on; zeros
         allowed, identical on all ranks.
     group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
+        Ranks that take part; None means the whole world.
     node_attrs : mapping of str to torch.Tensor, optional
         Attributes of the nodes that this rank describes, (sizes[rank], *F), or of the nodes in
         `node_ids`. Names, dtypes and ``*F`` are identical on all ranks.

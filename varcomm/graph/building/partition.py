@@ -72,7 +72,7 @@ def partition(
         lengths are refused, and so are lists of rows, and node ids such as ``face`` and
         ``edge_label_index``. Numeric arrays become tensors.
     group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
+        Ranks that take part; None means the whole world.
     method : str or torch.Tensor or numpy.ndarray or mapping of str, optional
         A method of :func:`assign`: ``"metis"``, ``"rcb"``, ``"hilbert"``, ``"block"`` or
         ``"random"``. Or the rank of each node, (N,), by type of node if there are several. None

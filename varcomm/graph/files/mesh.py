@@ -75,7 +75,7 @@ class Mesh:
         Parameters
         ----------
         path : path
-            A file ``.vtu``, which is replaced; its folder must exist.
+            Path of the ``.vtu`` file; an existing file is replaced. Its folder must exist.
         **fields : torch.Tensor or numpy.ndarray
             Values of all nodes, (N, *F), by name. Further dimensions are flattened. A field of the
             file with the same name is replaced.
@@ -196,7 +196,7 @@ def read_mesh(
         Group rank that reads the file alone. The call is collective then: an error is raised on
         every rank.
     group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part with `src`; None is the whole world.
+        Ranks that take part with `src`; None means the whole world.
 
     Returns
     -------

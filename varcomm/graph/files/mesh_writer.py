@@ -152,7 +152,7 @@ class MeshWriter:
         Parameters
         ----------
         time : float, optional
-            The time of the step, equal on all ranks; None is the number of the step.
+            The time of the step, equal on all ranks; None means the number of the step.
         **fields : torch.Tensor or numpy.ndarray
             Values of the owned nodes, (n, *F), by name. Further dimensions are flattened.
 

@@ -30,8 +30,8 @@ Side = PartitionedGraph | Shard | None
 class Transfer:
     """Rows of one partition from another; made by :func:`transfer` or :func:`remap`.
 
-    A linear operator: ``transfer(x)`` of the old partition's rows, (n_old, *F), returns the new
-    partition's rows, (n_new, *F). Its derivatives are exact, of any order.
+    A linear operator: ``transfer(x)`` maps the rows of the old partition, (n_old, *F), to the rows
+    of the new partition, (n_new, *F). Its derivatives are exact, of any order.
 
     Attributes
     ----------
@@ -129,11 +129,13 @@ def transfer(old: Side, new: Side) -> Transfer:
 
     Parameters
     ----------
-    old, new : PartitionedGraph or NodeShard or EdgeShard
-        Two partitions of the same rows: of the nodes of a graph with one type, of the nodes of one
-        type, ``graph["paper"]``, or of edges, ``graph.edges``. The group of one partition must
-        contain the group of the other. On ranks without a partition, pass None. If a rank passes
-        None for both, all ranks of the world raise an error.
+    old : PartitionedGraph or NodeShard or EdgeShard
+        The present partition: a graph with one type of nodes, the nodes of one type,
+        ``graph["paper"]``, or edges, ``graph.edges``. A rank outside this partition passes None.
+    new : PartitionedGraph or NodeShard or EdgeShard
+        Another partition of the same rows. A rank outside it passes None. The group of one
+        partition must contain the group of the other. If a rank passes None for both, all ranks of
+        the world raise an error.
 
     Returns
     -------
@@ -202,13 +204,15 @@ def remap(
 
     Parameters
     ----------
-    old, new : PartitionedGraph or NodeShard or EdgeShard
-        Partitions of two meshes, on the same ranks or as in :func:`transfer`.
+    old : PartitionedGraph or NodeShard or EdgeShard
+        Partition of the old mesh.
+    new : PartitionedGraph or NodeShard or EdgeShard
+        Partition of the new mesh, on the same ranks or as in :func:`transfer`.
     parents : torch.Tensor
         Ids in the old mesh of the parents of this rank's new rows, in their order; int64 of shape
         (n_new,) or (n_new, k), -1 for none. None on ranks without the new mesh.
     weights : torch.Tensor, optional
-        A weight per parent, finite, of the shape of `parents`; None is the same weight for all.
+        A weight per parent, finite, of the shape of `parents`; None means the same weight for all.
     conserve : bool
         False interpolates: a new row is the weighted sum of its parents, by default their mean,
         and zero without parents. True shares amounts: each old row is divided among its children in

@@ -47,7 +47,7 @@ def knn(pos: torch.Tensor, k: int, group: GroupLike = None) -> PartitionedGraph:
         Edges into each node, from its `k` nearest nodes by (distance, id). Nodes at the same
         position are neighbours.
     group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
+        Ranks that take part; None means the whole world.
 
     Returns
     -------

@@ -133,7 +133,7 @@ def radius(
     cutoff : float
         Largest length of an edge, included.
     group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
+        Ranks that take part; None means the whole world.
     cell : torch.Tensor or array, optional
         Vectors of the cell as rows, (D, D), regular, identical on all ranks. A vector that is not
         periodic must be given too; its length has no effect.

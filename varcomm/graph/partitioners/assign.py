@@ -162,7 +162,7 @@ def assign_sharded(
     method : {"hilbert", "rcb"}
         As in :func:`assign`.
     group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
+        Ranks that take part; None means the whole world.
     node_weight : torch.Tensor, optional
         Cost of each node: non-negative integers of shape (n,); on all ranks or on none.
 

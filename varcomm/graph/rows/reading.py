@@ -222,7 +222,7 @@ class Rows(Dataset[torch.Tensor]):
         Parameters
         ----------
         order : iterable of int, optional
-            Samples to read, which may repeat; None is all of them in order.
+            Samples to read, which may repeat; None means all of them in order.
         ahead : int
             Samples that may be read ahead and kept in memory.
 
@@ -274,7 +274,7 @@ class Rows(Dataset[torch.Tensor]):
         batch_size : int
             Samples per batch; a batch is (B, n, *F).
         samples : sequence of int, optional
-            The samples to draw from, such as those for training; None is all.
+            The samples to draw from, such as those for training; None means all.
         shuffle : bool
             Draw in a random order, which differs in each epoch.
         seed : int

@@ -35,7 +35,7 @@ class RowWriter:
 
     One exchange per sample moves rows, so that each rank writes whole chunks; no chunk is written
     by two ranks. A block partition moves at most the rows of the chunks at its borders. Otherwise
-    each rank writes an equal share of the chunks, so a rank holds its own rows and 1/P of all.
+    each rank writes an equal share of the chunks, so a rank holds its own rows and 1/P of all rows.
 
     The file has its name once :meth:`close` has returned on every rank; until then it is
     ``<path>.part``. All methods are collective, and an error on one rank is raised on all ranks.
@@ -67,9 +67,10 @@ class RowWriter:
         The name of the array in the file; ``.npy`` has none.
     node_type : str, optional
         The type of nodes, in a graph with several types.
-    chunk, shard : int, optional
-        For zarr, rows per chunk, and rows per shard file, a multiple of `chunk`. None: chunks of
-        about 1 MiB, each a file. The other formats are contiguous.
+    chunk : int, optional
+        Rows per chunk, for zarr; the other formats are contiguous. None: chunks of about 1 MiB.
+    shard : int, optional
+        Rows per shard file, for zarr, a multiple of `chunk`. None: each chunk is a file.
 
     Raises
     ------
