@@ -64,10 +64,10 @@ def load(
     Raises
     ------
     ArgumentError, DisagreementError
-        On every rank, if there is no checkpoint, or ranks find different ones. Also if a file is
-        missing, cut or altered, if keys, shapes or dtypes do not match, or if a tensor cannot be
-        overwritten. In these cases nothing is changed. If an object refuses its state, every rank
-        raises as well, but tensors have been overwritten.
+        On every rank, if there is no checkpoint, or ranks find different ones. Also raised if a
+        file is missing, cut or altered, if keys, shapes or dtypes do not match, or if a tensor
+        cannot be overwritten. In these cases nothing is changed. If an object refuses its state,
+        every rank raises as well, but tensors have been overwritten.
 
     See Also
     --------

@@ -66,10 +66,11 @@ def load_safetensors(
     Raises
     ------
     ArgumentError, DisagreementError
-        On every rank, if files are missing, damaged, or differ between ranks. Also if a name is
-        missing in the files, a shape differs, a dtype cannot be converted, or a tensor on the meta
-        device is not in the state dict. Then nothing is changed. Also if a file has different
-        values for two names that share a parameter; then parameters may have been overwritten.
+        On every rank, if files are missing, damaged, or differ between ranks. Also raised if a name
+        is missing in the files, or a shape or dtype does not match. Also raised if a tensor on the
+        meta device is not in the state dict. Then nothing is changed. Also raised if a file has
+        different values for two names that share a parameter; then parameters may have been
+        overwritten.
 
     See Also
     --------

@@ -366,9 +366,9 @@ class PartitionedGraph:
         Parameters
         ----------
         owner : torch.Tensor or str
-            New rank of each owned node, int64 of shape (n,). With several types of nodes, a dict by
-            type; nodes of a missing type stay. Or ``"rcb"`` or ``"hilbert"``: as in
-            :func:`assign_sharded`, from the attribute ``pos``.
+            New rank of each owned node, int64 of shape (n,). With several types of nodes, pass a
+            dict by type; nodes of a missing type stay. ``"rcb"`` or ``"hilbert"`` assign owners as
+            in :func:`assign_sharded`, from the attribute ``pos``.
         node_attrs : mapping of str to torch.Tensor, optional
             Values of attributes, (n, *F), that replace or join those of the graph, such as the
             current positions; by type of node if there are several.
@@ -417,8 +417,8 @@ class PartitionedGraph:
         ------
         ArgumentError
             On every rank, if a rank cannot write, or if the folder has other content, which is
-            kept. Also if a value of the full graph is not a tensor, number, string, or list, set,
-            tuple or dict of them.
+            kept. Also raised if a value of the full graph is not a tensor, number, string, or list,
+            set, tuple or dict of them.
         """
         from varcomm.graph.files.saved import save
 

@@ -169,12 +169,12 @@ class Report:
         Parameters
         ----------
         channels : int
-            Values per node. With them, the result also has ``"bytes_sent"`` and
+            Values per node. If `channels` is passed, the result also has ``"bytes_sent"`` and
             ``"bytes_received"`` of a layer per rank.
         itemsize : int
             Bytes per value.
         **rates : float
-            With `bandwidth` and `edge_rate`, also :meth:`communication_share`.
+            Arguments of :meth:`communication_share`, whose result is then included.
 
         Raises
         ------

@@ -106,7 +106,7 @@ def all_to_all_v(
     -------
     torch.Tensor or Handle
         ``sum(recv_sizes)`` rows along `dim`, sender by sender; dtype of `tensor`. For ``dim != 0``
-        a transposed view of contiguous memory.
+        the result is a transposed view of contiguous memory.
 
     Raises
     ------

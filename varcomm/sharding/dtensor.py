@@ -89,8 +89,9 @@ def to_dtensor(
     Returns
     -------
     torch.distributed.tensor.DTensor
-        With the full shape and the placement ``Shard(dim)`` or, for other sizes than torch's,
-        ``RaggedShard((0,), sizes)``; on `group` if that is a mesh, else on an unnamed mesh.
+        A DTensor with the full shape and the placement ``Shard(dim)`` or, for sizes that differ
+        from torch's, ``RaggedShard((0,), sizes)``. Its mesh is `group` if that is a mesh, otherwise
+        an unnamed mesh.
 
     Raises
     ------

@@ -195,7 +195,7 @@ class RaggedSpec:
         local : torch.Tensor
             This rank's part, as :meth:`shard` returns it, or flat.
         target : RaggedSpec
-            Of the same shape and group.
+            A spec of the same shape and group.
 
         Returns
         -------

@@ -154,7 +154,7 @@ def linear_cross_entropy(
     Returns
     -------
     torch.Tensor
-        As :func:`vocab_parallel_cross_entropy`, with the same errors.
+        The loss, as from :func:`vocab_parallel_cross_entropy`, with the same errors.
 
     Raises
     ------

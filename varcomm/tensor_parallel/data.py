@@ -38,7 +38,7 @@ def broadcast_data(
     data : mapping of keys to torch.Tensor, or None
         On the first rank, tensors of any shapes, on one device. Other ranks may pass None.
     dtype : torch.dtype
-        Of all tensors; identical on all ranks.
+        The dtype of all tensors; identical on all ranks.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None means the whole world.
 
@@ -51,8 +51,8 @@ def broadcast_data(
     Raises
     ------
     ArgumentError, DisagreementError
-        On every rank, if `keys` or `dtype` is wrong or differs. Also if a tensor of the first rank
-        is missing, not dense, of another dtype, or on another device.
+        On every rank, if `keys` or `dtype` is wrong or differs. Also raised if a tensor of the
+        first rank is missing, not dense, of another dtype, or on another device.
 
     See Also
     --------

@@ -65,7 +65,8 @@ def column_parallel_linear(
     bias : torch.Tensor, optional
         This rank's part of the bias, ``(n,)``, or None.
     sequence_sizes : sequence of int, optional
-        Rows of `x` along `sequence_dim` per rank; zeros are allowed. With them, the layer uses sequence parallelism.
+        Rows of `x` along `sequence_dim` per rank; zeros are allowed. With them, the layer uses
+        sequence parallelism.
     sequence_dim : int
         Dimension of the sequence, not the last: 0, or 1 for batch-first inputs.
     save : {"input", "gathered"}
@@ -149,7 +150,8 @@ def row_parallel_linear(
     bias : torch.Tensor, optional
         The full bias, ``(N,)``, replicated, or None. Its gradient is complete on every rank.
     sequence_sizes : sequence of int, optional
-        Rows of the output along `sequence_dim` per rank; zeros are allowed. With them, the layer uses sequence parallelism.
+        Rows of the output along `sequence_dim` per rank; zeros are allowed. With them, the layer
+        uses sequence parallelism.
     sequence_dim, use_fp32, group
         As in :func:`column_parallel_linear`.
 
@@ -370,8 +372,8 @@ class ColumnParallelLinear(_ParallelLinear):
         Whether the layer has a bias, sharded like the outputs.
     sizes : sequence of int, or of such sequences, optional
         Outputs per rank; zeros are allowed. None means balanced sizes. For several fused blocks
-        (queries, keys and values; gate and up), the outputs of each block; a rank has its part of
-        every block.
+        (queries, keys and values; gate and up), pass the outputs of each block; a rank has its part
+        of every block.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None means the whole world.
     **options

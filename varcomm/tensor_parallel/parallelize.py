@@ -78,7 +78,8 @@ def parallelize(
         ``functools.partial(ColumnParallelLinear.from_linear, sizes=[5, 3])``. Each pattern must
         match a module, and no module may match two.
     sequence_sizes : sequence of int, optional
-        Of ``"column"``, ``"row"`` and ``"embedding"`` layers: sequence parallelism.
+        Rows of the sequence per rank, for the ``"column"``, ``"row"`` and ``"embedding"`` layers
+        (sequence parallelism).
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None means the whole world.
     sequence_dim : int
@@ -87,9 +88,10 @@ def parallelize(
         Without a plan: if the group has more ranks than heads of keys, several ranks read one head
         and split its heads of queries. False leaves these ranks without heads.
     gather_output : bool
-        Without a plan: the head returns the logits of all ids, so that ``labels=`` and
-        ``generate`` work as before. False leaves logits sharded: ``labels=`` uses
-        :func:`vocab_parallel_cross_entropy`, and ``generate`` is refused. For causal models only.
+        Without a plan: the head returns the logits of all ids, so that ``labels=`` and ``generate``
+        work as before. False leaves logits sharded: ``labels=`` uses
+        :func:`vocab_parallel_cross_entropy`, and ``generate`` is refused. Only causal models accept
+        False.
 
     Returns
     -------

@@ -96,9 +96,9 @@ def same_as_one_process(
     Parameters
     ----------
     model : torch.nn.Module or callable
-        The model before ``distribute``, in train or eval mode; it is copied. Or a function without
-        arguments that returns the model, for models that cannot be pickled, such as PyG's
-        ``Sequential``; each process calls the function with the same seed.
+        The model before ``distribute``, in train or eval mode; it is copied. For a model that
+        cannot be pickled, such as PyG's ``Sequential``, pass a function without arguments that
+        returns it; each process calls the function with the same seed.
     data : torch_geometric.data.Data or torch_geometric.data.HeteroData
         A small graph.
     call : callable, optional

@@ -38,8 +38,8 @@ def gradcheck(
     Parameters
     ----------
     fn : callable
-        From the inputs to a tensor or a tuple of tensors. Every rank calls it twice per coordinate
-        of all ranks.
+        A function from the inputs to a tensor or a tuple of tensors. Every rank calls it twice per
+        coordinate of all ranks.
     *inputs : torch.Tensor
         This rank's inputs, in fp64 or complex128; the same number on every rank, of any shapes.
     group : ProcessGroup or DeviceMesh, optional

@@ -80,10 +80,11 @@ def init(backend: str | None = None, timeout: float | timedelta = 600.0) -> Worl
     Parameters
     ----------
     backend : str, optional
-        As in :func:`torch.distributed.init_process_group`. By default NCCL and Gloo if there are
-        GPUs, ``"mpi"`` if there are none and ``mpiexec`` or ``mpirun`` started ranks that mpi4py
-        serves, else Gloo. ``"mpi"`` is Gloo for groups and objects, and MPI by mpi4py for varcomm's
-        collectives and plans, also under ``srun``; ``MPI4PY_LIBMPI`` names its library.
+        As in :func:`torch.distributed.init_process_group`. The default is NCCL and Gloo if there
+        are GPUs. Without GPUs it is ``"mpi"`` if ``mpiexec`` or ``mpirun`` started ranks that
+        mpi4py serves, and otherwise Gloo. ``"mpi"`` is Gloo for groups and objects, and MPI by
+        mpi4py for varcomm's collectives and plans, also under ``srun``; ``MPI4PY_LIBMPI`` names its
+        library.
     timeout : float or timedelta
         Timeout in seconds of joining and of each collective; at most 24 days.
 

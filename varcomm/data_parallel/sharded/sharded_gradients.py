@@ -76,9 +76,10 @@ class ShardedGradients(torch.optim.Optimizer):
     Raises
     ------
     ArgumentError
-        On every rank, if no parameter is trained, or an argument is wrong. Also if a parameter is
-        lazy, sparse, a DTensor, in another ShardedGradients, or shares memory with another tensor.
-        In backward, on its rank, for ``create_graph=True`` and gradients of another dtype.
+        On every rank, if no parameter is trained, or an argument is wrong. Also raised if a
+        parameter is lazy, sparse, a DTensor, in another ShardedGradients, or shares memory with
+        another tensor. Also raised in backward, on its rank, for ``create_graph=True`` and for
+        gradients of another dtype.
     DisagreementError
         On every rank, if parameters, arguments, options of the optimizer or called methods differ.
 
@@ -213,8 +214,8 @@ class ShardedGradients(torch.optim.Optimizer):
 
         :meth:`step` and :meth:`clip_grad_norm_` do this first. ArgumentError on every rank, if one
         rank has closed the optimizer, changed its groups, or moved, converted or unfrozen
-        parameters. With a GlobalCount, also if a rank has not called ``add``, or if all counts are
-        0; then the gradients are dropped.
+        parameters. With a GlobalCount, it is also raised if a rank has not called ``add``, or if
+        all counts are 0; the gradients are then dropped.
         """
         self._reduce("reduce")
 

@@ -42,7 +42,7 @@ def exchange_before(
     model : torch.nn.Module
         Equal on every rank; changed in place by forward hooks.
     graph : PartitionedGraph or EdgeShard
-        With halos of one hop; of a graph with several types, the edges of one type.
+        A graph with halos of one hop, or the edges of one type in a graph with several types.
     arguments : mapping of str to sequence of str
         Names of arguments of ``forward`` by patterns of submodule names. ``*`` stands for
         characters between two dots: ``"interactions.*"`` matches ``interactions.0`` and not its
@@ -57,9 +57,9 @@ def exchange_before(
     ------
     ArgumentError
         On every rank, if a pattern matches no submodule, or if one of these has no such argument.
-        Also if results with a row per node cannot be distinguished from those with a row per edge.
-        In a call, on this rank and before any communication, if an argument has no row per owned
-        node.
+        Also raised if results with a row per node cannot be distinguished from those with a row per
+        edge. In a call, it is raised on this rank, before any communication, if an argument does
+        not have one row per owned node.
 
     See Also
     --------

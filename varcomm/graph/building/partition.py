@@ -75,8 +75,9 @@ def partition(
         Ranks that take part; None means the whole world.
     method : str or torch.Tensor or numpy.ndarray or mapping of str, optional
         A method of :func:`assign`: ``"metis"``, ``"rcb"``, ``"hilbert"``, ``"block"`` or
-        ``"random"``. Or the rank of each node, (N,), by type of node if there are several. None
-        uses METIS if pymetis is installed, else bisection or blocks.
+        ``"random"``. A tensor or array has the rank of each node, (N,). With several types of
+        nodes, pass a dict by type. None uses METIS if pymetis is installed, else bisection or
+        blocks.
     src : int, optional
         The only rank, within the group, with `data` and `method`; the other ranks pass None for
         both. None: every rank has them, identically.

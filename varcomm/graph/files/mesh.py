@@ -53,8 +53,8 @@ class Mesh:
     nodes : {"points", "cells"}
         The nodes of the graph.
     source : meshio.Mesh or object
-        The contents of the file. For an OpenFOAM case, an object with the attributes `points`,
-        `faces`, `owner`, `neighbour`, `patches`, `cell_data` and `point_data`.
+        The contents of the file. For an OpenFOAM case, this is an object with the attributes
+        `points`, `faces`, `owner`, `neighbour`, `patches`, `cell_data` and `point_data`.
 
     See Also
     --------
@@ -217,8 +217,8 @@ def read_mesh(
     ------
     ArgumentError
         If the file is missing or cannot be read completely, such as a VTU file of several pieces.
-        Also if it has no cells, or cells of an unsupported kind, or if files of a case contradict
-        each other.
+        Also raised if it has no cells, or cells of an unsupported kind, or if files of a case
+        contradict each other.
     MissingPackageError
         If meshio is not installed; OpenFOAM cases do not need it.
 

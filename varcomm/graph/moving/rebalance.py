@@ -51,10 +51,10 @@ def rebalance(graph: PartitionedGraph, weights: torch.Tensor | float) -> Partiti
     Parameters
     ----------
     graph : PartitionedGraph
-        With one type of nodes.
+        A graph with one type of nodes.
     weights : torch.Tensor or float
-        Measured cost of each owned node, finite and not negative, of shape (n,). Or one number, the
-        cost of this rank, such as measured seconds; its nodes share the cost evenly.
+        Measured cost of each owned node, finite and not negative, of shape (n,). A single number is
+        the cost of this rank, such as measured seconds; its nodes share the cost evenly.
 
     Returns
     -------

@@ -52,7 +52,7 @@ def knn(pos: torch.Tensor, k: int, group: GroupLike = None) -> PartitionedGraph:
     Returns
     -------
     PartitionedGraph
-        With `pos`, as given, and ``edge_attr``, (n * k, D), ``pos[source] - pos[target]``,
+        It has `pos` as given, and ``edge_attr``, (n * k, D), ``pos[source] - pos[target]``,
         differentiable. Ids count the rows of rank 0, then the rows of rank 1, and so on.
 
     Raises

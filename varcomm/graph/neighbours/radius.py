@@ -155,9 +155,9 @@ def radius(
     Returns
     -------
     PartitionedGraph
-        With `pos`, as given; ``edge_attr``, (E, D), the displacement from target to source,
+        It has `pos` as given, and ``edge_attr``, (E, D), the displacement from target to source,
         ``pos[source] + shift @ cell - pos[target]``, differentiable with respect to `pos` and
-        `cell`. With a cell also `shift`, int32 of shape (E, D).
+        `cell`. With a cell, it also has ``shift``, int32 of shape (E, D).
 
     Raises
     ------

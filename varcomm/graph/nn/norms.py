@@ -34,8 +34,8 @@ def global_norm(
     Parameters
     ----------
     module : torch.nn.Module
-        Of :data:`GLOBAL_NORMS`, or derived without a ``forward`` of its own. Its state dict does
-        not change.
+        Instance of a class in :data:`GLOBAL_NORMS`, or of a subclass without a ``forward`` of its
+        own. Its state dict does not change.
     graph : PartitionedGraph, NodeShard or EdgeShard
         The rows. For a graph, the first call selects the type of nodes, or otherwise of edges,
         whose number of rows matches `x` on all ranks. Rows that are equal on all ranks, such as

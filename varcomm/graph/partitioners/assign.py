@@ -73,9 +73,9 @@ def assign(
         edges between the same nodes count once.
     chunk : int or dict of int, optional
         Keep together blocks of `chunk` consecutive nodes, such as the rows of a chunk of a file;
-        see :class:`Rows`. For a HeteroData, by node type; nodes of a missing type are free. The
-        method assigns chunks, with the sum of their weights, their mean position and all their
-        edges.
+        see :class:`Rows`. For a HeteroData, pass a dict by node type; nodes of a missing type are
+        free. The method assigns chunks, with the sum of their weights, their mean position and all
+        their edges.
 
     Returns
     -------

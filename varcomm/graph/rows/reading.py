@@ -87,7 +87,7 @@ class Rows(Dataset[torch.Tensor]):
     ------
     ArgumentError
         On every rank, if a source cannot be read or does not hold numbers, or if `rows` is invalid.
-        Without `rows`, also if the source has another number of rows than the graph has nodes.
+        Without `rows`, it is also raised if the source does not have one row per node of the graph.
     DisagreementError
         On every rank, if the sources of ranks have different shapes or dtypes.
     MissingPackageError
