@@ -75,7 +75,7 @@ def sample(prepare: Prepare, data: Any, sizes: Iterable[int], method: Any = None
     Returns
     -------
     Sample
-        Applies to counts of any graph.
+        A sample that applies to the counts of any graph.
 
     Raises
     ------

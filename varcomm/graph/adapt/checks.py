@@ -20,8 +20,8 @@ __all__ = [
 
 _COMPILED = "it needs a compiled package beside PyTorch, and is not compared with one process"
 _OWN_CODE = "it needs code of its own on a sharded graph, and none of PyG's models uses it"
-_NEIGHBOURS = "it looks for neighbours among the nodes that it is given, which are this rank's only"
-_WALKS = "it samples walks and nodes, which are this rank's only"
+_NEIGHBOURS = "it searches for neighbours among this rank's nodes only"
+_WALKS = "it samples walks and nodes of this rank only"
 _MEMORY = "it keeps a state of all nodes by their ids"
 
 # When the model runs, vectors of edges and graphs refuse most operations that have no meaning on a
@@ -30,7 +30,7 @@ REFUSED = {
     "CuGraphGATConv": _COMPILED,
     "CuGraphRGCNConv": _COMPILED,
     "CuGraphSAGEConv": _COMPILED,
-    "DeepGraphInfomax": "its summary, its corruption and its loss are of this rank's nodes only. "
+    "DeepGraphInfomax": "its summary, its corruption and its loss use this rank's nodes only. "
     "Distribute its encoder; graph.mean and pools by graph.batch summarise all nodes",
     "DimeNet": _NEIGHBOURS,
     "DynamicEdgeConv": _NEIGHBOURS,
@@ -44,7 +44,7 @@ REFUSED = {
     "Node2Vec": _WALKS,
     "PANConv": _COMPILED,
     "RENet": _MEMORY,
-    "RadiusInteractionGraph": f"{_NEIGHBOURS}. Give SchNet an interaction_graph that returns "
+    "RadiusInteractionGraph": f"{_NEIGHBOURS}. Pass SchNet an interaction_graph that returns "
     "graph.edge_index and lengths",
     "SplineConv": _COMPILED,
     "TGNMemory": _MEMORY,

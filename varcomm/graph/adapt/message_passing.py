@@ -41,8 +41,8 @@ def message_passing(
         ``message(x_i, x_j, *edge_values)`` returns the messages of all edges, (E, *G), from the
         rows of `x` at targets and sources, (E, *F), and the edge values; E may be 0.
     x : torch.Tensor or pair of torch.Tensor
-        A value of each owned node, (n, *F); or a pair as in PyG, for sources and for targets, of
-        which the first travels.
+        A value of each owned node, (n, *F); or a pair as in PyG, for sources and for targets. Only
+        the values of sources are sent.
     *edge_values : torch.Tensor
         Values of edges in the order of ``graph.edge_index``, (E, *H), such as ``graph.edge_attr``.
     aggr : str, sequence of str, or torch_geometric.nn.aggr.Aggregation

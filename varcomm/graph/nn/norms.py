@@ -46,9 +46,9 @@ def global_norm(
     Returns
     -------
     callable
-        Takes the arguments of ``module.forward`` for this rank: owned rows, or these and the halo,
-        and a batch vector of as many rows, int64. It raises ArgumentError before any communication
-        if they do not fit; at the first call on all ranks.
+        A function with the arguments of ``module.forward``: the owned rows of this rank, with or
+        without the halo, and an int64 batch vector of equal length. It raises ArgumentError before
+        any communication if they do not fit; at the first call on all ranks.
 
     Raises
     ------
