@@ -51,7 +51,7 @@ class GlobalCount:
         return GlobalCount, ()
 
     def add(self, rows: int) -> None:
-        """Add the rows of this rank's part of the loss; 0 if it has none.
+        """Add the number of rows in this rank's part of the loss, or 0.
 
         Raises ArgumentError if `rows` is not an integer, or negative.
         """
@@ -68,7 +68,7 @@ class GlobalCount:
         return self._rows, int(self._added)
 
     def reset(self) -> None:
-        """Start again at 0, after a sum."""
+        """Reset the count to 0, after a sum."""
         self._rows, self._added = 0, False
 
 

@@ -32,7 +32,7 @@ def sum_gradients(
     """Replace each parameter's ``grad`` by its sum over ranks; call once per step, after backward.
 
     Each rank computes a part of the loss. Accumulate micro-batches first: a second call would sum
-    sums. A parameter that no rank has used keeps no gradient, as in one process.
+    the sums again. A parameter that no rank has used keeps no gradient, as in one process.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ def sum_gradients(
     Communication: per bucket, ``2 (P - 1) / P`` of its bytes, and one number per parameter; up to
     16 KiB, ``P - 1`` times its bytes in one round. From 16 ranks on, sums go by levels as in
     :func:`all_reduce`. A GlobalCount adds a gather and a broadcast of 1 KiB per rank. The order of
-    sums is fixed, and they are equal on all ranks bit for bit, so replicated parameters stay equal.
+    sums is fixed, and sums are equal on all ranks bit for bit, so replicated parameters stay equal.
 
     In one process: backward of the sum of all ranks' losses.
 

@@ -78,7 +78,7 @@ class EdgeShard(Numbering, Shard):
     hops : int
         The number of exchanges of one hop that the halo replaces.
     counts : tuple of int
-        The number of interior edges and of self loops.
+        The number of interior edges, and the number of self loops.
 
     See Also
     --------

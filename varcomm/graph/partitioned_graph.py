@@ -358,10 +358,10 @@ class PartitionedGraph:
         """Return the graph with new owners of its nodes; this graph stays as it is.
 
         Collective; an error on one rank is raised on all ranks. A node moves with its attributes,
-        with the edges into it, and with their attributes; the result equals :func:`partition` by
-        these owners. Attributes are not differentiable: :func:`transfer` moves any tensor with its
-        gradient. Communication: each node and edge that leaves, once; a few numbers per halo node
-        and per rank.
+        the edges into it, and the attributes of these edges. The result equals :func:`partition`
+        with these owners. Attributes are not differentiable: :func:`transfer` moves any tensor with
+        its gradient. Communication: each node and edge that leaves, once; a few numbers per halo
+        node and per rank.
 
         Parameters
         ----------
@@ -370,8 +370,8 @@ class PartitionedGraph:
             dict by type; nodes of a missing type stay. ``"rcb"`` or ``"hilbert"`` assign owners as
             in :func:`assign_sharded`, from the attribute ``pos``.
         node_attrs : mapping of str to torch.Tensor, optional
-            Values of attributes, (n, *F), that replace or join those of the graph, such as the
-            current positions; by type of node if there are several.
+            New or changed attributes, (n, *F), such as the current positions; a dict by type if
+            there are several types of nodes.
 
         Returns
         -------
@@ -406,7 +406,7 @@ class PartitionedGraph:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write each rank's part into a folder that all ranks see; collective.
 
-        One safetensors file per rank, with its owned rows, and one JSON index.
+        The folder has one safetensors file per rank with its owned rows, and one JSON index.
 
         Parameters
         ----------

@@ -91,7 +91,7 @@ class Report:
 
     @property
     def imbalance(self) -> float:
-        """Most nodes of a rank over the mean; 1 is even."""
+        """Largest number of nodes of a rank over the mean; 1 is even."""
         return _over_mean(self.owned)
 
     @property

@@ -330,10 +330,10 @@ class Shard:
     def max(self, values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Return the largest value over the rows of all ranks, and over their features.
 
-        Arguments are as in :meth:`sum`, and the gradient is counted once. Values that share the
-        maximum, on any ranks, share it evenly, as for :func:`torch.amax`; the gradient of NaN is
-        zero. Minus infinity if no rank has a selected row, NaN if a selected value is NaN.
-        Communication: 8 bytes from each rank to every other, then 16.
+        Arguments are as in :meth:`sum`, and the gradient is counted once. Equal largest values, on
+        any ranks, share the gradient evenly, as in :func:`torch.amax`; the gradient of NaN is zero.
+        The result is minus infinity if no rank has a selected row, and NaN if a selected value is
+        NaN. Communication: 8 bytes from each rank to every other, then 16.
         """
         values = self._counting("graph.max", values, mask)
         wide, own = values.double(), values.detach().double()

@@ -79,8 +79,8 @@ def to_dtensor(
     tensor : torch.Tensor
         ``sizes[rank]`` rows along `dim`; any dtype.
     sizes : sequence of int
-        Rows per rank; must be torch's, ``ShardSizes.chunked(sum(sizes), P)``. If torch has the
-        placement ``RaggedShard``, any sizes of dimension 0.
+        Rows per rank. They must equal ``ShardSizes.chunked(sum(sizes), P)``, as torch splits. If
+        torch has the placement ``RaggedShard``, dimension 0 accepts any sizes.
     dim : int
         Sharded dimension.
     group : ProcessGroup or DeviceMesh, optional
@@ -96,8 +96,8 @@ def to_dtensor(
     Raises
     ------
     ArgumentError, DisagreementError
-        If `sizes` are not torch's, if `sizes`, `dim` and `tensor` do not match, or if the mesh is
-        for another device; if the calls of ranks differ, inside debug().
+        If `sizes` differ from torch's, do not match `dim` and `tensor`, or the mesh is for another
+        device. Inside :func:`varcomm.debug`, also if the calls of ranks differ.
 
     See Also
     --------

@@ -27,9 +27,9 @@ __all__ = ["RaggedSpec"]
 class RaggedSpec:
     """How ranks share a tensor in row-major order: ``dims`` and ``local_units`` of a RaggedShard.
 
-    The dimensions `dims`, which are the first ones, count as one dimension of rows. Rank r has
-    consecutive rows, in proportion to ``local_units[r]``; zeros are allowed. ``dims=(0,)`` shards
-    rows of any number, and all dimensions shard elements.
+    The first dimensions, `dims`, count as one dimension of rows. Rank r has consecutive rows, in
+    proportion to ``local_units[r]``; zeros are allowed. With ``dims=(0,)`` ranks share rows, and
+    with all dimensions they share elements.
 
     Attributes
     ----------
@@ -107,7 +107,7 @@ class RaggedSpec:
         """Return the spec of a Sharded tensor, with the fewest `dims` and units; collective.
 
         ArgumentError or DisagreementError on every rank, if the boxes of a rank are not consecutive
-        elements in row-major order, or if ranks do not follow each other.
+        elements in row-major order, or the ranks' elements not in rank order.
         """
         ranks, what = resolve(group), "RaggedSpec.from_sharded"
 

@@ -64,7 +64,7 @@ class Sharded(torch.Tensor):
     dtype : torch.dtype, optional
         Needed if this rank has no boxes.
     local : torch.Tensor, optional
-        The tensor of any shape of which the boxes are views.
+        The tensor, of any shape, that contains the boxes as views.
 
     See Also
     --------
@@ -149,7 +149,7 @@ class Sharded(torch.Tensor):
         return cls(whole, boxes, flat.dtype, flat)
 
     def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """Return a tensor with the same boxes, and `fn` applied to the tensor of each."""
+        """Return a Sharded tensor with `fn` applied to the tensor of each box."""
         boxes = [Box(box.offsets, fn(box.tensor)) for box in self.boxes]
         return type(self)(self.shape, boxes, None if boxes else self.dtype)
 

@@ -174,7 +174,7 @@ class _Mark:
 
 
 def mark(param: T, spec: ShardSpec) -> T:
-    """Mark a parameter as this rank's part of a sharded one, and return it.
+    """Mark a parameter as this rank's part of a sharded parameter, and return it.
 
     torch drops the mark when it copies a parameter or moves a module off the meta device. State
     dicts do not contain marks. ArgumentError if the number of rows of `param` is not this rank's

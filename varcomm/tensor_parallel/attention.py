@@ -202,7 +202,7 @@ def split_heads(
 
 
 class ParallelAttention(nn.Module):
-    """Self-attention whose heads are sharded across ranks in groups; made collectively.
+    """Self-attention with heads sharded across ranks; the constructor is collective.
 
     A group is a head of keys and values with the heads of queries that it serves. The number of
     heads does not need to divide by the number of ranks.
@@ -259,7 +259,7 @@ class ParallelAttention(nn.Module):
 
     Examples
     --------
-    Two heads on one rank, and on three ranks, of which the last has none:
+    Two heads on one rank, and on three ranks; the third rank has none:
 
     >>> import torch, varcomm
     >>> from varcomm.tensor_parallel import ParallelAttention
@@ -334,7 +334,7 @@ class ParallelAttention(nn.Module):
         """Return the attention of `x`, ``(S, *F, H)``, for the full sequence or this rank's part.
 
         ``rotary(heads)`` is applied to this rank's queries and keys, ``(S, *F, heads, head_dim)``
-        of the whole sequence. `sequence_sizes` replace the layer's in this call.
+        of the whole sequence. `sequence_sizes` overrides the layer's sizes in this call.
         """
         qkv = self.qkv(x, sequence_sizes=sequence_sizes)
         with checking("ParallelAttention", self.qkv.group):

@@ -178,7 +178,7 @@ class CheckpointWithoutOutput:
     def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
         """End the block that :meth:`checkpoint` began; call it after the users of the output.
 
-        `hook_tensor` is the last of their results, as in Megatron-Core; here any gradient that
+        `hook_tensor` is the last result of these users, as in Megatron-Core; here any gradient that
         needs the output runs the function again. ArgumentError inside a ``with`` block, and if
         :meth:`checkpoint` was not called before.
         """

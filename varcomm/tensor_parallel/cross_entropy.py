@@ -82,7 +82,7 @@ def vocab_parallel_cross_entropy(
     Raises
     ------
     ArgumentError
-        Before any data move, if arguments do not match, or a target is not a class.
+        Before any data moves, if arguments do not match, or a target is not a class.
 
     See Also
     --------
@@ -142,7 +142,7 @@ def linear_cross_entropy(
     bias : torch.Tensor, optional
         Bias of the head for this rank's classes, ``(sizes[rank],)``, or None.
     target : torch.Tensor
-        int64 ``(*T)``: the class of each token, of all tokens; identical on all ranks.
+        int64 ``(*T)``: the class of each token of the full sequence; identical on all ranks.
     sizes, label_smoothing, ignore_index, reduction, z_loss, group
         As in :func:`vocab_parallel_cross_entropy`.
     class_weight : torch.Tensor, optional
@@ -167,9 +167,9 @@ def linear_cross_entropy(
 
     Notes
     -----
-    Communication: one all-gather of three numbers per token. In backward an all-reduce of the
-    gradient of `hidden`; with `sequence_sizes` an all-gather of `hidden` before, and a
-    reduce-scatter instead.
+    Communication: one all-gather of three numbers per token. In backward, an all-reduce of the
+    gradient of `hidden`. With `sequence_sizes`, forward also gathers `hidden`, and backward uses a
+    reduce-scatter.
 
     Memory: `hidden` (gathered) and `weight` are kept, and the logits of a chunk exist two or three
     times; with ``create_graph=True``, ``torch.func`` and in forward mode all logits. Backward

@@ -53,14 +53,14 @@ def vocab_parallel_embedding(
     Parameters
     ----------
     ids : torch.Tensor
-        int64 or int32 of any shape, identical on all ranks. Gather ids that ranks have parts of:
-        ``varcomm.all_gather_v(ids, sequence_sizes)``.
+        int64 or int32 of any shape, identical on all ranks. If each rank has a part of the ids,
+        gather them first: ``varcomm.all_gather_v(ids, sequence_sizes)``.
     weight : torch.Tensor
         ``(sizes[rank], H)``: this rank's rows of the table.
     sizes : sequence of int, optional
         Ids per rank, rank 0 first; zeros are allowed. None: ranks exchange their sizes.
     padding_idx : int, optional
-        The id, of all ids, whose row gets no gradient.
+        The id, counted over all ranks, whose row gets no gradient.
     sequence_sizes : sequence of int, optional
         Rows of `ids` along `sequence_dim` per rank; zeros are allowed. None returns all rows.
     group : ProcessGroup or DeviceMesh, optional
@@ -442,7 +442,7 @@ class VocabParallelEmbedding(_ParallelEmbedding):
     sizes : sequence of int, optional
         Ids per rank; zeros are allowed. None means balanced sizes.
     padding_idx : int, optional
-        The id, of all ids, whose row starts as zeros and gets no gradient.
+        The id, counted over all ranks, whose row starts as zeros and gets no gradient.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None means the whole world.
     **options
@@ -488,7 +488,7 @@ class VocabParallelEmbedding(_ParallelEmbedding):
     """
 
     def forward(self, ids: Tensor, sequence_sizes: Sequence[int] | None = None) -> Tensor:
-        """Look up `ids`; `sequence_sizes` of this call replace the constructor's."""
+        """Look up `ids`; `sequence_sizes` overrides the layer's sizes in this call."""
         return vocab_parallel_embedding(
             ids,
             self.weight,

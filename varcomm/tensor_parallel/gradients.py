@@ -36,9 +36,9 @@ def grad_norm(
     ----------
     parameters : Module, torch.Tensor or iterable of torch.Tensor
         Parameters of any shapes; equal on every rank, in the same order. Parameters with a
-        :func:`shard_spec` count on each rank, others once: their gradients are assumed to be
-        identical on all ranks. The gradient of a parameter is ``main_grad`` if it exists, otherwise
-        ``grad``; None counts as zeros.
+        :func:`shard_spec` count on each rank, and other parameters count once. Their gradients are
+        assumed to be identical on all ranks. The gradient of a parameter is ``main_grad`` if it
+        exists, otherwise ``grad``; None counts as zeros.
     norm_type : float
         The order ``p > 0``; ``inf`` is the largest absolute value.
     group : ProcessGroup or DeviceMesh, optional

@@ -404,8 +404,8 @@ class ColumnParallelLinear(_ParallelLinear):
     Notes
     -----
     The full weight depends on torch's default generator on the group's first rank, not on the
-    number of ranks, and no rank holds it. The constructor is collective: all ranks raise an error
-    if arguments are wrong on one of them, or differ.
+    number of ranks. No rank holds the full weight. The constructor is collective: all ranks raise
+    an error if the arguments of one rank are wrong or differ.
 
     Communication: per call as :func:`column_parallel_linear`.
 
@@ -433,7 +433,7 @@ class ColumnParallelLinear(_ParallelLinear):
     def forward(self, x: Tensor, sequence_sizes: Sequence[int] | None = None) -> Tensor:
         """Return this rank's outputs, or all outputs; see :func:`column_parallel_linear`.
 
-        `sequence_sizes` replace the layer's own in this call.
+        `sequence_sizes` overrides the layer's sizes in this call.
         """
         y = column_parallel_linear(
             x,
@@ -511,7 +511,7 @@ class RowParallelLinear(_ParallelLinear):
     def forward(self, x: Tensor, sequence_sizes: Sequence[int] | None = None) -> Tensor:
         """Return the outputs, or this rank's part of the sequence; see :func:`row_parallel_linear`.
 
-        `sequence_sizes` replace the layer's own in this call.
+        `sequence_sizes` overrides the layer's sizes in this call.
         """
         pg = self.group.process_group
         if not self.input_is_parallel:

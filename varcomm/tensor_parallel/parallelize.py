@@ -60,10 +60,10 @@ def parallelize(
     replicate_kv: bool = True,
     gather_output: bool = True,
 ) -> nn.Module:
-    """Replace layers of a model by parallel ones, in place, by patterns of their names; collective.
+    """Replace layers of a model by parallel layers, in place, by name patterns; collective.
 
-    If one rank fails, all raise, and nothing is replaced. A model of Hugging Face transformers
-    needs no plan.
+    If one rank fails, all ranks raise, and nothing is replaced. A model of Hugging Face
+    transformers needs no plan.
 
     Parameters
     ----------

@@ -104,7 +104,7 @@ class RandomStreams:
     def add(self, name: str, **coordinates: int) -> None:
         """Add a stream; equal seed, name and coordinates make equal streams; no communication.
 
-        `coordinates` are in addition to those of the constructor, and may differ between ranks:
+        `coordinates` are added to the coordinates of the constructor, and may differ between ranks:
         ``streams.add("expert", expert=rank // 2)``.
         """
         if not isinstance(name, str):

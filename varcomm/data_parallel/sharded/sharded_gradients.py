@@ -59,8 +59,8 @@ class ShardedGradients(torch.optim.Optimizer):
         Ranks that take part; None means the whole world.
     sizes : "balanced", "whole-parameters" or sequence of int
         Elements per rank. A list sums to the number of trained elements; zeros are allowed.
-        ``"whole-parameters"``: each parameter has one owner, whose optimizer gets it in its own
-        shape, as Muon needs it.
+        ``"whole-parameters"``: each parameter has one owner, whose optimizer gets the parameter in
+        its own shape, as Muon needs it.
     reduce : "mean", "sum" or GlobalCount
         Divisor of the sum: the number of ranks, none, or the number of rows that all ranks have
         counted since the last sum.
@@ -199,7 +199,7 @@ class ShardedGradients(torch.optim.Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Start no sums in the backwards inside; gradients accumulate on each rank.
+        """Do not start sums during backward inside the block; gradients accumulate on each rank.
 
         The next sum includes them, so several micro-batches send the bytes of one.
         """
@@ -330,10 +330,11 @@ class ShardedGradients(torch.optim.Optimizer):
     ) -> torch.Tensor:
         """Scale the gradients so that their total norm is at most `max_norm`; collective.
 
-        Arguments are as of :func:`torch.nn.utils.clip_grad_norm_`, which does the same for the
-        parameters, with a norm in their dtype and a longer message. Parameters that are sharded
-        over the other axis of a mesh count with all their shards; then all ranks of the mesh make
-        this call. Returns the norm before scaling, a float64 scalar that is equal on all ranks.
+        Arguments are as in :func:`torch.nn.utils.clip_grad_norm_`. That function has the same
+        effect on the parameters, with a norm in their dtype and a longer message. Parameters that
+        are sharded over the other axis of a mesh count with all their shards; then all ranks of the
+        mesh make this call. Returns the norm before scaling, a float64 scalar that is equal on all
+        ranks.
         """
 
         def compared() -> dict[str, object]:

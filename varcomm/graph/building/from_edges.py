@@ -58,20 +58,20 @@ def from_edges(
     ----------
     edge_index : torch.Tensor
         Any edges, each on one rank, by node ids of the full graph; int64 of shape (2, e). The full
-        graph has the edges of rank 0, then those of rank 1, and so on.
+        graph has the edges in rank order.
     sizes : sequence of int
         Nodes that each rank describes: rank 0 the first ``sizes[0]`` nodes, and so on; zeros
         allowed, identical on all ranks.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None means the whole world.
     node_attrs : mapping of str to torch.Tensor, optional
-        Attributes of the nodes that this rank describes, (sizes[rank], *F), or of the nodes in
+        Attributes of the nodes that this rank describes, (sizes[rank], *F), or of the nodes
         `node_ids`. Names, dtypes and ``*F`` are identical on all ranks.
     edge_attrs : mapping of str to torch.Tensor, optional
         Attributes of this rank's edges, (e, *F), as for nodes.
     node_ids : torch.Tensor, optional
-        The nodes of the rows of `node_attrs`, if they are not the nodes that the rank describes.
-        Each node is on one rank, in any order. int32 or int64 of one dimension.
+        The node of each row of `node_attrs`, if the rows are not the nodes that this rank
+        describes. Each node is on one rank, in any order. int32 or int64 of one dimension.
     method : {"block", "hilbert", "rcb"} or torch.Tensor, optional
         Owners. ``"block"`` or None: each rank owns the nodes that it describes. ``"hilbert"`` and
         ``"rcb"``: as in :func:`assign_sharded`, from the attribute ``pos``. A tensor: the ranks

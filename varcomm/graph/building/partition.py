@@ -79,7 +79,7 @@ def partition(
         nodes, pass a dict by type. None uses METIS if pymetis is installed, else bisection or
         blocks.
     src : int, optional
-        The only rank, within the group, with `data` and `method`; the other ranks pass None for
+        The only rank of the group that passes `data` and `method`; the other ranks pass None for
         both. None: every rank has them, identically.
     hops : int
         Layers that one exchange serves; see :func:`distribute`.
@@ -90,7 +90,7 @@ def partition(
     Returns
     -------
     PartitionedGraph
-        This rank's part, on the device of `data`; with `src`, on that rank's kind of device.
+        This rank's part, on the device of `data`; with `src`, on the type of device of rank `src`.
 
     Raises
     ------

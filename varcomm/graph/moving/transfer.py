@@ -123,9 +123,9 @@ class _Sides:
 def transfer(old: Side, new: Side) -> Transfer:
     """Plan the move of rows from one partition of a graph to another.
 
-    Collective on the ranks of the larger partition; an error on one is raised on all. For fields,
-    results and optimizer states, which :func:`migrate` does not carry, and between different
-    numbers of ranks.
+    Collective on the ranks of the larger partition; an error on one rank is raised on all ranks.
+    Use it for fields, results and optimizer states, which :func:`migrate` does not carry, and
+    between different numbers of ranks.
 
     Parameters
     ----------
@@ -140,13 +140,14 @@ def transfer(old: Side, new: Side) -> Transfer:
     Returns
     -------
     Transfer
-        ``transfer(x)`` of old rows, (n_old, *F), returns new rows, (n_new, *F), of any dtype. On
-        ranks outside the old partition, `x` has zero rows: ``torch.empty(0, *F)``.
+        ``transfer(x)`` maps old rows, (n_old, *F), to new rows, (n_new, *F), of any dtype. On ranks
+        outside the old partition, `x` has zero rows: ``torch.empty(0, *F)``.
 
     Raises
     ------
     ArgumentError
-        On every rank, if the partitions have other rows, or if neither group contains the other.
+        On every rank, if the partitions have different rows, or if neither group contains the
+        other.
 
     See Also
     --------
@@ -155,7 +156,7 @@ def transfer(old: Side, new: Side) -> Transfer:
     Notes
     -----
     Communication: 24 bytes per row that changes its rank, and 16 bytes per row for the directory of
-    `old`, which it keeps. Each call: the rows that change their rank, each once.
+    `old`, which `old` stores. Each call: the rows that change their rank, each once.
 
     In one process: the identity.
 

@@ -60,13 +60,13 @@ def assign(
         - ``"block"``: nodes in the given order.
         - ``"random"``: each node at random, always the same; the most communication.
 
-        Parts of ``"rcb"``, ``"hilbert"`` and ``"block"`` differ by one node. None is METIS,
-        bisection or blocks: the first method that has its package and its data.
+        Parts of ``"rcb"``, ``"hilbert"`` and ``"block"`` differ by one node. None selects the first
+        of METIS, bisection and blocks that has its package and its data.
     node_weight : torch.Tensor, optional
         Cost of each node: non-negative integers of shape (N,); a dict by node type for a
         HeteroData. Parts then have equal weight. With ``"hilbert"`` and ``"block"``, parts differ
-        from the mean by less than the heaviest node and one, with ``"rcb"`` by less than twice
-        that. Not for ``"random"``.
+        from the mean by less than the heaviest node and one, and with ``"rcb"`` by less than twice
+        as much. Not for ``"random"``.
     edge_weight : torch.Tensor, optional
         Cost of each cut edge for ``"metis"``: non-negative integers of shape (E,); a dict by edge
         type for a HeteroData. Weights of all edges between two nodes are added; without weights,
