@@ -50,8 +50,8 @@ class Calculator(base.Calculator):
     ranks : int
         Number of local ranks.
     skin : float
-        Distance in Angstrom by which the halo exceeds the cutoff. Owners and halo stay while no
-        atom has moved by more than half of it.
+        Distance in Angstrom by which the halo exceeds the cutoff. Owners and halo are kept while no
+        atom has moved by more than half of the skin.
     call : callable, optional
         ``call(model, graph)`` returns the energies in eV of the rank's atoms, floats of shape (n,),
         differentiable with respect to ``graph.pos``. None means ``model(graph)``.

@@ -138,8 +138,8 @@ def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Return a full checkpoint on the CPU; no communication.
 
     Modules and other objects are dicts, sharded tensors and rows full tensors, and :class:`PerRank`
-    a dict with the ranks as texts. Files of other tools are tensors by name. ArgumentError if there
-    is no checkpoint, or if a file is missing, cut or altered.
+    is a dict whose keys are the ranks as strings. Files of other tools are tensors by name.
+    ArgumentError if there is no checkpoint, or if a file is missing, cut or altered.
 
     Parameters
     ----------

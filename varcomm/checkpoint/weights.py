@@ -54,8 +54,8 @@ def load_safetensors(
         A ``.safetensors`` file; an index with a ``weight_map``, as Hugging Face writes it; or a
         folder with ``model.safetensors`` or ``model.safetensors.index.json``.
     names : mapping or callable, optional
-        From names of ``model.state_dict()`` to names in the files. Names that a mapping lacks are
-        the same in the files.
+        Map from names of ``model.state_dict()`` to names in the files. Names that a mapping lacks
+        are the same in the files.
     device : torch.device or str
         Device of tensors that are on the meta device.
     strict : bool

@@ -280,7 +280,7 @@ class ExchangePlan(Routes):
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any], group: GroupLike = None) -> Self:
-        """Make the plan again from each rank's :meth:`state_dict`; collective.
+        """Restore the plan from each rank's :meth:`state_dict`; collective.
 
         All ranks raise if the states belong to other ranks or to different plans.
         """

@@ -284,7 +284,7 @@ def partition(data: Any, size: int, method: Method = None) -> Parts:
     Raises
     ------
     ArgumentError
-        If `size` is below 1, or as :func:`varcomm.graph.partition`.
+        If `size` is below 1, and as in :func:`varcomm.graph.partition`.
 
     See Also
     --------

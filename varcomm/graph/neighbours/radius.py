@@ -150,7 +150,7 @@ def radius(
         small motion.
     ids : torch.Tensor, optional
         Ids of this rank's nodes in the full graph, ascending, such as ``graph.owned_ids``; int32 or
-        int64 of shape (n,). None: ranks in order, rows in order.
+        int64 of shape (n,). None: ids count the rows of rank 0, then the rows of rank 1, and so on.
 
     Returns
     -------

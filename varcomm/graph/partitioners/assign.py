@@ -144,7 +144,7 @@ def assign_sharded(
 ) -> torch.Tensor:
     """Assign each node to one of `parts` ranks, if no rank has all positions.
 
-    Collective; an error on one rank is raised on all ranks. The result equals that of
+    Collective; an error on one rank is raised on all ranks. The result equals the result of
     :func:`assign` for the positions of all ranks in rank order. Positions stay on their rank.
     Communication: at most 8 rounds for ``"hilbert"``, and for ``"rcb"`` 8 for each of the
     ``log2(parts)`` levels of boxes, and a round per 8 bits of N. Each round takes an
