@@ -229,7 +229,7 @@ for rank, lists in enumerate(ranks.run(first_run)):
 # summed three equal tensors, and each rank has its own rows of the sum.
 #
 # The gradient shows the difference from a plain copy. All three ranks used every row in their own
-# loss, so the gradient of a row is the sum of three gradients. Two of them travelled back from
+# loss, so the gradient of a row is the sum of three gradients. Two of these gradients came from
 # other ranks. Therefore *backward is collective too*: every rank must call it.
 
 # %%
@@ -336,8 +336,8 @@ drawn |= pair
 #
 # ``broadcast`` and ``reduce`` are adjoints of each other. ``all_reduce`` is its own adjoint: if
 # every rank uses the sum in its loss, each rank's row contributes to all of these losses.
-# ``shard_v`` selects the rank's rows of a tensor that all ranks have, without a message. Its
-# backward puts these rows into a tensor of zeros.
+# ``shard_v`` selects the rank's rows of a tensor that all ranks have, without a message. The
+# backward of ``shard_v`` puts these rows into a tensor of zeros.
 
 four = {
     "broadcast": ranks.run(
@@ -382,8 +382,8 @@ plt.show()
 # :math:`\langle A x, y \rangle = \langle x, A^* y \rangle` for all :math:`x` and :math:`y`. The
 # inner products are summed over ranks.
 #
-# :func:`varcomm.testing.dot_test` draws a random :math:`y` and raises on every
-# rank if the two sides differ by more than rounding. Use it for your own functions. Here it finds a
+# :func:`varcomm.testing.dot_test` draws a random :math:`y` and raises on every rank if the two
+# sides differ by more than rounding. Use ``dot_test`` for your own functions. Here it finds a
 # backward without the sum over ranks:
 
 
@@ -412,11 +412,11 @@ print(textwrap.fill(ranks.run(prove)[0], 84))
 # Wrong use is an error
 # ---------------------
 #
-# Each rank checks its own arguments before it sends. Some mistakes show only in a comparison of
-# ranks, such as sizes that differ. Inside ``with vc.debug():`` ranks compare each call, and all of
-# them raise the same error. Use it while you develop: without it, ranks that disagree may wait
-# until the timeout. We print the first line of the error. The next lines name the line of code on
-# each rank.
+# Each rank checks its own arguments before it sends. Some mistakes, such as sizes that differ, can
+# be found only by comparing ranks. Inside ``with vc.debug():`` ranks compare each call, and all of
+# them raise the same error. Use ``debug()`` while you develop: without ``debug()``, ranks that
+# disagree may wait until the timeout. We print the first line of the error. The next lines name the line of
+# code on each rank.
 
 
 def disagree(rank):

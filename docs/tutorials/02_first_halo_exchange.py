@@ -15,8 +15,8 @@ steps. It takes 10 minutes. You need to know PyTorch, and :doc:`ranks and shards
 # ------------------------
 #
 # The rod has 48 points. Rank 0 owns the first 19, rank 1 the next 6, and rank 2 the last 23. Each
-# point has one owner. For a time step, a rank also needs the point left of its first one and the
-# point right of its last one. These copies of other ranks' rows are its *halo* (ghost cells). A
+# point has one owner. For a time step, a rank also needs the point left of its first point and the
+# point right of its last point. These copies of other ranks' rows are its *halo* (ghost cells). A
 # *halo exchange* fills the halo.
 
 import matplotlib.pyplot as plt
@@ -130,10 +130,10 @@ def initial(points):
 # Forward and backward on three ranks
 # -----------------------------------
 #
-# The loss is the final temperature at one point. Its gradient shows how much that temperature
-# depends on each initial temperature. Rank 1 owns the point, so the loss of the other ranks is
-# zero. They call ``backward`` as well: at each step, the backward of the exchange sends the
-# gradient of a halo row to its owner. The owner adds this gradient to its own.
+# The loss is the final temperature at one point. The gradient of the loss shows how much that
+# temperature depends on each initial temperature. Rank 1 owns the point, so the loss of the other
+# ranks is zero. These ranks call ``backward`` as well: at each step, the backward of the exchange
+# sends the gradient of a halo row to its owner. The owner adds this gradient to its own gradient.
 
 POINT = 22
 
@@ -163,8 +163,8 @@ print(f"temperatures differ by at most {apart[0]:.1e}")
 print(f"gradients differ by at most    {apart[1]:.1e}")
 
 # %%
-# Without the exchange, each part of the rod is a rod of its own. No error is raised, because all
-# shapes match, and the numbers are wrong.
+# Without the exchange, each part of the rod is computed as a separate rod. No error is raised,
+# because all shapes match, and the numbers are wrong.
 
 alone_end, alone_gradient = (
     torch.cat(shards) for shards in zip(*ranks.run(on_ranks, False), strict=True)

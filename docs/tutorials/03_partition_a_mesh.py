@@ -12,7 +12,7 @@ minutes. You need to know a mesh or a graph, and the halo of the :doc:`second tu
 # A mesh file
 # -----------
 #
-# The mesh fills a channel around two cylinders. Its triangles are small near the cylinders. Here
+# The mesh fills a channel around two cylinders. The triangles are small near the cylinders. Here
 # hidden code draws the mesh and writes ``channel.vtu``. In your project, a mesh generator writes
 # the file.
 
@@ -85,8 +85,8 @@ print(f"{len(points):,} points, {len(triangles):,} triangles")
 #
 # ``read_mesh`` returns a PyTorch Geometric ``Data`` object, from any file that meshio reads. Here,
 # nodes are the points of the mesh. Edges join the points of a triangle, in both directions.
-# ``partition`` assigns nodes to ranks. A rank holds its owned nodes and all edges *into* them. Its
-# halo holds the sources of these edges that other ranks own.
+# ``partition`` assigns nodes to ranks. A rank holds its owned nodes and all edges *into* them. The
+# rank's halo holds those sources of these edges that other ranks own.
 #
 # - ``metis`` cuts few edges;
 # - ``hilbert`` orders nodes along a space-filling curve through their positions, and cuts the curve
@@ -213,8 +213,8 @@ plt.show()
 # ----------------
 #
 # If you pass the width of a layer, the report states bytes. If you also pass rates, it predicts the
-# share of time that communication takes. The rates below are examples. Measure yours: the time of a
-# layer on one rank, and the bandwidth and latency of the network.
+# share of time that communication takes. The rates below are examples. Measure your own rates: the
+# time of a layer on one rank, and the bandwidth and latency of the network.
 
 report = parts[0]["metis"][2]
 print(report.table(channels=64, bandwidth=1e9, edge_rate=10e6, latency=20e-6))
@@ -223,8 +223,8 @@ print(report.table(channels=64, bandwidth=1e9, edge_rate=10e6, latency=20e-6))
 # Save a partition and load it on two ranks
 # -----------------------------------------
 #
-# A partition is saved without pickle. Four ranks wrote this one. Two ranks load it, and each of
-# them then owns the nodes of two saved parts.
+# A partition is saved without pickle. Four ranks wrote this partition. Two ranks load it, and each
+# of the two ranks then owns the nodes of two saved parts.
 
 
 def reload(rank, folder):

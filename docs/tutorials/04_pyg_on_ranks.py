@@ -97,11 +97,11 @@ losses, prediction, state = in_one_process(data)
 #    :func:`varcomm.launch` starts three local ranks instead.
 # 2. ``partition`` returns this rank's part of the graph. ``graph.x``, ``graph.y`` and
 #    ``graph.train_mask`` hold the rows of its own nodes.
-# 3. ``distribute`` returns the same model. Its layers now fetch the rows of other ranks' nodes,
-#    and its norms use the mean and variance over the nodes of all ranks.
+# 3. ``distribute`` returns the same model. The layers of the model now fetch the rows of other
+#    ranks' nodes, and the norms use the mean and variance over the nodes of all ranks.
 # 4. ``graph.mean`` is the mean over the nodes of all ranks.
-# 5. ``sum_gradients`` sums the gradients of all ranks, once per step. It replaces
-#    ``DistributedDataParallel``, which would average them.
+# 5. ``sum_gradients`` sums the gradients of all ranks, once per step.
+#    ``DistributedDataParallel`` would average them.
 
 
 def on_ranks(rank, data):  # 1
@@ -212,7 +212,7 @@ plt.show()
 # Summary
 # -------
 #
-# - The model does not change. Five lines of the script do.
+# - The model does not change. Five lines of the script change.
 # - Losses, parameters and predictions equal those of one process, to rounding.
 # - ``distribute`` refuses layers that cannot be exact on parts, with the reason.
 # - ``vc.testing.same_as_one_process(model, data)`` makes this comparison for your own model.

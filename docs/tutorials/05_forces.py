@@ -16,8 +16,8 @@ results with one process. It takes 15 minutes. You need ``torch.autograd.grad`` 
 # end at its own beads, and needs one bead of the other rank.
 #
 # The first derivative of the energy is minus the force. The second ``grad`` multiplies the Hessian,
-# the matrix of second derivatives, by a direction ``d``. It differentiates the backward of the
-# exchange, which is itself an exchange.
+# the matrix of second derivatives, by a direction ``d``. The second ``grad`` differentiates the
+# backward of the exchange, which is itself an exchange.
 
 import matplotlib.pyplot as plt
 import torch
@@ -79,9 +79,9 @@ print(f"Hessian product, halo detached {(cut_product - whole[1]).abs().max():.1e
 # --------------
 #
 # The data are two crystals of argon that repeat in all directions, with atoms displaced from their
-# sites. Edges join atoms closer than a cutoff. ``shifts`` is the displacement of the periodic copy
-# that an edge starts from. The true energies and forces come from the Lennard-Jones formula, in eV
-# and Angstrom.
+# sites. Edges join atoms closer than a cutoff. ``shifts`` has, for each edge, the displacement of
+# the periodic copy at which the edge starts. The true energies and forces come from the
+# Lennard-Jones formula, in eV and Angstrom.
 
 CUTOFF = 5.8
 
@@ -139,8 +139,8 @@ def new_model(data):
 # %%
 # The same code runs in one process and on ranks: ``part`` is the full crystal or a rank's part. The
 # energy of an atom depends on atoms of other ranks. The model exchanges positions, so ``grad``
-# returns the contributions of other ranks' energies to the forces on own atoms. All ranks must call
-# it.
+# returns the contributions of other ranks' energies to the forces on the rank's atoms. All ranks
+# must call ``grad``.
 
 
 def energies_and_forces(model, part, create_graph=False):
@@ -154,8 +154,8 @@ def energies_and_forces(model, part, create_graph=False):
 # Train on forces
 # ---------------
 #
-# The loss contains forces, which are derivatives. ``backward`` differentiates them again, with
-# respect to the parameters, and needs the second derivative of every exchange.
+# The loss contains forces, which are derivatives. ``backward`` differentiates the forces again,
+# with respect to the parameters, and needs the second derivative of every exchange.
 
 STEPS = 50
 
@@ -321,8 +321,8 @@ plt.show()
 # - The backward of an exchange is an exchange that can be differentiated again, to any order.
 # - Compute forces with ``torch.autograd.grad(energies.sum(), pos)`` on all ranks at once.
 #   ``graph.sum(energies)`` has the same gradient.
-# - With a halo filled outside autograd, the energy is right and the forces are wrong, without an
-#   error.
+# - If the halo is filled outside autograd, the energy is right and the forces are wrong, without
+#   an error.
 # - A loss on forces has the same losses and gradients as in one process, to rounding.
 #
 # Next: :doc:`tensor parallelism when nothing divides <06_nothing_divides>`.

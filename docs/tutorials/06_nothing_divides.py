@@ -71,11 +71,11 @@ draw_sizes(sizes)
 # Two linear layers
 # -----------------
 #
-# This is Megatron's pair of layers. The first layer is split by outputs (*column parallel*), the
-# second by inputs (*row parallel*). Between them, each rank holds only its own features. The
-# results of the second layer are *partial*: their sum over ranks is the value. ``from_linear``
-# copies this rank's part of an existing layer. Here all ranks make the same layers from the same
-# seed.
+# The next script uses Megatron's pair of layers. The first layer is split by outputs (*column
+# parallel*), the second by inputs (*row parallel*). Between them, each rank holds only its own
+# features. The results of the second layer are *partial*: their sum over ranks is the value.
+# ``from_linear`` copies this rank's part of an existing layer. Here all ranks make the same layers
+# from the same seed.
 #
 # :class:`varcomm.Ranks` starts three local ranks and keeps them for all runs of this page.
 
@@ -121,10 +121,10 @@ print("\n".join(ranks.run(two_layers)))
 # :class:`varcomm.models.GPT` is made of plain modules, without code for ranks. ``tp.parallelize``
 # replaces modules according to a plan, which maps names to layers. Names may contain ``*``.
 #
-# Queries, keys and values come from one fused layer. Its sizes are therefore a list of three
-# blocks, each of which is split separately. Attention needs complete heads, so sizes are multiples
-# of 8, the features per head. Five heads on three ranks are 2, 2 and 1: balanced sizes differ by at
-# most one, and the first ranks have the larger ones.
+# Queries, keys and values come from one fused layer. The sizes of this layer are therefore a list
+# of three blocks, each of which is split separately. Attention needs complete heads, so sizes are
+# multiples of 8, the features per head. Five heads on three ranks are 2, 2 and 1: balanced sizes
+# differ by at most one, and the first ranks have the larger ones.
 
 HEAD = 8  # features per head
 
@@ -190,8 +190,8 @@ even = ranks.run(train, sizes["heads"], sizes["features"])
 # Choose sizes
 # ------------
 #
-# Balanced sizes suit ranks of equal speed. Give a slower rank, or one with less memory, a smaller
-# size. A size may be zero. Here the third rank has no heads and few features.
+# Balanced sizes suit ranks of equal speed. Choose a smaller size for a slower rank or a rank with
+# less memory. A size may be zero. Here the third rank has no heads and few features.
 
 uneven = ranks.run(train, [3, 2, 0], [50, 50, 7])
 ranks.close()
@@ -219,7 +219,7 @@ for name, found in {"heads 2 + 2 + 1": even, "heads 3 + 2 + 0": uneven}.items():
     print(f"{name}:   {held} parameters\n  {errors}")
 
 # %%
-# The differences are rounding. Each rank holds all parameters of the norms, so the counts of
+# The differences are rounding errors. Each rank holds all parameters of the norms, so the counts of
 # parameters add up to slightly more than the total.
 
 # sphinx_gallery_start_ignore

@@ -11,10 +11,11 @@ It takes 15 minutes. You need to know ``torch.optim`` and ``state_dict``.
 # Memory per parameter
 # --------------------
 #
-# Adam stores two numbers per parameter, and backward leaves a gradient. With the parameter itself,
-# these are four numbers. :class:`varcomm.data_parallel.ShardedGradients` keeps all parameters on
-# every rank and shards the other three, as ZeRO does. Each rank owns a *piece*, and pieces may be
-# uneven. Here the first of three ranks has more memory than the others.
+# Adam stores two numbers per parameter, and backward leaves a gradient. Together with the parameter
+# itself, a rank stores four numbers per parameter. :class:`varcomm.data_parallel.ShardedGradients`
+# keeps all parameters on every rank and shards gradients and Adam's numbers, as ZeRO does. Each
+# rank owns a *piece*, and pieces may be uneven. Here the first of three ranks has more memory than
+# the others.
 
 import tempfile
 from pathlib import Path
@@ -59,11 +60,11 @@ print(sum(parameter.numel() for parameter in make_net().parameters()), "paramete
 # ------------------------------------
 #
 # Each step draws a batch of 50 rows. All ranks draw the same batch, from generators in the same
-# state. Each rank uses its part of the batch: 17, 17 and 16 rows on three ranks. Its loss is its
-# part of the mean over all 50 rows, so gradients are *summed* over ranks.
+# state. Each rank uses its part of the batch: 17, 17 and 16 rows on three ranks. The loss of a rank
+# is its part of the mean over all 50 rows, so gradients are *summed* over ranks.
 #
-# One dict, ``state``, holds everything that a resumed run needs. It contains the module and the
-# optimizer themselves, because the optimizer records which piece this rank owns.
+# One dict, ``state``, holds everything that a resumed run needs. ``state`` contains the module and
+# the optimizer themselves, because the optimizer records which piece this rank owns.
 
 BATCH = 50
 

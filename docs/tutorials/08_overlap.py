@@ -11,9 +11,9 @@ returns when its data has arrived (:doc:`first tutorial <01_uneven_shards>`).
 # Count messages and bytes
 # ------------------------
 #
-# Two ranks hold uneven shards of a table. Each computes with its own rows and then with the rows of
-# both. This version does not overlap. :func:`varcomm.trace` counts this rank's messages and bytes,
-# forward and backward.
+# Two ranks hold uneven shards of a table. Each rank computes with its own rows and then with the
+# rows of both ranks. This version does not overlap. :func:`varcomm.trace` counts this rank's
+# messages and bytes, forward and backward.
 
 import json
 import tempfile
@@ -65,8 +65,8 @@ print(ranks.run(count)[0])
 # --------------------
 #
 # With ``async_op=True`` a call returns a :class:`varcomm.Handle` at once, and ``handle.wait()``
-# returns the result. Code between the two runs while data is in flight. The two versions below
-# differ only in the place of ``wait()``.
+# returns the result. Code between the call and ``wait()`` runs while data is in flight. The two
+# versions below differ only in the place of ``wait()``.
 #
 # ``record_function`` names parts of the program in the trace. Rank 1 is late, because it reads a
 # file first (a ``sleep`` here). Rank 0 therefore waits for rank 1, and not only for the network.
@@ -210,15 +210,15 @@ plt.show()
 # *starts* the adjoint at the place of ``wait()``, and waits for it at the place of the call. The
 # last bar of each engine is the reduce-scatter.
 #
-# Overlap has two limits. If one rank computes longer than the others, they still wait for it at the
-# end. On CPUs the engine needs a core, so overlap gains little if all cores compute.
+# Overlap has two limits. If one rank computes longer than the others, the other ranks still wait at
+# the end. On CPUs the engine needs a core, so overlap gains little if all cores compute.
 #
 # Summary
 # -------
 #
 # - Count calls, messages and bytes first.
 # - Start a call with ``async_op=True`` when its data is ready, and call ``wait()`` when the result
-#   is needed. Place independent work between the two. Backward then overlaps too.
+#   is needed. Place independent work between the call and ``wait()``. Backward then overlaps too.
 # - All ranks start and wait in the same order. Do not change an input between start and wait.
 #
 # ``ShardedGradients`` overlaps by default: it sums gradients during backward (:doc:`/gradients`).

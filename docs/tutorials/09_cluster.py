@@ -13,11 +13,11 @@ The :ref:`batch scripts <batch-scripts>` come first.
 # Batch scripts
 # -------------
 #
-# These scripts have not been run on a cluster. They start ``train.py``, which calls ``vc.init()``
-# first. Fill in your partition, your account and the number of GPUs per host. The folders of the
-# script and of its checkpoints must be on a file system that all hosts share.
+# These scripts have not been run on a cluster. The scripts start ``train.py``, which calls
+# ``vc.init()`` first. Fill in your partition, your account and the number of GPUs per host. The
+# folders of the script and of its checkpoints must be on a file system that all hosts share.
 #
-# **SLURM, one task per GPU.** This is the shortest script. SLURM starts the ranks, and no address
+# **SLURM, one task per GPU.** This script is the shortest. SLURM starts the ranks, and no address
 # is needed.
 #
 # .. code-block:: bash
@@ -62,8 +62,8 @@ The :ref:`batch scripts <batch-scripts>` come first.
 #         --rdzv-endpoint="$first:29500" train.py
 #
 # **MPI on hosts without GPUs.** Here ``train.py`` calls ``vc.init("mpi")``. MPICH's ``mpiexec``
-# finds the hosts of a SLURM job. Call Open MPI's in the same way. Without ``mpiexec``, ``srun
-# --mpi=pmix`` starts ranks for Open MPI.
+# finds the hosts of a SLURM job. Call ``mpiexec`` of Open MPI in the same way. Without ``mpiexec``,
+# ``srun --mpi=pmix`` starts ranks for Open MPI.
 #
 # .. code-block:: bash
 #
@@ -81,7 +81,8 @@ The :ref:`batch scripts <batch-scripts>` come first.
 #
 #     mpiexec -n "$SLURM_NTASKS" python train.py
 #
-# **Without a batch system.** Run on each of two hosts, with the name of the first one:
+# **Without a batch system.** Run this command on each of two hosts, with the name of the first
+# host:
 #
 # .. code-block:: bash
 #
@@ -282,7 +283,7 @@ folder.cleanup()
 #
 # If ``MASTER_ADDR`` and ``MASTER_PORT`` are set, they take precedence. Otherwise the port is
 # derived from the job id, so that two jobs on one host use different ports. With
-# ``vc.init("mpi")``, ranks need neither. Incomplete or contradictory variables raise a
+# ``vc.init("mpi")``, ranks need neither variable. Incomplete or contradictory variables raise a
 # ``LaunchError``.
 #
 # Summary
@@ -293,7 +294,8 @@ folder.cleanup()
 # - On SLURM, ``srun`` is enough. Use torchrun to restart ranks after a failure, and
 #   ``vc.init("mpi")`` on clusters of CPUs.
 # - Before a long job, run the script for a minute on the full number of ranks, with
-#   ``vc.init(timeout=60)``. A wrong network then fails soon.
+#   ``vc.init(timeout=60)``. If the network is configured wrongly, the script then fails after a
+#   minute.
 #
 # Next: :doc:`find the rank that hangs </generated/tutorials/10_finding_a_hang>`. For jobs that end
 # before the training does, see :doc:`/checkpoints`.

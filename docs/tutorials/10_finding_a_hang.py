@@ -67,7 +67,7 @@ def step(rank, mistake, log, group=None):
 # ------------------
 #
 # Inside ``with vc.debug():`` ranks compare each call before its data moves. All ranks enter the
-# block together. ``timeout`` is the time that they wait for a missing rank, in seconds.
+# block together. ``timeout`` is the time in seconds that ranks wait for a missing rank.
 
 
 def debugged(rank, mistake):
@@ -95,8 +95,8 @@ ranks = vc.Ranks(3)
 show(ranks.run(debugged, "none")[0][1])
 
 # %%
-# Another size: all ranks raise the same error at once. It names the ranks that differ, the argument
-# and the line.
+# Another size: all ranks raise the same error at once. The error names the ranks that differ, the
+# argument and the line.
 
 another_size = ranks.run(debugged, "another size")
 show(another_size[0][1])
@@ -113,8 +113,8 @@ skipped = ranks.run(debugged, "a skipped call")
 show(skipped[0][1])
 
 # %%
-# An exception: rank 1 is missing. The others wait until the timeout, then print the last call of
-# rank 1 and its exception.
+# An exception: rank 1 is missing. The other ranks wait until the timeout, then print the last call
+# of rank 1 and its exception.
 
 an_exception = ranks.run(debugged, "an exception")
 show(an_exception[0][1])
@@ -169,9 +169,10 @@ plt.show()
 # A skipped call without debug()
 # ------------------------------
 #
-# ``debug()`` adds a round of small messages per call, so it is a tool for development. Without it a
-# call waits until the timeout of its group: 600 s, unless you pass ``vc.init(timeout=...)``. Then
-# the error names the call and the ranks that failed in it. Here the timeout is 3 s:
+# ``debug()`` adds a round of small messages per call, so it is a tool for development. Without
+# ``debug()``, a call waits until the timeout of its group: 600 s, unless you pass
+# ``vc.init(timeout=...)``. Then the error names the call and the ranks that failed in it. Here the
+# timeout is 3 s:
 
 
 def not_debugged(rank, mistake):
@@ -188,15 +189,16 @@ for message in ranks.run(not_debugged, "a skipped call"):
     print()
 
 # %%
-# Each message has a part of the cause. With ``debug()`` one message has all of it.
+# Each of these messages shows a part of the cause. With ``debug()``, one message shows the full
+# cause.
 #
 # Another size without debug()
 # ----------------------------
 #
 # A rank checks its own arguments, such as a tensor whose rows do not match ``sizes``, and raises an
-# ``ArgumentError`` before it sends. Here the arguments of each rank are valid by themselves, and
-# differ between ranks. Gloo receives more bytes than it expects and aborts the process.
-# :class:`varcomm.Ranks` reports the abort.
+# ``ArgumentError`` before it sends. Here each rank's arguments are valid, but they differ between
+# ranks. Gloo receives more bytes than it expects and aborts the process. :class:`varcomm.Ranks`
+# reports the abort.
 
 # sphinx_gallery_start_ignore
 # The abort prints to the terminal that builds this page.
@@ -215,9 +217,9 @@ ranks.close()
 # An exception without debug()
 # ----------------------------
 #
-# In a real job the ``KeyError`` ends the process of rank 1. Its connections close, so the other
-# ranks fail at once, and read the exception of rank 1 from the store. This needs three separate
-# processes, as torchrun starts them. The output is the last line of each process:
+# In a real job the ``KeyError`` ends the process of rank 1. The connections of rank 1 close, so the
+# other ranks fail at once, and read the exception of rank 1 from the store. This run needs three
+# separate processes, such as torchrun starts. The output is the last line of each process:
 
 PROGRAM = """
 import torch, varcomm as vc
@@ -256,9 +258,10 @@ with tempfile.TemporaryDirectory() as folder:
 #
 # - If a program hangs, run it with ``VARCOMM_DEBUG=1``, or put ``with vc.debug():`` around the part
 #   that you suspect. The table names the call, the ranks and the lines.
-# - Look for collectives inside an ``if``. All ranks make the same calls in the same order, also
-#   without rows to send. ``backward`` is one of these calls.
+# - Look for collectives inside an ``if``. All ranks make the same calls in the same order, even if
+#   they have no rows to send. ``backward`` is one of these calls.
 # - Choose ``vc.init(timeout=...)`` as the longest time that a rank may compile or read alone.
-# - Let a rank that fails raise. The other ranks then end within seconds and print the reason.
+# - Do not catch the exception of a rank that fails. The other ranks then end within seconds and
+#   print the reason.
 #
 # Next: :doc:`all timeouts and messages </failures>` and :doc:`sharp bits </sharp_bits>`.
