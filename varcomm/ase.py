@@ -32,9 +32,9 @@ Call = Callable[[torch.nn.Module, PartitionedGraph], torch.Tensor]
 class Calculator(base.Calculator):
     """Calculator of ASE that partitions one structure over local ranks, which it starts and keeps.
 
-    The ranks start at the first calculation, and end with :meth:`close`, a ``with`` block, or this
-    process. Each call computes energy, free energy, energies and forces. It also computes stress if
-    periodic atoms have a cell of three vectors.
+    The ranks start at the first calculation, and exit after :meth:`close`, a ``with`` block, or
+    with this process. Each call computes energy, free energy, energies and forces. The call also
+    computes stress if periodic atoms have a cell of three vectors.
 
     The model runs on the graph of :func:`varcomm.graph.radius`, in fp64: ``pos``, ``edge_index``,
     ``shift`` and displacements ``edge_attr``, with ``numbers``, (n,), and ``cell``, (3, 3).
@@ -57,7 +57,7 @@ class Calculator(base.Calculator):
         differentiable with respect to ``graph.pos``. None means ``model(graph)``.
     adapt : bool
         False leaves out :func:`varcomm.graph.distribute`. Use False for models in TorchScript, such
-        as MACE, without layers of PyTorch Geometric and without norms over atoms.
+        as MACE, that have no layers of PyTorch Geometric and no norms over atoms.
     backend : str or None
         As in :func:`varcomm.launch`; with ``"nccl"`` each rank computes on its own GPU.
     timeout : float or timedelta

@@ -39,28 +39,28 @@ class ArgumentError(VarcommError, ValueError):
 
 
 class GroupError(VarcommError, RuntimeError):
-    """A group that cannot be used: not initialised, without this rank, or for another device."""
+    """A group that is not initialised, does not contain this rank, or is for another device."""
 
 
 class DisagreementError(VarcommError, RuntimeError):
-    """Calls of ranks that do not match; raised on every rank."""
+    """Calls that do not match between ranks; raised on every rank."""
 
     on_all_ranks = True
 
 
 class CommunicationError(VarcommError, RuntimeError):
-    """A call that this rank could not complete, because a rank is late or has ended."""
+    """A call that this rank could not complete, because another rank is late or has exited."""
 
 
 class LaunchError(VarcommError, RuntimeError):
-    """A failure to start or join ranks, or of a launched rank.
+    """A failure to start or join ranks, or a failure of a launched rank.
 
     The message ends with the error of the rank that failed first.
     """
 
 
 class MissingPackageError(VarcommError, RuntimeError):
-    """A missing optional package; the message holds the ``pip install``."""
+    """A missing optional package; the message contains the ``pip install`` command."""
 
 
 class MissingModuleError(MissingPackageError, ImportError):

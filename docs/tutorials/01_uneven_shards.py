@@ -415,8 +415,8 @@ print(textwrap.fill(ranks.run(prove)[0], 84))
 # Each rank checks its own arguments before it sends. Some mistakes, such as sizes that differ, can
 # be found only by comparing ranks. Inside ``with vc.debug():`` ranks compare each call, and all of
 # them raise the same error. Use ``debug()`` while you develop: without ``debug()``, ranks that
-# disagree may wait until the timeout. We print the first line of the error. The next lines name the line of
-# code on each rank.
+# disagree may wait until the timeout. We print the first line of the error. The next lines name the
+# line of code on each rank.
 
 
 def disagree(rank):

@@ -45,29 +45,30 @@ def load(
     Parameters
     ----------
     state : dict or Module
-        As for :func:`save`. Names at the first level may be missing, also on some ranks only. Below
-        the first level, the keys of all ranks together must match the checkpoint. Tensors are
-        overwritten in place, and plain values are replaced. None in place of a dict of plain values
-        loads any keys. An object with ``state_dict_for(saved)`` receives the saved tree with
-        tensors on the meta device, and returns the tensors to overwrite. These are then passed to
-        its ``load_state_dict``.
+        As for :func:`save`. Names at the first level may be missing, on all ranks or only on some.
+        Below the first level, the keys of all ranks together must match the checkpoint. Tensors are
+        overwritten in place, and plain values are replaced. Pass None in place of a dict of plain
+        values to load any keys. An object with ``state_dict_for(saved)`` receives the saved tree
+        with tensors on the meta device, and returns the tensors to overwrite. These tensors are
+        then passed to the object's ``load_state_dict``.
     folder : str or path
         A folder of :func:`save`; or a ``.safetensors`` file of another tool, an index with a
-        ``weight_map`` as Hugging Face writes it, or a folder with one of these. Their names match
-        dotted keys: ``a.b`` goes to ``state["a"]["b"]`` or to parameter ``b`` of module ``a``.
+        ``weight_map`` as Hugging Face writes it, or a folder with one of these. Tensor names in
+        such files are dotted keys: ``a.b`` goes to ``state["a"]["b"]`` or to parameter ``b`` of
+        module ``a``.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None means the whole world.
     verify : bool
-        Compare the digest of every file. Without it, sizes, shapes and dtypes are still checked,
-        and altered values are loaded without an error.
+        Compare the digest of every file. If False, sizes, shapes and dtypes are still checked, and
+        altered values are loaded without an error.
 
     Raises
     ------
     ArgumentError, DisagreementError
-        On every rank, if there is no checkpoint, or ranks find different ones. Also raised if a
-        file is missing, cut or altered, if keys, shapes or dtypes do not match, or if a tensor
-        cannot be overwritten. In these cases nothing is changed. If an object refuses its state,
-        every rank raises as well, but tensors have been overwritten.
+        On every rank, if there is no checkpoint, or ranks find different checkpoints. Also raised
+        if a file is missing, cut or altered, if keys, shapes or dtypes do not match, or if a tensor
+        cannot be overwritten. After these errors, no value has changed. If an object refuses its
+        state, every rank raises as well, but tensors have been overwritten.
 
     See Also
     --------

@@ -26,7 +26,7 @@ T = TypeVar("T")
 class RowsById:
     r"""Rows of a larger tensor by their ids, such as a field on the nodes of a partitioned graph.
 
-    A checkpoint holds the full tensor in the order of ids, so that ranks with other rows load it.
+    A checkpoint holds the full tensor in the order of ids, so ranks can load any other rows of it.
 
     Attributes
     ----------
@@ -62,7 +62,7 @@ class RowsById:
 
 @dataclass(eq=False)
 class PerRank:
-    """A value of each rank's own, such as a generator of random numbers.
+    """A value that differs between ranks, such as a generator of random numbers.
 
     Rank r loads the value that rank r saved. Additional ranks keep their values, so that no two
     ranks draw the same random numbers.

@@ -148,8 +148,8 @@ def save(
 class PendingSave:
     """An asynchronous save, returned by :func:`save` with ``async_=True``.
 
-    It finishes without further calls, on all ranks or on none; an interpreter that exits waits for
-    it. An error is logged at once by the logger ``"varcomm"``.
+    The save finishes without further calls, on all ranks or on none. At exit, the interpreter waits
+    until the save has ended. An error is logged at once by the logger ``"varcomm"``.
 
     See Also
     --------
@@ -188,7 +188,8 @@ class PendingSave:
         """Return when the checkpoint is complete on all ranks; no communication.
 
         If the checkpoint could not be written, every rank raises VarcommError with the name of the
-        folder, which still has the earlier checkpoint. CommunicationError if ranks could not agree.
+        folder, which still has the earlier checkpoint. CommunicationError if ranks could not
+        compare their results.
         """
         wait([self._future])
         if PendingSave._latest is self:

@@ -25,9 +25,9 @@ class GlobalCount:
 
     Notes
     -----
-    Each rank calls :meth:`add` for each micro-batch, before gradients are summed, also if it has no
-    row. ``ShardedGradients.zero_grad()`` drops the counts too. Use one count per call that sums
-    gradients. A copy of a count starts at 0.
+    Each rank calls :meth:`add` for each micro-batch, before gradients are summed, even if the rank
+    has no row. ``ShardedGradients.zero_grad()`` drops the counts too. Use one count per call that
+    sums gradients. A copy of a count starts at 0.
 
     Examples
     --------

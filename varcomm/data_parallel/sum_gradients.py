@@ -31,8 +31,9 @@ def sum_gradients(
 ) -> None:
     """Replace each parameter's ``grad`` by its sum over ranks; call once per step, after backward.
 
-    Each rank computes a part of the loss. Accumulate micro-batches first: a second call would sum
-    the sums again. A parameter that no rank has used keeps no gradient, as in one process.
+    Each rank computes a part of the loss. Accumulate micro-batches first: a second call would add
+    gradients that are already summed. A parameter that no rank has used keeps no gradient, as in
+    one process.
 
     Parameters
     ----------
@@ -47,14 +48,13 @@ def sum_gradients(
     use_fp32 : bool
         Sum floats narrower than 4 bytes in fp32 and round once.
     bucket_bytes : int
-        Size of a message.
+        Size of a message in bytes.
 
     Raises
     ------
     ArgumentError
-        If a gradient is sparse or of another dtype than its parameter's gradients, or a parameter
-        belongs to a ``ShardedGradients``. On every rank, if a rank has not called `add`, or if all
-        counts are 0.
+        If a gradient is sparse or has an unexpected dtype, or a parameter belongs to a
+        ``ShardedGradients``. On every rank, if a rank has not called `add`, or if all counts are 0.
     DisagreementError
         Inside :func:`varcomm.debug`, on every rank, if parameters, values or arguments differ.
 

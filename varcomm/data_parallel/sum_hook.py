@@ -28,12 +28,13 @@ def sum_hook(state: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch
     """Sum a bucket of gradients over ranks, for ``DistributedDataParallel``.
 
     ``ddp.register_comm_hook(group, sum_hook)`` leaves the sum over ranks in each ``grad``, in place
-    of the average. This is the gradient of a loss if each rank computes a part of the loss.
+    of the average. The sum is the gradient of the total loss if each rank computes a part of the
+    loss.
 
     Parameters
     ----------
     state : ProcessGroup, DeviceMesh or None
-        The group that was given to the ``DistributedDataParallel``; None means the whole world.
+        The group of the ``DistributedDataParallel``; None means the whole world.
     bucket : torch.distributed.GradBucket
         Passed by ``DistributedDataParallel``.
 
@@ -46,8 +47,8 @@ def sum_hook(state: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch
     Raises
     ------
     ArgumentError
-        In backward, if a parameter has a gradient that was summed before and is not zero. The
-        ``DistributedDataParallel`` cannot be used any more.
+        In backward, if a parameter has a gradient that is already summed and is not zero. The
+        ``DistributedDataParallel`` cannot be used after this error.
 
     See Also
     --------
@@ -55,14 +56,14 @@ def sum_hook(state: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch
 
     Notes
     -----
-    Run all micro-batches but the last in ``ddp.no_sync()``, and call ``zero_grad()`` before the
-    next. If the model itself communicates, pass one ``dist.new_group()`` to the
+    Run all micro-batches except the last in ``ddp.no_sync()``, and call ``zero_grad()`` before the
+    next step. If the model itself communicates, pass one ``dist.new_group()`` to the
     ``DistributedDataParallel`` and to ``register_comm_hook``. If such a model leaves out parameters
     on some ranks, use :func:`sum_gradients`.
 
-    Communication: as in :func:`sum_gradients`, begun when the bucket is full; the further rounds of
-    all buckets begin with the last one. Floats narrower than 4 bytes travel narrow and are summed
-    in fp32.
+    Communication: as in :func:`sum_gradients`, begun when the bucket is full. The further rounds of
+    all buckets begin after the last bucket is full. Floats narrower than 4 bytes are sent in their
+    own dtype and summed in fp32.
 
     In one process: backward of the sum of all ranks' losses.
 

@@ -72,9 +72,9 @@ class EdgeShard(Numbering, Shard):
     halo_ids : torch.Tensor
         Ids of the halo nodes in the full graph; int64 of shape (h,).
     plan : ExchangePlan
-        Fills the halo: ``plan(x)`` of the owned sources returns the halo's rows.
+        The plan that fills the halo: ``plan(x)`` of the owned sources returns the halo's rows.
     num_targets : int
-        Nodes of the target's type that this rank owns.
+        Number of nodes of the target's type that this rank owns.
     hops : int
         The number of exchanges of one hop that the halo replaces.
     counts : tuple of int
@@ -145,7 +145,7 @@ class EdgeShard(Numbering, Shard):
 
     @property
     def num_sources(self) -> int:
-        """Owned nodes of the source's type, n."""
+        """Number of owned nodes of the source's type, n."""
         return self.plan.num_rows
 
     @property
@@ -198,8 +198,9 @@ class EdgeShard(Numbering, Shard):
         For a tuple or list of tensors, the result is a tuple; tensors of one dtype share one
         exchange.
 
-        The adjoint adds the gradients of copies to the original rows. Communication:
-        ``plan.nbytes(x)`` from this rank; in backward, the halo's rows back to their owners.
+        The adjoint adds the gradients of copies to the original rows.
+        Communication: ``plan.nbytes(x)`` from this rank; in backward, the gradients of the halo's
+        rows to their owners.
         """
         one = isinstance(x, torch.Tensor)
         rows = self.rows_and_halos([x] if one else x, dim)

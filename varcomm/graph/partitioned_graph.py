@@ -49,7 +49,7 @@ class PartitionedGraph:
     A heterogeneous graph has one shard per type: ``graph["paper"]`` is a :class:`NodeShard`,
     ``graph["author", "writes", "paper"]`` is an :class:`EdgeShard` with its own halo and plan. A
     model receives ``graph.x_dict`` and ``graph.edge_index_dict``. A graph with one type has
-    ``graph.nodes`` and ``graph.edges``, and their members directly.
+    ``graph.nodes`` and ``graph.edges``, and the members of both are also members of the graph.
 
     Attributes
     ----------
@@ -187,7 +187,7 @@ class PartitionedGraph:
 
     @cached_property
     def data(self) -> Data | HeteroData:
-        """The local part as a PyG object, edges in local ids."""
+        """The part of this rank as a PyG object, with edges in local ids."""
         if None in self.node_shards:
             data = Data(edge_index=self.edges.edge_index, num_nodes=self.nodes.num_owned)
             for attributes in self._of_one_type:
@@ -214,12 +214,12 @@ class PartitionedGraph:
 
     @property
     def num_edges(self) -> int:
-        """Edges of the full graph, on every rank; this rank owns ``graph.edges.num_owned``."""
+        """Number of edges of the full graph; this rank owns ``graph.edges.num_owned``."""
         return sum(shard.sizes.total for shard in self.edge_shards.values())
 
     @property
     def num_owned(self) -> int:
-        """Nodes that this rank owns, n."""
+        """Number of nodes that this rank owns, n."""
         return self.nodes.num_owned
 
     @property
@@ -259,7 +259,7 @@ class PartitionedGraph:
 
     @property
     def hops(self) -> int:
-        """Exchanges of one hop that the halo replaces."""
+        """Number of exchanges of one hop that the halo replaces."""
         return max((shard.hops for shard in self.edge_shards.values()), default=1)
 
     def halo(self, x: torch.Tensor) -> torch.Tensor:
@@ -325,7 +325,8 @@ class PartitionedGraph:
         nodes, or for each point the nearest part of its cells. Volumes are drawn by their outer
         faces, with a second picture of the cells between ranks. Without `mesh`, it draws the
         attribute ``pos``, (n, 2) or (n, 3), as dots. If there are more than 200,000 nodes, each
-        rank draws the same share, at random. Communication: at most 32 bytes per drawn node.
+        rank draws the same random share of its nodes.
+        Communication: at most 32 bytes per drawn node.
 
         Parameters
         ----------
@@ -355,13 +356,14 @@ class PartitionedGraph:
         owner: str | torch.Tensor | Mapping[str, torch.Tensor],
         node_attrs: Mapping[str, Any] | None = None,
     ) -> PartitionedGraph:
-        """Return the graph with new owners of its nodes; this graph stays as it is.
+        """Return the graph with new owners of its nodes; this graph does not change.
 
         Collective; an error on one rank is raised on all ranks. A node moves with its attributes,
         the edges into it, and the attributes of these edges. The result equals :func:`partition`
         with these owners. Attributes are not differentiable: :func:`transfer` moves any tensor with
-        its gradient. Communication: each node and edge that leaves, once; a few numbers per halo
-        node and per rank.
+        its gradient.
+        Communication: each node and edge that moves is sent once, and a few numbers per halo node
+        and per rank.
 
         Parameters
         ----------
@@ -404,14 +406,14 @@ class PartitionedGraph:
         return migrate(self, owner, node_attrs)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write each rank's part into a folder that all ranks see; collective.
+        """Write each rank's part into a folder on a shared file system; collective.
 
         The folder has one safetensors file per rank with its owned rows, and one JSON index.
 
         Parameters
         ----------
         folder : path
-            Made if it is missing. One rename replaces a partition saved there before.
+            Made if it is missing. One rename replaces an earlier partition in the folder.
 
         Raises
         ------

@@ -45,9 +45,10 @@ def replicated_sum(partial: torch.Tensor, group: Group) -> torch.Tensor:
 def replicated(value: torch.Tensor, group: PartitionedGraph | GroupLike = None) -> torch.Tensor:
     """Count a value once if every rank computed it identically.
 
-    Use it for a loss or an energy that all ranks compute from equal values, such as results of
-    PyG's ``global_mean_pool``. The backward of a pool sums the gradients of all ranks, so a loss
-    that each of P ranks computes from pools would count P times. With this call, it counts once::
+    Use this function for a loss or an energy that all ranks compute from equal values, such as
+    results of PyG's ``global_mean_pool``. The backward of a pool sums the gradients of all ranks,
+    so a loss that each of P ranks computes from pools would count P times. With this function, the
+    loss counts once::
 
         loss = replicated(F.cross_entropy(head(global_mean_pool(x, graph.batch)), y), graph)
         loss.backward()
@@ -67,8 +68,8 @@ def replicated(value: torch.Tensor, group: PartitionedGraph | GroupLike = None) 
     Returns
     -------
     torch.Tensor
-        A copy of `value`. Its gradient, assumed to be the same on all ranks, reaches `value`
-        divided by P.
+        A copy of `value`. Backward divides its gradient by P. The gradient must be the same on all
+        ranks.
 
     Raises
     ------

@@ -38,7 +38,7 @@ class Report:
     cut : tuple of int
         Cut edges per rank.
     sent : tuple of int
-        Rows that each rank sends in one exchange; it receives `halo` rows.
+        Rows that each rank sends in one exchange; each rank receives ``halo`` rows.
     neighbours : tuple of int
         Number of ranks with which each rank exchanges rows, in at least one direction.
 
@@ -143,9 +143,10 @@ class Report:
 
         Notes
         -----
-        Hockney's model, without overlap or shared links: rank r computes for ``c_r = edges /
-        edge_rate`` and exchanges for ``e_r = neighbours * latency + max(sent, received) bytes /
-        bandwidth``. The layer takes ``T = max(c_r + e_r)``, and the share is ``1 - max(c_r) / T``.
+        The prediction is Hockney's model, without overlap or shared links: rank r computes for
+        ``c_r = edges / edge_rate`` and exchanges for ``e_r = neighbours * latency + max(sent,
+        received) bytes / bandwidth``. The layer takes ``T = max(c_r + e_r)``, and the share is ``1
+        - max(c_r) / T``.
         """
         nbytes = at_least(1, channels, "channels") * at_least(1, itemsize, "itemsize")
         if not (bandwidth > 0 and edge_rate > 0 and latency >= 0):
@@ -179,7 +180,7 @@ class Report:
         Raises
         ------
         ArgumentError
-            If a number is out of range, or there are rates without `channels`.
+            If a number is out of range, or if rates are passed without channels.
         """
         found: dict[str, Any] = {
             "method": self.method,
@@ -199,7 +200,7 @@ class Report:
         return found
 
     def table(self, channels: int | None = None, itemsize: int = 4, **rates: float) -> str:
-        """Return a table with a line per rank; arguments are as in :meth:`to_dict`."""
+        """Return a table with one line per rank; arguments are as in :meth:`to_dict`."""
         found = self.to_dict(channels, itemsize, **rates)
         heads = _COLUMNS | ({} if channels is None else {"bytes_sent": 14, "bytes_received": 14})
         names = (f" {name.replace('_', ' '):>{width}}" for name, width in heads.items())

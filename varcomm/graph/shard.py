@@ -122,8 +122,9 @@ class Shard:
         """Collect rows of all ranks, in the order of the full graph.
 
         The adjoint returns gradients to the owners of the rows; if `dst` is None, it sums the
-        gradients of all ranks. Communication: each rank's rows. The first call for a `dst` also
-        sends their ids, 8 bytes per row, which `dst` stores.
+        gradients of all ranks.
+        Communication: each rank's rows. The first call for a `dst` also sends their ids, 8 bytes
+        per row, which `dst` stores.
 
         Parameters
         ----------
@@ -163,7 +164,8 @@ class Shard:
     def scatter(self, x: torch.Tensor | None, src: int = 0) -> torch.Tensor:
         """Send each rank its rows of a full tensor on one rank.
 
-        The adjoint is :meth:`gather` to `src`. Communication: as in :meth:`gather`.
+        The adjoint is :meth:`gather` to `src`.
+        Communication: as in :meth:`gather`.
 
         Parameters
         ----------
@@ -209,7 +211,7 @@ class Shard:
             A value per owned row, (n, *F).
         ids : torch.Tensor
             Ids in the full graph, int64 or int32 of any shape, such as pairs (2, L). Each rank
-            passes its own; they may repeat, and a rank may have none.
+            passes its own ids; ids may repeat, and a rank may pass none.
 
         Returns
         -------
@@ -293,8 +295,8 @@ class Shard:
     def sum(self, values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Sum over the rows of all ranks, in fp64.
 
-        The gradient is counted once: every rank must use the result identically. Communication: 16
-        bytes from each rank to every other; none in backward.
+        The gradient is counted once: every rank must use the result identically.
+        Communication: each rank sends 16 bytes to every other rank; none in backward.
 
         Parameters
         ----------
@@ -333,7 +335,8 @@ class Shard:
         Arguments are as in :meth:`sum`, and the gradient is counted once. Equal largest values, on
         any ranks, share the gradient evenly, as in :func:`torch.amax`; the gradient of NaN is zero.
         The result is minus infinity if no rank has a selected row, and NaN if a selected value is
-        NaN. Communication: 8 bytes from each rank to every other, then 16.
+        NaN.
+        Communication: each rank sends 8 bytes to every other rank, then 16.
         """
         values = self._counting("graph.max", values, mask)
         wide, own = values.double(), values.detach().double()
@@ -397,7 +400,7 @@ class NodeShard(Shard):
     sizes : ShardSizes
         Rows per rank.
     attributes : mapping of str
-        Attributes, by their names.
+        Attributes by name.
     ids : AscendingIds
         Compressed :attr:`owned_ids`.
 

@@ -159,8 +159,8 @@ def all_gather_v(
         `tensor` may also be a scalar (one row), or a tuple, list or dictionary of tensors and None,
         with the same structure on all ranks.
     sizes : sequence of int, optional
-        Rows per rank along `dim`, identical on all ranks; zeros are allowed. None: ranks exchange
-        their sizes first.
+        Rows per rank along `dim`, identical on all ranks; zeros are allowed. If None, ranks
+        exchange their sizes first.
     dim : int
         Sharded dimension.
     use_fp32 : bool
@@ -195,9 +195,9 @@ def all_gather_v(
     messages per rank.
 
     Without `sizes`, ranks first share 1 KiB each in one more round, but not in backward. A large
-    structure needs a second message. Nested tensors travel in one exchange and are copied on both
-    sides; backward sends the gradients of tensors that require one. Inside ``torch.func`` and in
-    forward mode each tensor travels alone. `async_op` needs one tensor.
+    nested structure needs a second message. Nested tensors travel in one exchange and are copied on
+    both sides; backward sends the gradients of tensors that require one. Inside ``torch.func`` and
+    in forward mode each tensor travels alone. `async_op` needs one tensor.
 
     In one process: ``torch.cat(shards, dim)``.
 

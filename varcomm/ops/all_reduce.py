@@ -162,7 +162,7 @@ def all_reduce(
     Parameters
     ----------
     tensor : torch.Tensor
-        The same shape and dtype on all ranks; bool is refused. It is not changed.
+        The same shape and dtype on all ranks; bool is refused. The input is not changed.
     use_fp32 : bool
         Sum floats narrower than 4 bytes in fp32 and round once.
     group, async_op

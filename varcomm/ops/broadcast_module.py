@@ -20,12 +20,13 @@ __all__ = ["broadcast_module", "overwrite"]
 def broadcast_module(model: torch.nn.Module, src: int = 0, group: GroupLike = None) -> None:
     """Overwrite parameters and buffers on every rank with those of one rank; collective.
 
-    Use it after one rank has read a checkpoint, or after an initialisation without a seed.
+    Use this function after one rank has read a checkpoint, or after an initialisation without a
+    seed.
 
     Parameters
     ----------
     model : torch.nn.Module
-        The same structure on every rank. Tied parameters stay tied; gradients stay as they are.
+        The same structure on every rank. Tied parameters stay tied, and gradients do not change.
     src : int
         The rank, within `group`, whose values count.
     group : ProcessGroup or DeviceMesh, optional

@@ -63,7 +63,8 @@ def indexed_all_to_all_v(
     Notes
     -----
     Adjoint: rows go back to their owners, which sum the copies of each row in a fixed order.
-    Communication: each row goes once to each other rank that it is for. One copy, on departure.
+    Communication: each chosen row is sent once to its receiver. Rows are copied once, before they
+    are sent.
     In one process: rank r has ``torch.cat([x.index_select(dim, index[r]) for x, index in ranks])``.
 
     Examples

@@ -179,7 +179,8 @@ def from_dtensor(dtensor: DTensor) -> tuple[torch.Tensor, ShardSpec]:
 
     Notes
     -----
-    Adjoint: :func:`to_dtensor`; exact in any order. Communication: none.
+    Adjoint: :func:`to_dtensor`; exact in any order.
+    Communication: none.
 
     Examples
     --------

@@ -49,7 +49,7 @@ class ShardedGradients(torch.optim.Optimizer):
     params : Module or iterable
         A Module; or parameters, ``(name, parameter)`` pairs, or dicts with ``"params"`` and
         options, as for torch's optimizers. Frozen parameters only receive the values of rank 0.
-        Without names, states are saved by numbers, ``"group.place"``.
+        Parameters without names are saved by numbers, ``"group.place"``.
     optimizer_factory : callable
         ``optimizer_factory(groups)`` returns the optimizer of this rank's pieces. The groups are
         the groups of `params`, with pieces in place of parameters, and may be empty. The update of
@@ -58,9 +58,9 @@ class ShardedGradients(torch.optim.Optimizer):
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None means the whole world.
     sizes : "balanced", "whole-parameters" or sequence of int
-        Elements per rank. A list sums to the number of trained elements; zeros are allowed.
+        Elements per rank. The sum of a list is the number of trained elements; zeros are allowed.
         ``"whole-parameters"``: each parameter has one owner, whose optimizer gets the parameter in
-        its own shape, as Muon needs it.
+        its own shape, as Muon requires.
     reduce : "mean", "sum" or GlobalCount
         Divisor of the sum: the number of ranks, none, or the number of rows that all ranks have
         counted since the last sum.
@@ -70,16 +70,17 @@ class ShardedGradients(torch.optim.Optimizer):
     Attributes
     ----------
     optimizer : torch.optim.Optimizer
-        The result of the factory, which updates pieces; its ``step`` raises. It shares options and
-        states with the ShardedGradients, which schedulers and trainers accept.
+        The result of the factory, which updates pieces; its ``step`` raises. The result shares
+        options and states with the ShardedGradients. Pass the ShardedGradients to schedulers and
+        trainers.
 
     Raises
     ------
     ArgumentError
         On every rank, if no parameter is trained, or an argument is wrong. Also raised if a
         parameter is lazy, sparse, a DTensor, in another ShardedGradients, or shares memory with
-        another tensor. Also raised in backward, on its rank, for ``create_graph=True`` and for
-        gradients of another dtype.
+        another tensor. Also raised in backward, on one rank, for ``create_graph=True`` and for
+        gradients whose dtype is not the parameter's.
     DisagreementError
         On every rank, if parameters, arguments, options of the optimizer or called methods differ.
 
@@ -92,12 +93,13 @@ class ShardedGradients(torch.optim.Optimizer):
     Backward is not collective: a rank may run it any number of times, and may leave out parameters.
     A bucket is sent during backward, as soon as its gradients and all buckets before it are
     complete; the first collective method sums the rest. The optimizer updates fp32 masters of
-    parameters narrower than 4 bytes. Values written into parameters between steps reach them.
+    parameters narrower than 4 bytes. The next step copies values that were written into parameters
+    to the masters.
 
     ``grad`` of a parameter stands for the sum over ranks, and has no memory. Norm, scaling and
     clamping in place are collective and use the gradient of all ranks. So do
     ``torch.nn.utils.clip_grad_norm_``, ``clip_grad_value_`` and a ``GradScaler``. Other operations
-    on it raise ArgumentError. If a rank runs backward between such operations on several
+    on ``grad`` raise ArgumentError. If a rank runs backward between such operations on several
     parameters, call :meth:`reduce` first; otherwise the next collective method raises ArgumentError
     on all ranks.
 
@@ -199,9 +201,9 @@ class ShardedGradients(torch.optim.Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Do not start sums during backward inside the block; gradients accumulate on each rank.
+        """Accumulate gradients on each rank inside the block, without sums during backward.
 
-        The next sum includes them, so several micro-batches send the bytes of one.
+        The next sum includes these gradients, so several micro-batches send the bytes of one.
         """
         before, self._reducer.syncing = self._reducer.syncing, False
         try:
@@ -319,8 +321,8 @@ class ShardedGradients(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the pieces, and gradients that are not summed yet; collective.
 
-        The optimizer's own ``zero_grad`` drops only the former. ``model.zero_grad()`` drops
-        nothing, and the next step raises ArgumentError.
+        The ``zero_grad`` of the inner optimizer drops only the gradients of the pieces.
+        ``model.zero_grad()`` drops nothing, and the next step raises ArgumentError.
         """
         self._reduce("zero_grad", drop=True)
         self.optimizer.zero_grad(set_to_none)
@@ -330,11 +332,11 @@ class ShardedGradients(torch.optim.Optimizer):
     ) -> torch.Tensor:
         """Scale the gradients so that their total norm is at most `max_norm`; collective.
 
-        Arguments are as in :func:`torch.nn.utils.clip_grad_norm_`. That function has the same
-        effect on the parameters, with a norm in their dtype and a longer message. Parameters that
-        are sharded over the other axis of a mesh count with all their shards; then all ranks of the
-        mesh make this call. Returns the norm before scaling, a float64 scalar that is equal on all
-        ranks.
+        Arguments are as in :func:`torch.nn.utils.clip_grad_norm_`. The function of torch has the
+        same effect on the parameters, but its norm is in their dtype and its message is longer.
+        Parameters that are sharded over the other axis of a mesh count with all their shards; then
+        all ranks of the mesh make this call. Returns the norm before scaling, a float64 scalar that
+        is equal on all ranks.
         """
 
         def compared() -> dict[str, object]:
@@ -425,9 +427,9 @@ class ShardedGradients(torch.optim.Optimizer):
 
         ``"state"`` and ``"param_groups"`` have the form of other optimizers in a checkpoint;
         ``"masters"`` has the masters. Tensors like a parameter are
-        :class:`varcomm.sharding.Sharded`, with this rank's elements. They share memory with the
-        optimizer, and ``varcomm.checkpoint`` saves and loads them for any number of ranks and any
-        `sizes`.
+        :class:`varcomm.sharding.Sharded`, with this rank's elements. These tensors share memory
+        with the optimizer. ``varcomm.checkpoint`` saves and loads them for any number of ranks and
+        any sizes.
         """
         return self._states.state_dict()
 
@@ -443,8 +445,8 @@ class ShardedGradients(torch.optim.Optimizer):
         """Load the result of :meth:`state_dict` for the same pieces; collective.
 
         For other pieces, and on other numbers of ranks, use :func:`varcomm.checkpoint.load`.
-        ArgumentError on every rank, if `state_dict` is of other groups, names or pieces; then
-        nothing is changed.
+        ArgumentError on every rank, if state_dict has other groups, names or pieces; then nothing
+        is changed.
         """
 
         def check() -> None:
@@ -477,6 +479,9 @@ class ShardedGradients(torch.optim.Optimizer):
         )
 
     def close(self) -> None:
-        """Leave the parameters to another optimizer. Gradients in flight are lost."""
+        """Release the parameters, so that another optimizer can use them.
+
+        Gradients in flight are lost.
+        """
         self._end()
         self._closed = True

@@ -37,19 +37,21 @@ _ADAPTED = (MessagePassing, Aggregation, torch.nn.MultiheadAttention, *OVER_ALL_
 
 
 def distribute(model: Model, graph: PartitionedGraph) -> Model:
-    """Let every message-passing layer of a model exchange halos before it propagates.
+    """Prepare a model, so that every message-passing layer exchanges halos before it propagates.
 
     Collective: every rank calls it with the same model, and either all ranks raise or none.
 
     The model then runs on the local part, ``model(graph.x, graph.edge_index, ...)``, and returns
-    the owned rows of its result in one process, with derivatives of any order. Its ``state_dict``
-    stays as it is. A second call moves the model to another graph, such as one for validation.
+    the owned rows of its result in one process, with derivatives of any order. The ``state_dict``
+    of the model does not change. A second call moves the model to another graph, such as one for
+    validation.
 
     Parameters
     ----------
     model : torch.nn.Module
-        A model of PyTorch Geometric's layers or your subclasses of its ``MessagePassing``. The same
-        parameters and buffers on every rank; lazy ones need the same seed.
+        A model of PyTorch Geometric's layers or your subclasses of its ``MessagePassing``.
+        Parameters and buffers are the same on every rank. Lazy parameters need the same seed on
+        every rank.
     graph : PartitionedGraph
         The graph that the model will run on.
 

@@ -31,11 +31,11 @@ def exchange_before(
     graph: PartitionedGraph | EdgeShard,
     arguments: Mapping[str, Sequence[str]],
 ) -> Exchanges:
-    """Append the halo's rows to named arguments of submodules, and return owned rows of results.
+    """Append halo rows to named arguments of submodules, and keep owned rows of results.
 
-    Collective. Use it for submodules that need edges as ordinary tensors of local ids, such as
-    TorchScript and compiled kernels. In other code, ``x[row]`` with ``graph.edge_index`` fetches
-    the rows.
+    Collective. Use this function for submodules that need edges as ordinary tensors of local ids,
+    such as TorchScript and compiled kernels. In other code, ``x[row]`` with ``graph.edge_index``
+    fetches the rows.
 
     Parameters
     ----------
@@ -44,9 +44,9 @@ def exchange_before(
     graph : PartitionedGraph or EdgeShard
         A graph with halos of one hop, or the edges of one type in a graph with several types.
     arguments : mapping of str to sequence of str
-        Names of arguments of ``forward`` by patterns of submodule names. ``*`` stands for
-        characters between two dots: ``"interactions.*"`` matches ``interactions.0`` and not its
-        parts. List every argument with a row per node.
+        Names of arguments of ``forward`` by patterns of submodule names. ``*`` matches characters
+        between two dots: ``"interactions.*"`` matches ``interactions.0``, but not submodules of
+        ``interactions.0``. List every argument with a row per node.
 
     Returns
     -------
@@ -56,10 +56,10 @@ def exchange_before(
     Raises
     ------
     ArgumentError
-        On every rank, if a pattern matches no submodule, or if one of these has no such argument.
-        Also raised if results with a row per node cannot be distinguished from those with a row per
-        edge. In a call, it is raised on this rank, before any communication, if an argument does
-        not have one row per owned node.
+        On every rank, if a pattern matches no submodule, or if a matching submodule has no such
+        argument. Also raised if results with a row per node cannot be distinguished from results
+        with a row per edge. In a call, it is raised on this rank, before any communication, if an
+        argument does not have one row per owned node.
 
     See Also
     --------
@@ -70,8 +70,8 @@ def exchange_before(
     ``graph.edge_index`` becomes ordinary local ids in the call. Ranks agree at the first call on
     the results that have a row per node.
 
-    Communication: one exchange per call, of the named arguments of one dtype together, and its
-    adjoint in backward.
+    Communication: one exchange per call for all named arguments of one dtype, and its adjoint in
+    backward.
 
     In one process: nothing.
 

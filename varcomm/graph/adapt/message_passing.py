@@ -66,7 +66,8 @@ def message_passing(
 
     Notes
     -----
-    Communication: one exchange of `x`, or of the first of a pair; in backward, its adjoint.
+    Communication: one exchange of ``x`` (of the first tensor of a pair), and its adjoint in
+    backward.
 
     In one process: `aggr` of ``message(x[edge_index[1]], x[edge_index[0]], *edge_values)``, at
     ``edge_index[1]``.

@@ -57,11 +57,11 @@ def from_edges(
     Parameters
     ----------
     edge_index : torch.Tensor
-        Any edges, each on one rank, by node ids of the full graph; int64 of shape (2, e). The full
-        graph has the edges in rank order.
+        Any edges, each on one rank, by node ids of the full graph; int64 of shape (2, e). In the
+        full graph, edges are in rank order.
     sizes : sequence of int
-        Nodes that each rank describes: rank 0 the first ``sizes[0]`` nodes, and so on; zeros
-        allowed, identical on all ranks.
+        Number of nodes that each rank describes: rank 0 describes the first ``sizes[0]`` nodes, and
+        so on. Zeros are allowed; identical on all ranks.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None means the whole world.
     node_attrs : mapping of str to torch.Tensor, optional
@@ -74,8 +74,8 @@ def from_edges(
         describes. Each node is on one rank, in any order. int32 or int64 of one dimension.
     method : {"block", "hilbert", "rcb"} or torch.Tensor, optional
         Owners. ``"block"`` or None: each rank owns the nodes that it describes. ``"hilbert"`` and
-        ``"rcb"``: as in :func:`assign_sharded`, from the attribute ``pos``. A tensor: the ranks
-        that own the nodes that this rank describes, (sizes[rank],).
+        ``"rcb"``: as in :func:`assign_sharded`, from the attribute ``pos``. A tensor: the owner of
+        each node that this rank describes, (sizes[rank],).
     hops : int
         Layers that one exchange serves; see :func:`distribute`.
 
@@ -99,9 +99,10 @@ def from_edges(
 
     Notes
     -----
-    Communication: each edge, its id and its attributes once to the owner of its target; each node's
-    attributes once to its owner. If nodes move to another rank, also 16 bytes per moved node and
-    per distinct node in a rank's edges. Memory per rank is proportional to its input and its part.
+    Communication: each edge, its id and its attributes are sent once to the owner of its target,
+    and each node's attributes once to its owner. If nodes move to another rank, ranks also send 16
+    bytes per moved node and per distinct node in a rank's edges. Memory per rank is proportional to
+    its input and its part.
 
     In one process: ``torch_geometric.data.Data`` of all edges and nodes.
 

@@ -75,16 +75,16 @@ def partition(
         Ranks that take part; None means the whole world.
     method : str or torch.Tensor or numpy.ndarray or mapping of str, optional
         A method of :func:`assign`: ``"metis"``, ``"rcb"``, ``"hilbert"``, ``"block"`` or
-        ``"random"``. A tensor or array has the rank of each node, (N,). With several types of
-        nodes, pass a dict by type. None uses METIS if pymetis is installed, else bisection or
+        ``"random"``. A tensor or array contains the rank of each node, (N,). With several types of
+        nodes, pass a dict by type. By default METIS if pymetis is installed, otherwise bisection or
         blocks.
     src : int, optional
         The only rank of the group that passes `data` and `method`; the other ranks pass None for
-        both. None: every rank has them, identically.
+        both. If None, every rank passes the same data and method.
     hops : int
         Layers that one exchange serves; see :func:`distribute`.
     chunk : int or dict of int, optional
-        For a named method: keep together blocks of `chunk` consecutive nodes, as in :func:`assign`,
+        For a named method: keep blocks of chunk consecutive nodes together, as in :func:`assign`,
         so that :class:`Rows` reads few chunks of a file on two ranks.
 
     Returns

@@ -44,7 +44,7 @@ _TAKEN = {*IDS, *MEMBERS, *kwlist, *dir(Data)} - {"x", "y", "edge_weight", "batc
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """A mesh as a graph, and its file, to write results back; built by :func:`read_mesh`.
+    """A mesh as a graph, with the contents of its file; returned by :func:`read_mesh`.
 
     Attributes
     ----------
@@ -75,7 +75,7 @@ class Mesh:
         Parameters
         ----------
         path : path
-            Path of the ``.vtu`` file; an existing file is replaced. Its folder must exist.
+            Path of the ``.vtu`` file; an existing file is replaced. The folder must exist.
         **fields : torch.Tensor or numpy.ndarray
             Values of all nodes, (N, *F), by name. Further dimensions are flattened. A field of the
             file with the same name is replaced.
@@ -183,8 +183,8 @@ def read_mesh(
     ----------
     path : path
         A file in any format that meshio reads: VTU, VTK, Gmsh, Abaqus, Nastran, SU2, STL, ... Or an
-        OpenFOAM case: its folder, its file ``.foam``, or the folder of a time, whose fields are
-        read as well.
+        OpenFOAM case: its folder, its file ``.foam``, or the folder of a time. The fields of that
+        time are then read as well.
     nodes : {"points", "cells"}
         - ``"points"``: all points, with an edge between two points that an edge of a cell connects.
           Cells are linear.
@@ -193,7 +193,7 @@ def read_mesh(
     dtype : torch.dtype, optional
         The dtype of floats; None keeps the dtype of the file.
     src : int, optional
-        Group rank that reads the file alone. The call is collective then: an error is raised on
+        Group rank that reads the file. With src, the call is collective: an error is raised on
         every rank.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part with `src`; None means the whole world.
@@ -204,7 +204,7 @@ def read_mesh(
         None on ranks other than `src`. ``mesh.data`` is the graph, on the CPU, with
 
         - ``pos`` (N, D): the points, or the means of the cells' corners. D is 2 if all z are zero.
-        - ``edge_index`` (2, E): both directions of each edge, sorted, once.
+        - ``edge_index`` (2, E): both directions of each edge, sorted, without duplicates.
         - ``edge_attr`` (E, D + 1): the displacement from source to target, and its length.
         - ``volume`` (N,), of cells only: length, area or volume.
         - every numeric field of the nodes, (N, *F), by its name: ``_`` replaces characters that

@@ -39,13 +39,13 @@ _FORMATS: dict[str, type[VtuSeries] | type[XdmfSeries]] = {
 class MeshWriter:
     """Write results for ParaView as a series in time; every rank writes its own piece.
 
-    Collective, as is :meth:`write`. No rank collects values of other ranks.
+    Collective, like :meth:`write`. No rank collects values of other ranks.
 
     Parameters
     ----------
     path : path
-        The file of the series, which ParaView opens; its folder must exist. Beside it, a folder of
-        the same name has the pieces of ranks that have cells:
+        The file of the series, which ParaView opens; its folder must exist. A folder of the same
+        name in the same place contains the pieces of all ranks with cells:
 
         - ``.pvd``: ``00000_<rank>.vtu`` per step, and an index ``00000.pvtu``.
         - ``.xdmf``: ``00000_<rank>.h5`` per step with the fields, and ``mesh_<rank>.h5``, which has
@@ -55,7 +55,7 @@ class MeshWriter:
     graph : PartitionedGraph
         The partitioned ``mesh.data``.
     mesh : Mesh, optional
-        The mesh; only that of rank 0 is read, other ranks may pass None.
+        The mesh. Only the mesh of rank 0 is read, and other ranks may pass None.
 
     Raises
     ------
@@ -73,7 +73,7 @@ class MeshWriter:
 
     Notes
     -----
-    Cells are written with their corners; other points are left out. If points are the nodes, the
+    The file contains cells and their corners, and no other points. If points are the nodes, the
     owner of a cell's first corner writes the cell, and receives the values of its other corners.
 
     Communication: rank 0 sends each rank its cells and their points once. Each :meth:`write` sends

@@ -31,20 +31,22 @@ _LEAST_FLOW = 1e-6
 
 
 def rebalance(graph: PartitionedGraph, weights: torch.Tensor | float) -> PartitionedGraph:
-    """Even the costs per rank by moving nodes between neighbouring ranks.
+    """Balance the costs of ranks by moving nodes between neighbouring ranks.
 
-    Collective; an error on one rank is raised on all ranks. Flows between neighbouring ranks have
-    the smallest sum of squares that evens the costs [1]_. Each rank sends the nodes nearest to the
-    receiving rank. A rank without nodes receives a piece of the rank with the largest cost.
-    Deterministic. No rank holds the graph, only the costs of all ranks.
+    Collective; an error on one rank is raised on all ranks. The flows between neighbouring ranks
+    are the smallest, in the sum of squares, that balance the costs [1]_. Each rank sends the nodes
+    nearest to the receiving rank. A rank without nodes receives a piece of the rank with the
+    largest cost. Deterministic. Each rank holds the costs of all ranks. No rank holds the full
+    graph.
 
-    Parts keep their neighbours, so nodes move across every border between an overloaded rank and a
-    distant rank. On 5 ranks of a mesh, up to 1.6 times the excess cost was moved.
+    Nodes move only between neighbouring parts. Nodes therefore cross every border between an
+    overloaded rank and a distant rank. On 5 ranks of a mesh, up to 1.6 times the excess cost was
+    moved.
 
     Communication: a few numbers per rank, and the communication of
-    :meth:`PartitionedGraph.migrate`; each round also moves the structure of the graph, and a last
-    one the attributes. In each round every rank solves a dense system with one equation per rank,
-    so the method suits up to a few thousand ranks.
+    :meth:`PartitionedGraph.migrate`; each round also moves the structure of the graph, and the last
+    round moves the attributes. In each round every rank solves a dense system with one equation per
+    rank, so the method suits up to a few thousand ranks.
 
     In one process: the graph itself.
 

@@ -28,18 +28,20 @@ Side = PartitionedGraph | Shard | None
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """Rows of one partition from another; made by :func:`transfer` or :func:`remap`.
+    """Operator that maps the rows of one partition to another partition.
 
-    A linear operator: ``transfer(x)`` maps the rows of the old partition, (n_old, *F), to the rows
-    of the new partition, (n_new, *F). Its derivatives are exact, of any order.
+    :func:`transfer` and :func:`remap` return it.
+
+    ``transfer(x)`` maps the rows of the old partition, (n_old, *F), to the rows of the new
+    partition, (n_new, *F). Derivatives of any order are exact.
 
     Attributes
     ----------
     plan : ExchangePlan
-        Brings the old rows that this rank needs, each once.
+        The plan that fetches each old row that this rank needs, once.
     place : torch.Tensor
-        The received row of each new row, int64 of shape (n_new,); or of each parent, (n_new, k),
-        one past the last for no parent.
+        For each new row, the index of its received row, int64 of shape (n_new,). For parents,
+        (n_new, k), with one past the last index for no parent.
     weights : torch.Tensor, optional
         Weights of the parents, float64 of shape (n_new, k); None copies rows.
 
@@ -91,7 +93,7 @@ class Transfer:
         return (rows[self.place] * weights).sum(1).to(x.dtype)
 
     def to(self, device: torch.device | str) -> Transfer:
-        """Return the same for rows on another device."""
+        """Return a copy for rows on another device."""
         weights = None if self.weights is None else self.weights.to(device)
         return replace(
             self, plan=self.plan.to(device), place=self.place.to(device), weights=weights
@@ -124,8 +126,8 @@ def transfer(old: Side, new: Side) -> Transfer:
     """Plan the move of rows from one partition of a graph to another.
 
     Collective on the ranks of the larger partition; an error on one rank is raised on all ranks.
-    Use it for fields, results and optimizer states, which :func:`migrate` does not carry, and
-    between different numbers of ranks.
+    Use this function for fields, results and optimizer states, which :func:`migrate` does not
+    carry, and between different numbers of ranks.
 
     Parameters
     ----------
@@ -133,9 +135,9 @@ def transfer(old: Side, new: Side) -> Transfer:
         The present partition: a graph with one type of nodes, the nodes of one type,
         ``graph["paper"]``, or edges, ``graph.edges``. A rank outside this partition passes None.
     new : PartitionedGraph or NodeShard or EdgeShard
-        Another partition of the same rows. A rank outside it passes None. The group of one
-        partition must contain the group of the other. If a rank passes None for both, all ranks of
-        the world raise an error.
+        Another partition of the same rows. A rank outside this partition passes None. The group of
+        one partition must contain the group of the other. If a rank passes None for both, all ranks
+        of the world raise an error.
 
     Returns
     -------
@@ -155,14 +157,14 @@ def transfer(old: Side, new: Side) -> Transfer:
 
     Notes
     -----
-    Communication: 24 bytes per row that changes its rank, and 16 bytes per row for the directory of
-    `old`, which `old` stores. Each call: the rows that change their rank, each once.
+    Communication: 24 bytes per row that changes its rank, and 16 bytes per row for the directory
+    that old stores. Each call sends every row that changes its rank once.
 
     In one process: the identity.
 
     Examples
     --------
-    The state of Adam for a table of one row per node moves with the nodes.
+    This example moves the state of Adam for a table with one row per node.
 
     >>> import torch, varcomm
     >>> from torch_geometric.data import Data
@@ -210,8 +212,8 @@ def remap(
     new : PartitionedGraph or NodeShard or EdgeShard
         Partition of the new mesh, on the same ranks or as in :func:`transfer`.
     parents : torch.Tensor
-        Ids in the old mesh of the parents of this rank's new rows, in their order; int64 of shape
-        (n_new,) or (n_new, k), -1 for none. None on ranks without the new mesh.
+        Ids, in the old mesh, of the parents of each new row of this rank; int64 of shape (n_new,)
+        or (n_new, k), -1 for none. Ranks without the new mesh pass None.
     weights : torch.Tensor, optional
         A weight per parent, finite, of the shape of `parents`; None means the same weight for all.
     conserve : bool
@@ -241,7 +243,7 @@ def remap(
     Notes
     -----
     Communication: 24 bytes per different parent on another rank, and 16 bytes per old row for the
-    directory of `old`. Each call: each different parent on another rank once.
+    directory of `old`. Each call sends every distinct parent on another rank once.
 
     In one process: ``(x[parents] * weights[..., None]).sum(1)``.
 

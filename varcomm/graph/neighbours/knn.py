@@ -35,8 +35,8 @@ def knn(pos: torch.Tensor, k: int, group: GroupLike = None) -> PartitionedGraph:
     """Connect each node with its k nearest nodes; each rank passes the positions that it owns.
 
     Collective; an error on one rank is raised on all ranks. As in :func:`radius`, ranks send each
-    other nodes near their boxes: first within the distance of their own k-th neighbours, then
-    farther until all neighbours are found.
+    other nodes near their boxes: first within the distance of their own k-th neighbours, then at
+    larger distances until all neighbours are found.
 
     Parameters
     ----------
@@ -70,8 +70,8 @@ def knn(pos: torch.Tensor, k: int, group: GroupLike = None) -> PartitionedGraph:
 
     Notes
     -----
-    Communication: at least three agreements; each node near another rank's box, with 8 bytes more,
-    and a byte back. If a node is far from all other nodes, its rank receives many ghosts.
+    Communication: at least three agreements; each node near another rank's box with 8 more bytes,
+    and one byte in return. If a node is far from all other nodes, its rank receives many ghosts.
 
     In one process: ``scipy.spatial.cKDTree(pos).query(pos, k + 1)``.
 

@@ -140,14 +140,16 @@ def radius(
     pbc : bool or sequence of bool, optional
         Whether each cell vector is periodic; None: all vectors of the cell.
     max_neighbours : int, optional
-        Keep at most this number of edges into each node: the first by (length, source's id, shift).
+        Largest number of edges into each node. The edges with the smallest (length, id of the
+        source, shift) are kept.
     skin : float
-        The halo has all nodes within ``cutoff + skin``, so that it serves until nodes have moved.
+        The halo contains all nodes within ``cutoff + skin``, so it can be kept while nodes move a
+        little.
     previous : PartitionedGraph, optional
-        Result of an earlier call with the same arguments, for these nodes at other positions. Its
-        halo and plan are kept while no node of any rank has moved by more than half the skin since
-        they were made. An affine change of the cell and all positions together counts only as a
-        small motion.
+        Result of an earlier call with the same arguments, for these nodes at other positions. The
+        halo and the plan of ``previous`` are kept while no node of any rank has moved by more than
+        half the skin since they were made. An affine change of the cell and all positions together
+        counts only as a small motion.
     ids : torch.Tensor, optional
         Ids of this rank's nodes in the full graph, ascending, such as ``graph.owned_ids``; int32 or
         int64 of shape (n,). None: ids count the rows of rank 0, then the rows of rank 1, and so on.
@@ -179,9 +181,10 @@ def radius(
     `cell` on a rank comes from its own edges: :func:`varcomm.all_reduce` of it is the full
     gradient.
 
-    Communication: two agreements; each node within reach of another rank's box, with 8 further
-    bytes, and a byte back. In forward if a gradient is needed, and in backward, the halo's
-    positions. If the plan of `previous` is kept, two agreements and the halo's positions.
+    Communication: two agreements; each node within reach of another rank's box with 8 more bytes,
+    and one byte in return. The positions of the halo are sent in backward, and in forward if a
+    gradient is needed. If the plan of ``previous`` is kept, ranks send two agreements and the
+    positions of the halo.
 
     In one process: ``j, i, D, S = ase.neighborlist.neighbor_list("jiDS", atoms, cutoff)``; j are
     sources and i targets, D is `edge_attr`, S is `shift`.

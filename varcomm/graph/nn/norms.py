@@ -35,11 +35,11 @@ def global_norm(
     ----------
     module : torch.nn.Module
         Instance of a class in :data:`GLOBAL_NORMS`, or of a subclass without a ``forward`` of its
-        own. Its state dict does not change.
+        own. The state dict of the module does not change.
     graph : PartitionedGraph, NodeShard or EdgeShard
-        The rows. For a graph, the first call selects the type of nodes, or otherwise of edges,
-        whose number of rows matches `x` on all ranks. Rows that are equal on all ranks, such as
-        pooled rows, are normalised as in one process.
+        The rows. For a graph, the first call selects the type of nodes or edges whose number of
+        rows matches ``x`` on all ranks. Nodes have precedence. Rows that are equal on all ranks,
+        such as pooled rows, are normalised as in one process.
     in_layer : bool
         Whether `x` has a row for each edge that a layer computes with, in any number.
 
@@ -47,8 +47,9 @@ def global_norm(
     -------
     callable
         A function with the arguments of ``module.forward``: the owned rows of this rank, with or
-        without the halo, and an int64 batch vector of equal length. It raises ArgumentError before
-        any communication if they do not fit; at the first call on all ranks.
+        without the halo, and an int64 batch vector of equal length. The function raises
+        ArgumentError before any communication if the arguments do not match. At the first call, all
+        ranks raise.
 
     Raises
     ------

@@ -53,15 +53,16 @@ def assign(
     parts : int
         Number of ranks.
     method : {"metis", "rcb", "hilbert", "block", "random"}, optional
-        - ``"metis"``: few cut edges, parts that differ by a few percent [1]_. Needs pymetis. With
-          at most one node per rank, nodes are assigned as blocks.
+        - ``"metis"``: few cut edges, parts that differ by a few percent [1]_. Needs pymetis. If
+          there is at most one node per rank, nodes are assigned as blocks.
         - ``"rcb"``: recursive coordinate bisection across the widest extent [2]_.
         - ``"hilbert"``: pieces of a Hilbert curve through the positions [3]_.
         - ``"block"``: nodes in the given order.
-        - ``"random"``: each node at random, always the same; the most communication.
+        - ``"random"``: each node on a random rank, the same in every run. It causes the most
+          communication.
 
-        Parts of ``"rcb"``, ``"hilbert"`` and ``"block"`` differ by one node. None selects the first
-        of METIS, bisection and blocks that has its package and its data.
+        Parts of ``"rcb"``, ``"hilbert"`` and ``"block"`` differ by one node. By default, the first
+        of METIS, bisection and blocks whose package and data are available.
     node_weight : torch.Tensor, optional
         Cost of each node: non-negative integers of shape (N,); a dict by node type for a
         HeteroData. Parts then have equal weight. With ``"hilbert"`` and ``"block"``, parts differ
@@ -69,13 +70,13 @@ def assign(
         as much. Not for ``"random"``.
     edge_weight : torch.Tensor, optional
         Cost of each cut edge for ``"metis"``: non-negative integers of shape (E,); a dict by edge
-        type for a HeteroData. Weights of all edges between two nodes are added; without weights,
-        edges between the same nodes count once.
+        type for a HeteroData. The weights of all edges between two nodes are added. Without
+        weights, several edges between the same nodes count as one.
     chunk : int or dict of int, optional
-        Keep together blocks of `chunk` consecutive nodes, such as the rows of a chunk of a file;
+        Keep blocks of ``chunk`` consecutive nodes together, such as the rows of a chunk of a file;
         see :class:`Rows`. For a HeteroData, pass a dict by node type; nodes of a missing type are
-        free. The method assigns chunks, with the sum of their weights, their mean position and all
-        their edges.
+        assigned one by one. The method assigns chunks, with the sum of their weights, their mean
+        position and all their edges.
 
     Returns
     -------

@@ -231,7 +231,8 @@ def _cuts_passed(
 
     A radix selection finds all cuts at once, and rows do not move. Each round adds up
     weights by the next 8 bits of the keys, then of the rows' numbers, in ranges that hold a cut. In
-    the end, each range has one row. Communication: 256 int64 per cut and round.
+    the end, each range has one row.
+    Communication: 256 int64 per cut and round.
     """
     box_of_cut, parts, first = cuts_of_boxes
     if len(box_of_cut) == 0:

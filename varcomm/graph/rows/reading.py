@@ -36,13 +36,15 @@ class Rows(Dataset[torch.Tensor]):
     collective, and an error on one rank is raised on all ranks. Reading is not collective, except
     with ``halo="exchange"``.
 
-    Each rank reads the chunks that hold its rows, each chunk once per sample; neighbouring chunks
-    are one request. A chunk of several samples is read once for consecutive samples. The partition
-    decides how many chunks several ranks read: see the argument `chunk` of :func:`partition`.
+    Each rank reads the chunks that hold its rows, each chunk once per sample. One request reads
+    neighbouring chunks. A chunk of several samples is read once for consecutive samples. The
+    partition decides how many chunks several ranks read: see the argument `chunk` of
+    :func:`partition`.
 
-    Communication: a description of a few hundred bytes per rank when it is made, and the halo's
-    entries of `rows`. With ``halo="exchange"``, per sample the halo's rows and one small message
-    per rank to agree on read errors, which are raised on all ranks; otherwise none.
+    Communication: the constructor sends a description of a few hundred bytes per rank, and the
+    halo's entries of ``rows``. With ``halo="exchange"``, each sample sends the halo's rows, and one
+    small message per rank, so that read errors are raised on all ranks. Otherwise reading sends
+    nothing.
 
     In one process: ``torch.from_numpy(array[t])``.
 
@@ -55,19 +57,20 @@ class Rows(Dataset[torch.Tensor]):
         The graph whose nodes the rows belong to.
     variable : str or sequence of str, optional
         Name of the array, in a file with several arrays. Several arrays of shape (T, N) or (T, N,
-        C) become columns of one, in this order.
+        C) become the columns of one array, in this order.
     node_type : str, optional
         The type of nodes, in a graph with several types.
     halo : {"exchange", "read"}, optional
-        Append the rows of the halo, (n + h, *F): by one exchange per sample, or from the source.
-        With an exchange, all ranks read samples in the same order. None: owned rows.
+        Append the rows of the halo, (n + h, *F), with one exchange per sample or by reading the
+        source. With an exchange, all ranks read samples in the same order. None: owned rows.
     edge_type : tuple of str, optional
         The type of edges that has the halo, in a graph with several types.
     axis : int
         The axis of the rows, such as -1 for (T, C, N). The first axis counts samples.
     rows : torch.Tensor, optional
-        The row of the source for each owned node, (n,), of integers. None: the ids of the nodes.
-        Pass it if the source has further rows, such as cells of land, or another order.
+        The row of the source for each owned node, (n,), of integers. By default, the ids of the
+        nodes. Pass ``rows`` if the source has additional rows, such as cells of land, or another
+        order.
     dtype : torch.dtype, optional
         The dtype of the tensors; None keeps the dtype of the source. Integers with
         ``scale_factor``, ``add_offset`` or ``_FillValue`` are unpacked to floats, with NaN for
@@ -96,7 +99,7 @@ class Rows(Dataset[torch.Tensor]):
     See Also
     --------
     RowWriter : Write samples from shards.
-    partition : Its argument `chunk` keeps chunks together.
+    partition : The argument ``chunk`` keeps chunks together.
 
     Notes
     -----

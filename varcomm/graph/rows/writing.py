@@ -31,19 +31,20 @@ _CHUNK = 1 << 20  # bytes of a chunk, if the caller does not choose its rows
 
 
 class RowWriter:
-    """A file of samples to which each rank passes the rows of its nodes; collective.
+    """Write a file of samples, to which each rank passes the rows of its nodes; collective.
 
-    One exchange per sample moves rows, so that each rank writes whole chunks; no chunk is written
-    by two ranks. A block partition moves at most the rows of the chunks at its borders. Otherwise
-    each rank writes an equal share of the chunks, so a rank holds its own rows and 1/P of all rows.
+    One exchange per sample moves rows, so that each chunk is written by one rank. A block partition
+    moves at most the rows of the chunks at its borders. For other partitions, each rank writes an
+    equal share of the chunks, so a rank holds its own rows and 1/P of all rows.
 
     The file has its name once :meth:`close` has returned on every rank; until then it is
     ``<path>.part``. All methods are collective, and an error on one rank is raised on all ranks.
 
-    An exception of your own code inside the ``with`` block leaves it without communication, and the
-    file stays ``<path>.part``. If it ends the process of a rank, the next call on the other ranks
-    raises CommunicationError, which names the exception. If the rank catches it and continues, the
-    other ranks wait for the timeout of the group, or for that of :func:`varcomm.debug`.
+    An exception of your own code inside the ``with`` block ends the block without communication,
+    and the file stays ``<path>.part``. If the exception ends the process of a rank, the next call
+    on the other ranks raises CommunicationError, which names the exception. If the rank catches the
+    exception and continues, the other ranks wait for the timeout of the group, or for the timeout
+    of :func:`varcomm.debug`.
 
     Communication: per sample, the rows whose chunks another rank writes, and two small messages per
     rank to agree on errors.
@@ -53,7 +54,7 @@ class RowWriter:
     Parameters
     ----------
     path : path
-        A new file, on a file system that all ranks see. The suffix decides its format: ``.zarr``
+        A new file, on a file system that all ranks share. The suffix decides its format: ``.zarr``
         (zarr v3), ``.h5`` or ``.hdf5`` (HDF5), ``.nc`` (NetCDF-4) or ``.npy``.
     graph : PartitionedGraph
         The graph whose nodes the rows belong to.
@@ -68,9 +69,10 @@ class RowWriter:
     node_type : str, optional
         The type of nodes, in a graph with several types.
     chunk : int, optional
-        Rows per chunk, for zarr; the other formats are contiguous. None: chunks of about 1 MiB.
+        Rows per chunk, for zarr; the other formats are contiguous. By default, chunks have about 1
+        MiB.
     shard : int, optional
-        Rows per shard file, for zarr, a multiple of `chunk`. None: each chunk is a file.
+        Rows per shard file, for zarr, a multiple of `chunk`. By default, each chunk is a file.
 
     Raises
     ------
@@ -207,7 +209,8 @@ class RowWriter:
     def write(self, sample: int, x: torch.Tensor) -> None:
         """Write this rank's rows of a sample, (n, *F) in the order of local ids; collective.
 
-        No gradient flows through a file. Communication: rows whose chunks another rank writes.
+        No gradient flows through a file.
+        Communication: rows whose chunks another rank writes.
 
         Parameters
         ----------
@@ -250,7 +253,7 @@ class RowWriter:
         self._written.add(exact)
 
     def close(self) -> None:
-        """Give the file its name, once all samples are written; collective."""
+        """Rename the file to its final name, after all samples are written; collective."""
         if self._closed:
             return
         what = f"{_WHAT}.close"
