@@ -136,7 +136,7 @@ class GPT(nn.Module):
     tied : bool
         Whether the head and the embedding share one weight.
     recompute : bool
-        Store only the input of each block, and recompute the rest in backward.
+        Store only the input of each block, and recompute everything else in backward.
 
     Raises
     ------

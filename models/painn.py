@@ -163,13 +163,13 @@ class PaiNN(nn.Module):
         Mean of the energies, in their unit. The energy of an atom is ``mean + scale * output`` of
         the last layer.
     scale : float
-        Standard deviation of the energies, in their unit. Both numbers are buffers of the model, in
-        torch's default dtype.
+        Standard deviation of the energies, in their unit. `mean` and `scale` are buffers of the
+        model, in torch's default dtype.
 
     Raises
     ------
     ArgumentError
-        If a size or the cutoff is not positive; there may be no blocks.
+        If a size or the cutoff is not positive; the number of blocks may be 0.
 
     See Also
     --------
@@ -178,8 +178,8 @@ class PaiNN(nn.Module):
     References
     ----------
     .. [1] K. Schuett et al., "Equivariant message passing for the prediction of tensorial
-       properties and molecular spectra", ICML 2021. Here filters have no bias, and lengths are
-       smoothed.
+       properties and molecular spectra", ICML 2021. In this implementation, filters have no bias,
+       and lengths are smoothed.
 
     Examples
     --------

@@ -98,7 +98,7 @@ class Transolver(nn.Module):
     """Predict values at points, without edges, from features such as their positions.
 
     The model has an encoder, blocks of attention between slices [1]_ and two wide layers, and a
-    decoder. Each rank may have any points, also none.
+    decoder. Each rank may have any points, or none.
 
     Parameters
     ----------
@@ -189,10 +189,10 @@ class Transolver(nn.Module):
             Features of this rank's points, (n, *F, in_channels), with any dimensions ``*F`` for
             samples at the same points.
         sizes : sequence of int, optional
-            Points per rank, such as ``graph.node_sizes``. None: `x` has all
-            points, and the model does not communicate.
+            Points per rank, such as ``graph.node_sizes``. If None, x contains all points, and the
+            model does not communicate.
         group : ProcessGroup or DeviceMesh, optional
-            Ranks over which the points are spread; None means the whole world.
+            Ranks over which the points are sharded; None means the whole world.
 
         Returns
         -------
@@ -216,7 +216,7 @@ class Transolver(nn.Module):
 
 
 class PointCrossAttention(nn.Module):
-    """Attention from queries to all points, both spread over ranks.
+    """Attention from queries to all points; both are sharded across ranks.
 
     The side with fewer bytes is sent. Either all ranks gather the keys and values of all points. Or
     ranks send queries to the points' ranks, and receive parts of the result.
@@ -275,9 +275,9 @@ class PointCrossAttention(nn.Module):
         points : Tensor
             Features of this rank's points, (n, H).
         query_sizes : sequence of int, optional
-            Queries per rank. None: this rank has all queries and all points.
+            Queries per rank. If None, this rank has all queries and all points.
         point_sizes : sequence of int, optional
-            Points per rank. Pass both sizes or none.
+            Points per rank. Pass both sizes or neither.
         group : ProcessGroup or DeviceMesh, optional
             Ranks that take part; None means the whole world.
 

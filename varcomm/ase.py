@@ -32,9 +32,9 @@ Call = Callable[[torch.nn.Module, PartitionedGraph], torch.Tensor]
 class Calculator(base.Calculator):
     """Calculator of ASE that partitions one structure over local ranks, which it starts and keeps.
 
-    The ranks start at the first calculation, and exit after :meth:`close`, a ``with`` block, or
-    with this process. Each call computes energy, free energy, energies and forces. The call also
-    computes stress if periodic atoms have a cell of three vectors.
+    The ranks start at the first calculation. They exit after :meth:`close`, at the end of a
+    ``with`` block, or when this process exits. Each call computes energy, free energy, energies and
+    forces. The call also computes stress if periodic atoms have a cell of three vectors.
 
     The model runs on the graph of :func:`varcomm.graph.radius`, in fp64: ``pos``, ``edge_index``,
     ``shift`` and displacements ``edge_attr``, with ``numbers``, (n,), and ``cell``, (3, 3).

@@ -27,7 +27,7 @@ __all__ = [
 
 
 class ShardSizes(tuple[int, ...]):
-    """Rows per rank: a tuple of non-negative ints, else ArgumentError.
+    """Rows per rank: a tuple of non-negative ints.
 
     Parameters
     ----------

@@ -28,17 +28,18 @@ from varcomm.transport.group import Group, GroupLike, resolve
 
 @dataclass(frozen=True, eq=False)
 class ExchangePlan(Routes):
-    """Rows that go to each rank: checked and agreed upon once, used at every step.
+    """Plan of an exchange: the rows that each rank sends to each other rank.
 
-    Made by :meth:`from_indices` or :meth:`from_needed`; a linear operator from own rows to received
-    rows.
+    Made by :meth:`from_indices` or :meth:`from_needed`; a linear operator from this rank's rows to
+    the received rows.
 
     Attributes
     ----------
     group : Group
         The ranks that take part.
     send_index : torch.Tensor
-        Own rows that this rank sends, rows for rank 0 first; int64, shape (sum(send_counts),).
+        The rows that this rank sends, with the rows for rank 0 first; int64, shape
+        (sum(send_counts),).
     send_counts : tuple of int
         Rows for each rank.
     recv_counts : tuple of int
@@ -105,7 +106,7 @@ class ExchangePlan(Routes):
         num_rows : int
             Rows that this rank owns.
         sizes : sequence of sequence of int, optional
-            ``sizes[i][j]``: rows that rank i sends to rank j; identical on all ranks. Without it
+            ``sizes[i][j]``: rows that rank i sends to rank j; identical on all ranks. By default,
             ranks exchange the counts.
         group : ProcessGroup or DeviceMesh, optional
             Ranks that take part; None means the whole world.
@@ -141,9 +142,9 @@ class ExchangePlan(Routes):
         ----------
         needed : torch.Tensor
             Global rows, grouped by owner in rank order, such as ascending rows; one dimension,
-            int32 or int64. Rows may repeat, and may be own ones.
+            int32 or int64. Rows may repeat, and may be this rank's own rows.
         sizes : sequence of int
-            Rows that each rank owns: rank 0 the first ``sizes[0]`` global rows, and so on.
+            Rows that each rank owns: rank 0 owns the first ``sizes[0]`` global rows, and so on.
         group : ProcessGroup or DeviceMesh, optional
             Ranks that take part; None means the whole world.
 
@@ -244,7 +245,7 @@ class ExchangePlan(Routes):
         return call(_adjoint, self, tensor, (), (dim, use_fp32), False)
 
     def nbytes(self, tensor: torch.Tensor, dim: int = 0) -> int:
-        """Return the bytes that this rank sends to others when the plan is called with `tensor`."""
+        """Return the bytes that this rank sends when the plan is called with tensor."""
         row = prod(packing.rest(tensor.shape, checked_dim(dim, tensor.shape)))
         others = sum(self.send_counts) - self.send_counts[self.group.rank]
         return others * row * tensor.element_size()
@@ -256,7 +257,7 @@ class ExchangePlan(Routes):
         return tuple(rank for rank, pair in pairs if any(pair) and rank != self.group.rank)
 
     def to(self, device: torch.device | str) -> Self:
-        """Return the plan for tensors on another device; the plan itself for its own device."""
+        """Return the plan for tensors on another device."""
         moved = self.send_index.to(device)
         return self if moved is self.send_index else replace(self, send_index=moved)
 

@@ -79,8 +79,8 @@ def to_dtensor(
     tensor : torch.Tensor
         ``sizes[rank]`` rows along `dim`; any dtype.
     sizes : sequence of int
-        Rows per rank. They must equal ``ShardSizes.chunked(sum(sizes), P)``, as torch splits. If
-        torch has the placement ``RaggedShard``, dimension 0 accepts any sizes.
+        Rows per rank. Sizes must equal ``ShardSizes.chunked(sum(sizes), P)``, the sizes that torch
+        uses. If torch has the placement ``RaggedShard``, dimension 0 accepts any sizes.
     dim : int
         Sharded dimension.
     group : ProcessGroup or DeviceMesh, optional
@@ -90,8 +90,8 @@ def to_dtensor(
     -------
     torch.distributed.tensor.DTensor
         A DTensor with the full shape and the placement ``Shard(dim)`` or, for sizes that differ
-        from torch's, ``RaggedShard((0,), sizes)``. Its mesh is `group` if that is a mesh, otherwise
-        an unnamed mesh.
+        from torch's, ``RaggedShard((0,), sizes)``. The mesh of the DTensor is group if group is a
+        mesh, otherwise an unnamed mesh.
 
     Raises
     ------

@@ -38,7 +38,7 @@ class RaggedSpec:
     dims : tuple of int
         ``(0,)``, ``(0, 1)``, and so on.
     local_units : tuple of int
-        Units per rank. Their sum must divide the number of rows.
+        Units per rank. The sum of ``local_units`` must divide the number of rows.
     group : Group
         Ranks that share the tensor.
 
@@ -187,8 +187,8 @@ class RaggedSpec:
     def redistribute(self, local: torch.Tensor, target: RaggedSpec) -> torch.Tensor:
         """Move this rank's part to another layout of the same tensor; collective, differentiable.
 
-        Each element that changes its rank travels once, in one message per pair of ranks. The
-        adjoint is the move back.
+        Each element that moves to another rank is sent once, in one message per pair of ranks. The
+        adjoint moves the elements back.
 
         Parameters
         ----------

@@ -51,18 +51,18 @@ class Box:
 class Sharded(torch.Tensor):
     """A tensor with some boxes on this rank: none, one, or several.
 
-    Its ``shape`` is the shape of the full tensor. ``varcomm.checkpoint`` and
-    :mod:`torch.distributed.checkpoint` save and load it; operations of torch do not accept it. A
-    box on several ranks is a copy, which is written once.
+    The attribute ``shape`` is the shape of the full tensor. ``varcomm.checkpoint`` and
+    :mod:`torch.distributed.checkpoint` save and load it; operations of torch do not accept it. If
+    several ranks have the same box, the box is written once.
 
     Parameters
     ----------
     shape : sequence of int
         Shape of the full tensor.
     boxes : iterable of Box
-        The boxes of this rank, of one dtype; empty ones are left out.
+        The boxes of this rank, of one dtype; empty boxes are left out.
     dtype : torch.dtype, optional
-        Needed if this rank has no boxes.
+        Required if this rank has no boxes.
     local : torch.Tensor, optional
         The tensor, of any shape, that contains the boxes as views.
 

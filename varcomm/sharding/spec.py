@@ -67,7 +67,7 @@ class ShardSpec:
     ) -> Self:
         """Make a spec from the sizes of one block, or from a list of sizes of several blocks.
 
-        ArgumentError if a block has not one int per rank, or `dim` is negative.
+        ArgumentError if a block does not have one int per rank, or dim is negative.
         """
         ranks = resolve(group)
         given: Any = list(sizes) if isinstance(sizes, Sequence) else sizes

@@ -102,7 +102,7 @@ def read_sea(path: str | os.PathLike[str]) -> np.ndarray[Any, Any]:
     ----------
     path : path
         A netCDF 3 file with heights in m as ``ROSE``: ``etopo5.cdf``, ``etopo20.cdf`` or
-        ``etopo60.cdf``, or one of them compressed with xz. Needs SciPy.
+        ``etopo60.cdf``, or one of these files compressed with xz. Needs SciPy.
 
     Returns
     -------

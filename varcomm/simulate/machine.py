@@ -39,7 +39,7 @@ class Times:
 
     @property
     def total(self) -> Any:
-        """Sum of both; nothing overlaps."""
+        """Sum of operators and calls; nothing overlaps."""
         return self.compute + sum(self.communication.values())
 
     @property
@@ -50,7 +50,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine, by numbers per rank; a rank is a GPU, or a process on a CPU.
+    """Rates and latencies of a machine, per rank; a rank is a GPU, or a process on a CPU.
 
     Ranks ``0 ... ranks_per_node - 1`` are on the first node, and so on.
 
@@ -200,7 +200,7 @@ MACHINES: dict[str, Machine] = {
         bandwidth_between=between,
         gap=1e-6,
         call=8.4e-6,
-        source="peaks of data sheets in fp32; latencies of NCCL: docs/simulate.md",
+        source="peak rates from data sheets, in fp32; latencies of NCCL: docs/simulate.md",
     )
     for name, (flops, memory_bandwidth, memory, within, between, latency) in _RATES.items()
 }

@@ -24,9 +24,9 @@ _WINDOWS, _WINDOW, _CALLS = 5, 0.1, 20  # seconds and calls per window
 
 
 def measure(ranks: int, width: int = 64) -> Machine:
-    """Measure rates and latencies of ranks on this host while all of them do the same.
+    """Measure rates and latencies of ranks on this host while all ranks do the same work.
 
-    Ranks share cores and memory, so the numbers hold for this number of ranks alone.
+    Ranks share cores and memory, so the results apply only to this number of ranks.
 
     Parameters
     ----------

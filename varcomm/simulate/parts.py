@@ -81,7 +81,7 @@ class Counts:
         return torch.bincount(both_ways[0], minlength=self.size)
 
     def without_graph(self) -> Counts:
-        """Return the counts alone, which need little memory."""
+        """Return only the counts, which need little memory."""
         return Counts(self.owned, self.edges, self.flows)
 
     def refined(self, times: int) -> Counts:

@@ -133,7 +133,7 @@ class Scaling:
 
     @cached_property
     def columns(self) -> dict[str, list[float]]:
-        """Numbers by name, one per step; ``pandas.DataFrame`` takes them.
+        """Numbers by name, one per step; ``pandas.DataFrame`` accepts this dict.
 
         ``ranks`` and ``nodes`` of the full graph; the maximum over ranks of ``owned``, ``halo`` and
         ``neighbours``, of the ``sent`` bytes, ``messages`` and ``memory`` of a step, and of its
@@ -183,7 +183,8 @@ def scaling(sample: Sample, counts: Sequence[Counts], machine: Machine) -> Scali
     sample : Sample
         Work of the step.
     counts : sequence of Counts
-        A graph cut for each number of ranks; for weak scaling, graphs that grow with it.
+        A graph cut for each number of ranks; for weak scaling, graphs whose size grows with the
+        number of ranks.
     machine : Machine
         Machine of all ranks.
 

@@ -268,13 +268,13 @@ def step(prepare: Prepare, parts: Parts, ranks: Sequence[int] | None = None) -> 
     Parameters
     ----------
     prepare : callable
-        Makes model, optimizer and data from a rank's :class:`~varcomm.graph.PartitionedGraph`, and
-        returns a function without arguments that does one step.
+        Creates model, optimizer and data from a rank's :class:`~varcomm.graph.PartitionedGraph`,
+        and returns a function without arguments that does one step.
     parts : Parts
         The partition; its graph has the attributes that `prepare` uses.
     ranks : sequence of int, optional
-        Ranks to run. None chooses up to eight, some of them with the most and the fewest rows. Each
-        run needs the time and memory of a rank.
+        Ranks to run. By default, up to eight ranks, including ranks with the most and the fewest
+        rows. Each run needs the time and memory of a rank.
 
     Returns
     -------
@@ -284,7 +284,8 @@ def step(prepare: Prepare, parts: Parts, ranks: Sequence[int] | None = None) -> 
     Raises
     ------
     ArgumentError
-        If `ranks` names other ranks, or does not determine the messages of the others.
+        If ``ranks`` contains invalid ranks, or these ranks do not determine the messages of all
+        others.
     DisagreementError
         If ranks make different calls.
 

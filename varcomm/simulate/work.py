@@ -31,7 +31,7 @@ def world(size: int, rank: int = 0) -> Iterator[World]:
 
     Nothing is sent, and received tensors hold zeros; shapes, memory and the counts of
     :func:`varcomm.trace` are as in a real run. Other ranks are assumed to pass this rank's
-    arguments. Calls that depend on the needs of other ranks raise, such as
+    arguments. Calls that need data of other ranks raise an error, such as
     :meth:`ExchangePlan.from_needed`.
 
     Parameters
@@ -88,7 +88,7 @@ class Work:
     calls : Trace
         Counts of :func:`varcomm.trace`.
     transfers : tuple of (str, Transfer)
-        Calls of the engine, each beside the operation that made it.
+        Calls of the engine, each with the name of its operation.
 
     See Also
     --------
@@ -110,7 +110,7 @@ def count(step: Callable[[], object]) -> Work:
     Parameters
     ----------
     step : callable
-        Takes no arguments. If its first run does additional work, run it once before.
+        Takes no arguments. If the first run does additional work, call step once before.
 
     Returns
     -------

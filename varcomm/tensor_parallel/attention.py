@@ -205,7 +205,7 @@ class ParallelAttention(nn.Module):
     """Self-attention with heads sharded across ranks; the constructor is collective.
 
     A group is a head of keys and values with the heads of queries that it serves. The number of
-    heads does not need to divide by the number of ranks.
+    heads does not need to be divisible by the number of ranks.
 
     Parameters
     ----------
@@ -238,7 +238,7 @@ class ParallelAttention(nn.Module):
     qkv : ColumnParallelLinear
         Layer with three fused blocks, for queries, keys and values.
     out : RowParallelLinear
-        Layer from the heads' results to the output.
+        Layer that maps the results of the heads to the output.
 
     Raises
     ------

@@ -32,8 +32,8 @@ def checkpoint(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     Parameters
     ----------
     function : callable
-        A function with the same operations in each call, collectives included. On every rank it
-        runs to its end in backward.
+        A function with the same operations in each call, collectives included. In backward,
+        function runs to its end on every rank.
     *args, **kwargs
         Arguments of `function`. The first must not be a bool, because Megatron-Core has a bool
         there for ``distribute_saved_activations``; pass a flag by keyword.
@@ -96,8 +96,9 @@ class CheckpointWithoutOutput:
 
     The block contains a function that is cheap to compute, such as a norm, and the users of its
     output. Operations inside the block store a placeholder in place of the output or a view of the
-    output. The first gradient that needs the output runs the function again. A use outside the
-    block keeps the output. Streams, collectives and derivatives work as in :func:`checkpoint`.
+    output. The first gradient that needs the output runs the function again. If code outside the
+    block uses the output, the output is kept. Streams, collectives and derivatives work as in
+    :func:`checkpoint`.
 
     Without a block, as in Megatron-Core, :meth:`checkpoint` begins it and
     :meth:`discard_output_and_register_recompute` ends it. If the code between both calls raises,
@@ -144,7 +145,7 @@ class CheckpointWithoutOutput:
         """Call a function; operations in this block do not keep its output.
 
         `function` returns a tensor or a tuple of tensors and does the same each time; its arguments
-        are kept. Outside a block, the operations up to
+        are kept. If no block is open, all operations up to
         :meth:`discard_output_and_register_recompute` are the block.
         """
         if not torch.is_grad_enabled():

@@ -57,7 +57,7 @@ def vocab_parallel_cross_entropy(
     target : torch.Tensor
         int64 ``(*T)``: the class of each token, counted over all ranks; identical on all ranks.
     sizes : sequence of int, optional
-        Classes per rank; zeros are allowed. None: ranks exchange their sizes.
+        Classes per rank; zeros are allowed. If None, ranks exchange their sizes.
     label_smoothing : float
         Part of the target's mass that goes to all K classes, in [0, 1). Megatron distributes `s`
         over the K - 1 wrong classes: pass ``s * K / (K - 1)``.
@@ -90,11 +90,12 @@ def vocab_parallel_cross_entropy(
 
     Notes
     -----
-    Communication: one all-gather of three numbers per token, of 4 bytes for logits of up to 4
+    Communication: one all-gather of three numbers per token, of 4 bytes each for logits of up to 4
     bytes; nothing in backward.
 
-    Memory: beside logits and their gradient, some numbers per token and rank, and 4 MiB on a CPU.
-    With ``create_graph=True``, ``torch.func`` and in forward mode, a few times the logits.
+    Memory: the call needs some numbers per token and rank in addition to logits and their gradient,
+    and 4 MiB on a CPU. With ``create_graph=True``, ``torch.func`` and forward mode, the call needs
+    a few times the memory of the logits.
 
     In one process: :func:`torch.nn.functional.cross_entropy` of all logits, one token per row.
 

@@ -33,8 +33,8 @@ def broadcast_data(
     Parameters
     ----------
     keys : sequence of hashable
-        Entries of `data` to send; identical on all ranks, in the same order. Ranks compare their
-        ``repr``.
+        Entries of `data` to send; identical on all ranks, in the same order. Ranks compare the
+        ``repr`` of the keys.
     data : mapping of keys to torch.Tensor, or None
         On the first rank, tensors of any shapes, on one device. Other ranks may pass None.
     dtype : torch.dtype

@@ -58,11 +58,12 @@ def vocab_parallel_embedding(
     weight : torch.Tensor
         ``(sizes[rank], H)``: this rank's rows of the table.
     sizes : sequence of int, optional
-        Ids per rank, rank 0 first; zeros are allowed. None: ranks exchange their sizes.
+        Ids per rank, rank 0 first; zeros are allowed. If None, ranks exchange their sizes.
     padding_idx : int, optional
         The id, counted over all ranks, whose row gets no gradient.
     sequence_sizes : sequence of int, optional
-        Rows of `ids` along `sequence_dim` per rank; zeros are allowed. None returns all rows.
+        Rows of `ids` along `sequence_dim` per rank; zeros are allowed. If None, every rank returns
+        all rows.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None means the whole world.
     sequence_dim : int
@@ -77,7 +78,7 @@ def vocab_parallel_embedding(
     Raises
     ------
     ArgumentError
-        If an id is out of range (on every rank), or sizes, ids and weight do not fit.
+        If an id is out of range (on every rank), or sizes, ids and weight do not match.
 
     See Also
     --------
@@ -139,7 +140,7 @@ def feature_parallel_embedding(
     weight : torch.Tensor
         ``(V, sizes[rank])``: this rank's columns of the table.
     sizes : sequence of int, optional
-        Columns per rank; zeros are allowed. None: ranks exchange their sizes.
+        Columns per rank; zeros are allowed. If None, ranks exchange their sizes.
     padding_idx, group
         As in :func:`vocab_parallel_embedding`.
 
@@ -447,9 +448,8 @@ class VocabParallelEmbedding(_ParallelEmbedding):
         Ranks that take part; None means the whole world.
     **options
         `sequence_sizes` and `sequence_dim` as in :func:`vocab_parallel_embedding`; `device` and
-        `dtype` of the weight.
-        ``init(tensor, generator)`` draws elements in place; None draws from the normal
-        distribution.
+        `dtype` of the weight. ``init(tensor, generator)`` fills pieces of the table in place. By
+        default, elements are drawn from the normal distribution.
 
     Attributes
     ----------

@@ -36,9 +36,9 @@ def grad_norm(
     ----------
     parameters : Module, torch.Tensor or iterable of torch.Tensor
         Parameters of any shapes; equal on every rank, in the same order. Parameters with a
-        :func:`shard_spec` count on each rank, and other parameters count once. Their gradients are
-        assumed to be identical on all ranks. The gradient of a parameter is ``main_grad`` if it
-        exists, otherwise ``grad``; None counts as zeros.
+        :func:`shard_spec` count on each rank, and other parameters count once. The gradients of
+        parameters that are not sharded are assumed to be identical on all ranks. The gradient of a
+        parameter is ``main_grad`` if it exists, otherwise ``grad``; None counts as zeros.
     norm_type : float
         The order ``p > 0``; ``inf`` is the largest absolute value.
     group : ProcessGroup or DeviceMesh, optional
@@ -58,8 +58,8 @@ def grad_norm(
         group: compute a norm per group, and use :func:`torch.nn.utils.clip_grads_with_norm_`.
     DisagreementError
         On every rank, inside :func:`varcomm.debug`, if the gradients of an unsharded parameter
-        differ between ranks. Its module runs on parts of heads or of a sequence, and needs
-        :func:`sequence_parallel`.
+        differ between ranks. The module of such a parameter computes with parts of heads or of a
+        sequence, and needs :func:`sequence_parallel`.
 
     See Also
     --------
@@ -70,8 +70,8 @@ def grad_norm(
     Communication: 8 bytes from each rank to every other rank; inside :func:`varcomm.debug` 16 more
     per unsharded parameter.
 
-    In one process: ``torch.nn.utils.get_total_norm`` of all gradients; narrow ones are summed in
-    fp32.
+    In one process: ``torch.nn.utils.get_total_norm`` of all gradients; fp16 and bf16 gradients are
+    summed in fp32.
 
     Examples
     --------

@@ -148,7 +148,8 @@ def row_parallel_linear(
     weight : torch.Tensor
         This rank's columns of the weight, ``(N, n)``.
     bias : torch.Tensor, optional
-        The full bias, ``(N,)``, replicated, or None. Its gradient is complete on every rank.
+        The full bias, ``(N,)``, replicated, or None. The gradient of the bias is complete on every
+        rank.
     sequence_sizes : sequence of int, optional
         Rows of the output along `sequence_dim` per rank; zeros are allowed. With them, the layer
         uses sequence parallelism.
@@ -380,8 +381,8 @@ class ColumnParallelLinear(_ParallelLinear):
         `gather_output`: return all outputs, replicated. `multiple_of`: shard in units of this
         number of outputs, such as the features of a head. `sequence_sizes`, `sequence_dim`, `save`
         and `use_fp32` as in :func:`column_parallel_linear`; `device` and `dtype` of the parameters.
-        ``init(tensor, generator)`` draws elements of pieces of the weight in place; None draws as
-        :class:`torch.nn.Linear` does.
+        ``init(tensor, generator)`` fills pieces of the weight in place. By default, weights are
+        drawn as in :class:`torch.nn.Linear`.
 
     Attributes
     ----------

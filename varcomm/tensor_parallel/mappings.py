@@ -129,7 +129,7 @@ def reduce_from_tensor_model_parallel_region(
 ) -> Tensor:
     """Assume that `tensor` is partial and that all ranks use the sum identically.
 
-    If ranks use the sum differently, :func:`varcomm.all_reduce` is the right call.
+    If ranks use the sum differently, use :func:`varcomm.all_reduce`.
 
     tensor: This rank's part, of the same shape and dtype on all ranks.
     Returns: The sum, replicated, bit for bit the same on all ranks.
@@ -170,7 +170,7 @@ def gather_from_tensor_model_parallel_region(
 ) -> Tensor:
     """Assume that all ranks use the gathered tensor identically.
 
-    If ranks use it differently, :func:`varcomm.all_gather_v` is the right call.
+    If ranks use the result differently, use :func:`varcomm.all_gather_v`.
 
     tensor: This rank's shard, ``sizes[rank]`` rows along `dim`.
     Returns: ``sum(sizes)`` rows along `dim`, replicated.
@@ -328,7 +328,7 @@ def all_to_all(
     """Assume nothing, and send rows to every rank, like :func:`varcomm.all_to_all_v`.
 
     tensor: ``sum(input_split_sizes)`` rows along `dim`, those for rank 0 first.
-    output_split_sizes: Rows from each rank; None: ranks exchange their sizes.
+    output_split_sizes: Rows from each rank; if None, ranks exchange their sizes.
     input_split_sizes: Rows for each rank; None means balanced sizes.
     Returns: ``sum(output_split_sizes)`` rows along `dim`, sender by sender.
     See also: all_to_all_sp2hp, varcomm.all_to_all_v.
@@ -358,7 +358,7 @@ def all_to_all_sp2hp(
     """Assume nothing, and convert parts of the sequence into shards of the hidden dimension.
 
     tensor: This rank's part of the sequence, ``(sequence_sizes[rank], *F, H)``.
-    sequence_sizes: Rows of the first dimension per rank; None: ranks exchange their sizes.
+    sequence_sizes: Rows of the first dimension per rank; if None, ranks exchange their sizes.
     hidden_sizes: Columns of the last dimension per rank; None means balanced sizes.
     Returns: ``(sum(sequence_sizes), *F, hidden_sizes[rank])``.
     See also: all_to_all_hp2sp, varcomm.transpose_v.
@@ -388,7 +388,7 @@ def all_to_all_hp2sp(
 
     tensor: This rank's columns, ``(sum(sequence_sizes), *F, hidden_sizes[rank])``.
     sequence_sizes: Rows of the first dimension per rank; None means balanced sizes.
-    hidden_sizes: Columns of the last dimension per rank; None: ranks exchange their sizes.
+    hidden_sizes: Columns of the last dimension per rank; if None, ranks exchange their sizes.
     Returns: ``(sequence_sizes[rank], *F, sum(hidden_sizes))``.
     See also: all_to_all_sp2hp, varcomm.transpose_v.
     Adjoint: :func:`all_to_all_sp2hp`.
@@ -411,7 +411,7 @@ def split_tensor_into_1d_equal_chunks(tensor: Tensor, group: GroupLike = None) -
     """Assume that `tensor` is replicated, and keep this rank's balanced share of its elements.
 
     tensor: Any shape, identical on all ranks.
-    Returns: One dimension, in memory of its own.
+    Returns: A new tensor of one dimension.
     See also: gather_split_1d_tensor, split_tensor_along_last_dim.
     Adjoint: :func:`gather_split_1d_tensor`.
     Communication: none; in backward every rank sends its gradient to every other rank.

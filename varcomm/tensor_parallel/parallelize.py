@@ -71,12 +71,12 @@ def parallelize(
         Identical on all ranks, weights included.
     plan : mapping of str to str or callable, optional
         None uses the ``tp_plan`` of a transformers model, or that of its family: GPT-2, BERT, T5,
-        ViT. It shards whole heads, and embedding and head by ids. Keys of other plans are names as
-        in :meth:`torch.nn.Module.named_modules`, with shell wildcards. Values are ``"column"`` or
-        ``"row"`` for Linear, ``"embedding"`` for Embedding, ``"sequence"`` for
-        :func:`sequence_parallel`, or a function from the module to its replacement. An example is
-        ``functools.partial(ColumnParallelLinear.from_linear, sizes=[5, 3])``. Each pattern must
-        match a module, and no module may match two.
+        ViT. The default plan shards complete heads, and shards embedding and output head by ids.
+        Keys of other plans are names as in :meth:`torch.nn.Module.named_modules`, with shell
+        wildcards. Values are ``"column"`` or ``"row"`` for Linear, ``"embedding"`` for Embedding,
+        ``"sequence"`` for :func:`sequence_parallel`, or a function from the module to its
+        replacement. An example is ``functools.partial(ColumnParallelLinear.from_linear, sizes=[5,
+        3])``. Each pattern must match a module, and no module may match two.
     sequence_sizes : sequence of int, optional
         Rows of the sequence per rank, for the ``"column"``, ``"row"`` and ``"embedding"`` layers
         (sequence parallelism).
@@ -88,8 +88,8 @@ def parallelize(
         Without a plan: if the group has more ranks than heads of keys, several ranks read one head
         and split its heads of queries. False leaves these ranks without heads.
     gather_output : bool
-        Without a plan: the head returns the logits of all ids, so that ``labels=`` and ``generate``
-        work as before. False leaves logits sharded: ``labels=`` uses
+        Without a plan: if True, the head returns the logits of all ids, so ``labels=`` and
+        ``generate`` work as before. If False, logits stay sharded: ``labels=`` uses
         :func:`vocab_parallel_cross_entropy`, and ``generate`` is refused. Only causal models accept
         False.
 
@@ -370,12 +370,13 @@ def sequence_parallel(module: M, group: GroupLike = None) -> M:
     """Sum the gradients of a module's parameters over ranks with different parts of a sequence.
 
     The module is changed in place: its ``forward`` reads its replicated parameters through
-    :func:`copy_to_tensor_model_parallel_region`. Its state dict and optimizers stay valid.
+    :func:`copy_to_tensor_model_parallel_region`. The state dict and the optimizers of the module
+    stay valid.
 
     Parameters
     ----------
     module : torch.nn.Module
-        Its ``forward`` reads its own parameters by name, as LayerNorm and RMSNorm do; those of
+        Its ``forward`` reads its own parameters by name, as LayerNorm and RMSNorm do. Parameters of
         submodules are not included.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None means the whole world.

@@ -53,8 +53,9 @@ class RandomStreams:
     group : ProcessGroup or DeviceMesh, optional
         Ranks that hold shards of one model; None means the whole world.
     **coordinates : int
-        Position of this group among others, identical on all its ranks. Replicas of the model draw
-        the same numbers unless they differ here: ``data=mesh["data"].get_local_rank()``.
+        Position of this group among others, identical on all its ranks. For different numbers in
+        each replica of the model, pass a coordinate that differs, such as
+        ``data=mesh["data"].get_local_rank()``.
 
     Raises
     ------
@@ -123,10 +124,10 @@ class RandomStreams:
     def fork(self, name: str) -> Iterator[None]:
         """Draw from a stream with torch's default generators until the ``with`` block ends.
 
-        These are the CPU's generator and the current CUDA device's, if CUDA is in use. Afterwards
-        they have their previous state. Blocks of different streams may be nested. Raises
-        ArgumentError if the stream is unknown, its block is open, or CUDA is used for the first
-        time inside. Also inside :func:`torch.utils.checkpoint.checkpoint`: use
+        The default generators are the CPU's and, if CUDA is in use, the current CUDA device's.
+        After the block, the generators have their previous state. Blocks of different streams may
+        be nested. Raises ArgumentError if the stream is unknown, its block is open, or CUDA is used
+        for the first time inside. Also inside :func:`torch.utils.checkpoint.checkpoint`: use
         :func:`varcomm.tensor_parallel.checkpoint`.
         """
         if name not in self._seeds:

@@ -125,7 +125,8 @@ def gradgradcheck(
 ) -> None:
     """Assert that second derivatives of `fn` across ranks equal finite differences.
 
-    This is :func:`gradcheck` of the backward of `fn`, from inputs and incoming gradients.
+    The function applies :func:`gradcheck`` to the backward of ``fn`, as a function of inputs and
+    incoming gradients.
 
     Parameters
     ----------

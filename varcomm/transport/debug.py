@@ -48,8 +48,8 @@ def debug(timeout: float | timedelta = DEFAULT_TIMEOUT) -> Iterator[None]:
     Raises
     ------
     CommunicationError
-        Inside, on ranks that have waited for a missing rank. Every further call in the group raises
-        it too. After a DisagreementError the group remains usable.
+        Inside the block, on ranks that have waited for a missing rank. Every later call in the
+        group raises this error too. After a DisagreementError the group remains usable.
 
     See Also
     --------

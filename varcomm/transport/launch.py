@@ -61,9 +61,9 @@ def launch(
 ) -> list[T]:
     """Run ``fn(rank, *args)`` on `world_size` new local processes in one process group.
 
-    Works in a script, a notebook and a doctest, with functions, lambdas and closures defined there.
-    Each rank runs torch with ``max(1, cpu_count // world_size)`` threads. `fn` may launch further
-    ranks; a module that a rank imports must not.
+    ``launch`` works in a script, a notebook and a doctest, and accepts functions, lambdas and
+    closures defined there. Each rank runs torch with ``max(1, cpu_count // world_size)`` threads.
+    `fn` may launch further ranks; a module that a rank imports must not.
 
     Parameters
     ----------
@@ -119,9 +119,9 @@ class Ranks:
     """Local ranks that stay alive, so that only the first :meth:`run` pays for their imports.
 
     The ranks start at the first run, and again after a failed run. Global variables, process groups
-    and random states remain between runs. All ranks end with :meth:`close`, with a ``with`` block,
-    and with this process, even if it is killed. Threads may share them. A forked child gets its
-    own.
+    and random states remain between runs. All ranks exit after :meth:`close`, at the end of a
+    ``with`` block, or when this process ends or is killed. Threads may share the ranks. A forked
+    child process starts its own ranks.
 
     Parameters
     ----------

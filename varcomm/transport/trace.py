@@ -51,12 +51,12 @@ class Call:
 
 @dataclass
 class Traffic:
-    """Sums over calls, on this rank.
+    """Sums over calls on this rank.
 
     Attributes
     ----------
     calls : int
-        Calls; for one peer, the calls with a message.
+        Number of calls; for one peer, the number of calls with a message.
     messages_sent : int
         Sent messages, one per call and peer.
     messages_received : int
@@ -161,9 +161,9 @@ def _total(calls: Sequence[Call]) -> Traffic:
 def trace() -> Iterator[Trace]:
     """Count the messages and bytes of each operation, in forward and backward, on this rank.
 
-    Set-up, :func:`varcomm.debug`, and the 1 KiB with which the root of `broadcast` and `scatter_v`
-    describes its tensor are not counted. Inside, torch's profiler shows each operation as a range
-    ``varcomm::name``.
+    Messages of set-up, of :func:`varcomm.debug`, and the 1 KiB with which the root of `broadcast`
+    and `scatter_v` describes its tensor are not counted. Inside the block, torch's profiler shows
+    each operation as a range ``varcomm::name``.
 
     Yields
     ------

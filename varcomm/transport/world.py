@@ -82,9 +82,9 @@ def init(backend: str | None = None, timeout: float | timedelta = 600.0) -> Worl
     backend : str, optional
         As in :func:`torch.distributed.init_process_group`. The default is NCCL and Gloo if there
         are GPUs. Without GPUs it is ``"mpi"`` if ``mpiexec`` or ``mpirun`` started ranks that
-        mpi4py serves, and otherwise Gloo. ``"mpi"`` is Gloo for groups and objects, and MPI by
-        mpi4py for varcomm's collectives and plans, also under ``srun``; ``MPI4PY_LIBMPI`` names its
-        library.
+        mpi4py serves, and otherwise Gloo. ``"mpi"`` uses Gloo for groups and objects, and MPI with
+        mpi4py for varcomm's collectives and plans. It also works under ``srun``; ``MPI4PY_LIBMPI``
+        names its library.
     timeout : float or timedelta
         Timeout in seconds of joining and of each collective; at most 24 days.
 
@@ -96,10 +96,11 @@ def init(backend: str | None = None, timeout: float | timedelta = 600.0) -> Worl
     Raises
     ------
     ArgumentError
-        If `timeout` is not a positive number or timedelta, or `backend` combines MPI with another.
+        If `timeout` is not a positive number or timedelta, or backend combines MPI with another
+        backend.
     LaunchError
-        If the launcher's variables are wrong, the host has fewer GPUs than ranks, ranks do not find
-        each other, or MPI has other ranks.
+        If the launcher's variables are wrong, the host has fewer GPUs than ranks, ranks cannot
+        connect to each other, or MPI has different ranks.
     MissingPackageError
         If `backend` is MPI, and mpi4py or an MPI library is not installed.
 

@@ -138,7 +138,7 @@ def radius(
         Vectors of the cell as rows, (D, D), regular, identical on all ranks. A vector that is not
         periodic must be given too; its length has no effect.
     pbc : bool or sequence of bool, optional
-        Whether each cell vector is periodic; None: all vectors of the cell.
+        Whether each cell vector is periodic; by default, all are periodic.
     max_neighbours : int, optional
         Largest number of edges into each node. The edges with the smallest (length, id of the
         source, shift) are kept.
@@ -152,7 +152,8 @@ def radius(
         counts only as a small motion.
     ids : torch.Tensor, optional
         Ids of this rank's nodes in the full graph, ascending, such as ``graph.owned_ids``; int32 or
-        int64 of shape (n,). None: ids count the rows of rank 0, then the rows of rank 1, and so on.
+        int64 of shape (n,). By default, ids count the rows of rank 0, then the rows of rank 1, and
+        so on.
 
     Returns
     -------

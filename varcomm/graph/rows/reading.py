@@ -62,7 +62,8 @@ class Rows(Dataset[torch.Tensor]):
         The type of nodes, in a graph with several types.
     halo : {"exchange", "read"}, optional
         Append the rows of the halo, (n + h, *F), with one exchange per sample or by reading the
-        source. With an exchange, all ranks read samples in the same order. None: owned rows.
+        source. With an exchange, all ranks read samples in the same order. By default, only owned
+        rows are returned.
     edge_type : tuple of str, optional
         The type of edges that has the halo, in a graph with several types.
     axis : int
