@@ -284,7 +284,7 @@ def step(prepare: Prepare, parts: Parts, ranks: Sequence[int] | None = None) -> 
     Raises
     ------
     ArgumentError
-        If ``ranks`` contains invalid ranks, or these ranks do not determine the messages of all
+        If `ranks` contains invalid ranks, or these ranks do not determine the messages of all
         others.
     DisagreementError
         If ranks make different calls.

@@ -88,7 +88,7 @@ def same_as_one_process(
 ) -> Comparison:
     """Assert that a model on a partitioned graph equals the model in one process.
 
-    The model runs in one process and on ``parts`` new local processes, in fp64 and without dropout.
+    The model runs in one process and on `parts` new local processes, in fp64 and without dropout.
     Each node has a random owner; with three parts or more, the last rank owns nothing. If outputs,
     loss, gradients or buffers differ, the error names the first submodule that differs, the line,
     and the fix.

@@ -125,7 +125,7 @@ def gradgradcheck(
 ) -> None:
     """Assert that second derivatives of `fn` across ranks equal finite differences.
 
-    The function applies :func:`gradcheck`` to the backward of ``fn`, as a function of inputs and
+    The function applies :func:`gradcheck` to the backward of `fn`, as a function of inputs and
     incoming gradients.
 
     Parameters

@@ -66,7 +66,7 @@ def message_passing(
 
     Notes
     -----
-    Communication: one exchange of ``x`` (of the first tensor of a pair), and its adjoint in
+    Communication: one exchange of `x` (of the first tensor of a pair), and its adjoint in
     backward.
 
     In one process: `aggr` of ``message(x[edge_index[1]], x[edge_index[0]], *edge_values)``, at

@@ -147,7 +147,7 @@ def radius(
         little.
     previous : PartitionedGraph, optional
         Result of an earlier call with the same arguments, for these nodes at other positions. The
-        halo and the plan of ``previous`` are kept while no node of any rank has moved by more than
+        halo and the plan of `previous` are kept while no node of any rank has moved by more than
         half the skin since they were made. An affine change of the cell and all positions together
         counts only as a small motion.
     ids : torch.Tensor, optional
@@ -184,7 +184,7 @@ def radius(
 
     Communication: two agreements; each node within reach of another rank's box with 8 more bytes,
     and one byte in return. The positions of the halo are sent in backward, and in forward if a
-    gradient is needed. If the plan of ``previous`` is kept, ranks send two agreements and the
+    gradient is needed. If the plan of `previous` is kept, ranks send two agreements and the
     positions of the halo.
 
     In one process: ``j, i, D, S = ase.neighborlist.neighbor_list("jiDS", atoms, cutoff)``; j are

@@ -38,7 +38,7 @@ def global_norm(
         own. The state dict of the module does not change.
     graph : PartitionedGraph, NodeShard or EdgeShard
         The rows. For a graph, the first call selects the type of nodes or edges whose number of
-        rows matches ``x`` on all ranks. Nodes have precedence. Rows that are equal on all ranks,
+        rows matches `x` on all ranks. Nodes have precedence. Rows that are equal on all ranks,
         such as pooled rows, are normalised as in one process.
     in_layer : bool
         Whether `x` has a row for each edge that a layer computes with, in any number.

@@ -73,7 +73,7 @@ def assign(
         type for a HeteroData. The weights of all edges between two nodes are added. Without
         weights, several edges between the same nodes count as one.
     chunk : int or dict of int, optional
-        Keep blocks of ``chunk`` consecutive nodes together, such as the rows of a chunk of a file;
+        Keep blocks of `chunk` consecutive nodes together, such as the rows of a chunk of a file;
         see :class:`Rows`. For a HeteroData, pass a dict by node type; nodes of a missing type are
         assigned one by one. The method assigns chunks, with the sum of their weights, their mean
         position and all their edges.

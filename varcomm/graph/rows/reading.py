@@ -42,7 +42,7 @@ class Rows(Dataset[torch.Tensor]):
     :func:`partition`.
 
     Communication: the constructor sends a description of a few hundred bytes per rank, and the
-    halo's entries of ``rows``. With ``halo="exchange"``, each sample sends the halo's rows, and one
+    halo's entries of `rows`. With ``halo="exchange"``, each sample sends the halo's rows, and one
     small message per rank, so that read errors are raised on all ranks. Otherwise reading sends
     nothing.
 
@@ -70,7 +70,7 @@ class Rows(Dataset[torch.Tensor]):
         The axis of the rows, such as -1 for (T, C, N). The first axis counts samples.
     rows : torch.Tensor, optional
         The row of the source for each owned node, (n,), of integers. By default, the ids of the
-        nodes. Pass ``rows`` if the source has additional rows, such as cells of land, or another
+        nodes. Pass `rows` if the source has additional rows, such as cells of land, or another
         order.
     dtype : torch.dtype, optional
         The dtype of the tensors; None keeps the dtype of the source. Integers with
@@ -100,7 +100,7 @@ class Rows(Dataset[torch.Tensor]):
     See Also
     --------
     RowWriter : Write samples from shards.
-    partition : The argument ``chunk`` keeps chunks together.
+    partition : The argument `chunk` keeps chunks together.
 
     Notes
     -----
