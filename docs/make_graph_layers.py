@@ -122,15 +122,14 @@ Some code is outside these checks. `varcomm.testing.same_as_one_process` finds i
 - **No edges.** A model that returns early if `edge_index.size(1) == 0` skips an exchange, and the
   other ranks wait until the timeout.
 - **Offsets** such as `batch.bincount().cumsum(0)` count the rows of all ranks, and are out of range
-  for `segment` on one rank. A readout of a distributed model refuses them.
+  for `segment` on one rank. A readout of a distributed model refuses such offsets.
 
-{functions}
-In a distributed model, `BatchNorm` and `DiffGroupNorm` normalise over the nodes of all ranks.
-Inside a layer they normalise over edges, with added loops or dropped edges too. After a pool they
-work as in one process. The other norms need `graph.batch` outside such a model. A BatchNorm outside
-a distributed model normalises this rank's rows; if you add one after `distribute`, it is refused.
-An aggregation that reads out nodes needs `graph.batch`. `to_hetero_with_bases` is refused: it adds
-offsets to local ids.
+{functions} In a distributed model, `BatchNorm` and `DiffGroupNorm` normalise over the nodes of all
+ranks. Inside a layer, these norms normalise over edges, with added loops or dropped edges too.
+After a pool, these norms work as in one process. The other norms need `graph.batch` outside such a
+model. A BatchNorm outside a distributed model normalises this rank's rows; if you add one after
+`distribute`, it is refused. An aggregation that reads out nodes needs `graph.batch`.
+`to_hetero_with_bases` is refused: it adds offsets to local ids.
 
 ## Aggregations
 

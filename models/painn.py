@@ -240,8 +240,8 @@ class PaiNN(nn.Module):
         types : Tensor
             Types of the atoms, integers of shape (N,).
         pos : Tensor
-            Positions, (N, 3), in the length unit of the cutoff. If their dtype is wider than the
-            dtype of the parameters, only displacements are rounded.
+            Positions, (N, 3), in the length unit of the cutoff. If the dtype of positions is wider
+            than the dtype of the parameters, only displacements are rounded.
         edge_index : Tensor
             Sources and targets, (2, E), each pair of neighbours in both directions. An atom may be
             a neighbour of its own images in other cells, but not of itself.

@@ -43,7 +43,7 @@ class Calculator(base.Calculator):
     ----------
     make_model : callable
         Called once on each rank. Returns the same torch.nn.Module on all ranks. The calculator
-        moves it to the rank's device and, with `adapt`, prepares it by
+        moves the model to the rank's device and, with ``adapt``, prepares the model by
         :func:`varcomm.graph.distribute`.
     cutoff : float, optional
         Largest distance between neighbours, in Angstrom; None reads ``model.cutoff``.

@@ -18,8 +18,8 @@ no MPI and no second processor: the ranks are processes on this machine.
 # allowed.
 #
 # :class:`varcomm.Ranks` starts processes on this machine and keeps them for the next run.
-# :func:`varcomm.launch` starts them for a single run. Both call the function with the rank's number
-# and return a list with the result of each rank.
+# :func:`varcomm.launch` starts processes for a single run. Both call the function with the rank's
+# number and return a list with the result of each rank.
 
 import textwrap
 
@@ -229,7 +229,7 @@ for rank, lists in enumerate(ranks.run(first_run)):
 # summed three equal tensors, and each rank has its own rows of the sum.
 #
 # The gradient shows the difference from a plain copy. All three ranks used every row in their own
-# loss, so the gradient of a row is the sum of three gradients. Two of these gradients came from
+# loss, so the gradient of a row is the sum of three gradients. Two of the three gradients came from
 # other ranks. Therefore *backward is collective too*: every rank must call it.
 
 # %%
@@ -360,7 +360,8 @@ drawn |= four
 # --------------------------------
 #
 # All collectives accept ``dim``. ``transpose_v`` accepts two dimensions: a tensor sharded by rows
-# becomes sharded by columns. Attention uses it between shards of a sequence and shards of heads.
+# becomes sharded by columns. Attention uses ``transpose_v`` between shards of a sequence and shards
+# of heads.
 
 drawn["transpose_v"] = ranks.run(
     follow,

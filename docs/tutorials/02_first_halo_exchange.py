@@ -14,10 +14,10 @@ steps. It takes 10 minutes. You need to know PyTorch, and :doc:`ranks and shards
 # Owned rows and halo rows
 # ------------------------
 #
-# The rod has 48 points. Rank 0 owns the first 19, rank 1 the next 6, and rank 2 the last 23. Each
-# point has one owner. For a time step, a rank also needs the point left of its first point and the
-# point right of its last point. These copies of other ranks' rows are its *halo* (ghost cells). A
-# *halo exchange* fills the halo.
+# The rod has 48 points. Rank 0 owns the first 19 points, rank 1 the next 6, and rank 2 the last 23.
+# Each point has one owner. For a time step, a rank also needs the point left of its first point and
+# the point right of its last point. These copies of other ranks' rows are its *halo* (ghost cells).
+# A *halo exchange* fills the halo.
 
 import matplotlib.pyplot as plt
 import torch
@@ -101,7 +101,7 @@ plt.show()
 # ``plan(u)`` sends rows of ``u`` and returns the received rows, in the order in which the rank
 # listed them: the left neighbour first. The two ends of the rod are insulated.
 #
-# ``solve`` runs on each rank. One process runs it as well, with ``plan=None``.
+# ``solve`` runs on each rank. One process runs ``solve`` as well, with ``plan=None``.
 
 STEPS = 60
 

@@ -92,8 +92,8 @@ print(f"{len(points):,} points, {len(triangles):,} triangles")
 # - ``hilbert`` orders nodes along a space-filling curve through their positions, and cuts the curve
 #   into pieces;
 # - ``rcb`` (recursive coordinate bisection) halves the points along the longer side, repeatedly;
-# - ``block`` assigns contiguous ranges of node ids. Use it if neighbouring nodes have neighbouring
-#   ids. Here the ids are random.
+# - ``block`` assigns contiguous ranges of node ids. Use ``block`` if neighbouring nodes have
+# neighbouring ids. Here the ids are random.
 #
 # One run tries all methods, and returns the parts for the pictures below.
 
@@ -212,9 +212,9 @@ plt.show()
 # Predict the cost
 # ----------------
 #
-# If you pass the width of a layer, the report states bytes. If you also pass rates, it predicts the
-# share of time that communication takes. The rates below are examples. Measure your own rates: the
-# time of a layer on one rank, and the bandwidth and latency of the network.
+# If you pass the width of a layer, the report states bytes. If you also pass rates, the report
+# predicts the share of time that communication takes. The rates below are examples. Measure your
+# own rates: the time of a layer on one rank, and the bandwidth and latency of the network.
 
 report = parts[0]["metis"][2]
 print(report.table(channels=64, bandwidth=1e9, edge_rate=10e6, latency=20e-6))

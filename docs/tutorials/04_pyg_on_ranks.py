@@ -12,8 +12,8 @@ know how a PyTorch model is trained and which layers PyTorch Geometric has.
 # --------------
 #
 # Sensors on a plate with a hole measure a temperature, with noise. A node is a sensor. Edges join
-# it to its neighbours in a triangulation. The model removes the noise, and learns from the nodes of
-# ``train_mask``, whose true temperature is known.
+# each sensor to its neighbours in a triangulation. The model removes the noise, and learns from the
+# nodes of ``train_mask``, whose true temperature is known.
 
 import difflib
 import inspect
@@ -101,7 +101,7 @@ losses, prediction, state = in_one_process(data)
 #    ranks' nodes, and the norms use the mean and variance over the nodes of all ranks.
 # 4. ``graph.mean`` is the mean over the nodes of all ranks.
 # 5. ``sum_gradients`` sums the gradients of all ranks, once per step.
-#    ``DistributedDataParallel`` would average them.
+# ``DistributedDataParallel`` would average the gradients.
 
 
 def on_ranks(rank, data):  # 1

@@ -72,10 +72,10 @@ draw_sizes(sizes)
 # -----------------
 #
 # The next script uses Megatron's pair of layers. The first layer is split by outputs (*column
-# parallel*), the second by inputs (*row parallel*). Between them, each rank holds only its own
-# features. The results of the second layer are *partial*: their sum over ranks is the value.
-# ``from_linear`` copies this rank's part of an existing layer. Here all ranks make the same layers
-# from the same seed.
+# parallel*), the second by inputs (*row parallel*). Between the two layers, each rank holds only
+# its own features. The results of the second layer are *partial*: their sum over ranks is the
+# value. ``from_linear`` copies this rank's part of an existing layer. Here all ranks make the same
+# layers from the same seed.
 #
 # :class:`varcomm.Ranks` starts three local ranks and keeps them for all runs of this page.
 

@@ -154,7 +154,7 @@ print(
 # ---------------------
 #
 # Optimizer states are saved by parameter name. A plain optimizer in a plain script can therefore
-# load them. This code runs in one process, without ``vc.init()``.
+# load these states. This code runs in one process, without ``vc.init()``.
 
 net = make_net()
 adam = make_adam(net.parameters())
@@ -237,16 +237,16 @@ plt.show()
 
 # %%
 # The losses differ by rounding, because ranks add the same numbers in another order. A bug that
-# appears on 48 ranks can therefore be studied on two.
+# appears on 48 ranks can therefore be studied on two ranks.
 #
 # Summary
 # -------
 #
 # - Each rank's loss is its part of the total, and gradients are summed. If the total number of rows
 #   is unknown before the step, divide by a :class:`varcomm.data_parallel.GlobalCount`.
-# - Put modules, optimizers, generators and counters into one dict. ``save`` it on any number of
-#   ranks, and ``load`` it on any other number. If a save is killed, the previous checkpoint remains
-#   valid.
+# - Put modules, optimizers, generators and counters into one dict. ``save`` the dict on any number
+# of ranks, and ``load`` it on any other number of ranks. If a save is killed, the previous
+# checkpoint remains valid.
 # - Draw random numbers that all ranks share from generators in the same state, and save these
 #   generators.
 #

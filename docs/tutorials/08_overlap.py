@@ -56,7 +56,7 @@ ranks = vc.Ranks(2)
 print(ranks.run(count)[0])
 
 # %%
-# Forward, rank 0 sends its rows and receives those of rank 1. The adjoint of the gather is a
+# In forward, rank 0 sends its rows and receives the rows of rank 1. The adjoint of the gather is a
 # reduce-scatter, which sends the same bytes in the reverse direction. Bytes are exact, because
 # varcomm does not pad. Look for calls that you did not expect: removing a call saves more than
 # overlapping it.

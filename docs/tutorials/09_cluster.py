@@ -96,7 +96,7 @@ The :ref:`batch scripts <batch-scripts>` come first.
 # In the other tutorials, :func:`varcomm.launch` starts the ranks from Python. On a cluster, a
 # launcher starts the same script once per rank. ``vc.init()`` joins the other ranks; call it first.
 # The script is the same for all launchers. The engine is an argument here only because this page
-# uses two.
+# uses two engines.
 
 import os
 import re
@@ -227,7 +227,7 @@ plt.show()
 # ``vc.init("mpi")`` runs varcomm's collectives and plans over MPI, with mpi4py and a stock PyTorch.
 # torch.distributed's own calls use Gloo. ``pip install mpi4py mpich`` installs mpi4py and MPICH;
 # mpi4py also loads the MPI of your cluster. Use this engine on clusters of CPUs with a fast network
-# that MPI supports. Ranks need no address. Start them with ``mpiexec`` or ``srun``, not with
+# that MPI supports. Ranks need no address. Start ranks with ``mpiexec`` or ``srun``, not with
 # torchrun. On CPUs, ``vc.init()`` chooses MPI under ``mpiexec`` and ``mpirun``.
 
 places = [
@@ -247,8 +247,8 @@ else:
 # SLURM
 # -----
 #
-# This page was built without SLURM. Instead, it sets the variables that ``srun`` sets for each
-# task, here for two tasks on one host:
+# This page was built without SLURM. Instead, the page sets the variables that ``srun`` sets for
+# each task, here for two tasks on one host:
 
 tasks = [
     start(

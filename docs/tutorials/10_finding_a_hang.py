@@ -105,9 +105,9 @@ print(
 )
 
 # %%
-# A skipped call: rank 2 reaches its next call while the others are still in the previous one. The
-# lines show the skipped call, an ``all_reduce`` inside an ``if``. Rank 2 is in *backward*, and the
-# table shows the line that called it.
+# A skipped call: rank 2 reaches its next call while the other ranks are still in the skipped call.
+# The lines show the skipped call, an ``all_reduce`` inside an ``if``. Rank 2 is in *backward*, and
+# the table shows the line that called it.
 
 skipped = ranks.run(debugged, "a skipped call")
 show(skipped[0][1])

@@ -40,7 +40,7 @@ def load(
 
     Collective: all ranks of `group` call it. One process needs no torch.distributed. Nothing is
     changed before all files are verified, all keys match, and all tensors can be overwritten. Then
-    tensors are overwritten, and generators and objects take their states.
+    tensors are overwritten, and generators and objects load their states.
 
     Parameters
     ----------
@@ -197,7 +197,8 @@ def export(
     file : str or path
         The file to write, such as ``model.safetensors``. An earlier file is replaced.
     name : str, optional
-        Write only the tensors below this name of the state, without it in their names.
+        Write only the tensors below this name of the state, and remove the name from the tensors'
+        names.
 
     Raises
     ------

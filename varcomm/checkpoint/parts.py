@@ -26,7 +26,8 @@ T = TypeVar("T")
 class RowsById:
     r"""Rows of a larger tensor by their ids, such as a field on the nodes of a partitioned graph.
 
-    A checkpoint holds the full tensor in the order of ids, so ranks can load any other rows of it.
+    A checkpoint holds the full tensor in the order of ids, so ranks can load any other rows of the
+    tensor.
 
     Attributes
     ----------

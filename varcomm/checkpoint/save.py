@@ -55,7 +55,7 @@ def save(
     async_: bool = False,
     group: GroupLike = None,
 ) -> PendingSave | None:
-    """Write a checkpoint that any number of ranks can load, in place of the earlier one.
+    """Write a checkpoint that any number of ranks can load, and replace an earlier one.
 
     Collective: all ranks of `group` call it with the same folder on a shared file system. One
     process needs no torch.distributed. A crash at any time leaves the earlier or the new checkpoint
@@ -69,7 +69,7 @@ def save(
         are modules, optimizers, generators, objects with ``state_dict`` and ``load_state_dict``,
         plain values, and :class:`PerRank` around values that differ between ranks.
     folder : str or path
-        The same on all ranks; made if it does not exist. Other files in it stay.
+        The same on all ranks; made if it does not exist. Other files in the folder are not changed.
     async_ : bool
         Copy all tensors to CPU memory, return a :class:`PendingSave`, and write in a thread. The
         next `save`, :func:`load` or :func:`read` waits for it and raises its error.

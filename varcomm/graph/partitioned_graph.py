@@ -321,11 +321,11 @@ class PartitionedGraph:
     ) -> None:
         """Draw each node in the colour of its owner, darker if another rank has a copy.
 
-        Collective: rank 0 draws with matplotlib. With `mesh`, it draws cells: the cells that are
-        nodes, or for each point the nearest part of its cells. Volumes are drawn by their outer
-        faces, with a second picture of the cells between ranks. Without `mesh`, it draws the
-        attribute ``pos``, (n, 2) or (n, 3), as dots. If there are more than 200,000 nodes, each
-        rank draws the same random share of its nodes.
+        Collective: rank 0 draws with matplotlib. With ``mesh``, the picture shows cells: the cells
+        that are nodes, or for each point the nearest part of its cells. Volumes are drawn by their
+        outer faces, with a second picture of the cells between ranks. Without ``mesh``, the picture
+        shows nodes as dots at the attribute ``pos``, (n, 2) or (n, 3). If there are more than
+        200,000 nodes, each rank draws the same random share of its nodes.
         Communication: at most 32 bytes per drawn node.
 
         Parameters

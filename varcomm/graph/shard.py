@@ -322,9 +322,9 @@ class Shard:
     def mean(self, values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Average over the rows of all ranks, and over their features, as in :meth:`sum`.
 
-        Use it for a loss; every rank calls ``backward()``. Each rank then has its part of the
-        gradients of replicated parameters, and :func:`varcomm.data_parallel.sum_gradients` sums the
-        parts. The mean is NaN if no rank has a selected row.
+        Use this method for a loss; every rank calls ``backward()``. Each rank then has its part of
+        the gradients of replicated parameters, and :func:`varcomm.data_parallel.sum_gradients` sums
+        the parts. The mean is NaN if no rank has a selected row.
         """
         total = self._sum_and_count("graph.mean", values, mask)
         return (total[0] / total[1]).to(values.dtype)

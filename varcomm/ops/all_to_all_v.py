@@ -120,7 +120,7 @@ def all_to_all_v(
     Notes
     -----
     Adjoint: :func:`all_to_all_v` with `send_sizes` and `recv_sizes` exchanged.
-    Communication: each rank sends `tensor` except the block that it keeps. For ``dim=0`` nothing is
+    Communication: each rank sends its blocks for other ranks. For ``dim=0`` nothing is
     copied; for other dimensions, rows are copied once on departure.
     In one process: rank r has ``torch.cat([x.split(sizes, dim)[r] for x, sizes in ranks], dim)``.
 
@@ -229,7 +229,8 @@ def transpose_v(
     Notes
     -----
     Adjoint: :func:`transpose_v` with split and concatenation exchanged, which is also its inverse.
-    Communication: each rank sends `tensor` except the block that it keeps. One copy, on departure.
+    Communication: each rank sends its blocks for other ranks. Rows are copied once
+    before they are sent.
     In one process: rank r has ``whole.split(split_sizes, split_dim)[r]``.
 
     Examples

@@ -100,8 +100,8 @@ def broadcast(
     Parameters
     ----------
     tensor : torch.Tensor or None
-        On `src`, any shape and dtype. Elsewhere it is not read and may be None; its gradient is
-        zeros.
+        On `src`, any shape and dtype. On other ranks, ``tensor`` is not read and may be None, and
+        its gradient is zeros.
     src : int
         The rank, within `group`, that has the tensor.
     use_fp32, group, async_op

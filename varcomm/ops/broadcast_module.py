@@ -18,7 +18,7 @@ __all__ = ["broadcast_module", "overwrite"]
 
 
 def broadcast_module(model: torch.nn.Module, src: int = 0, group: GroupLike = None) -> None:
-    """Overwrite parameters and buffers on every rank with those of one rank; collective.
+    """Copy the parameters and buffers of one rank to every rank, in place; collective.
 
     Use this function after one rank has read a checkpoint, or after an initialisation without a
     seed.

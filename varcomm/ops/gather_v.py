@@ -209,8 +209,8 @@ def scatter_v(
     Parameters
     ----------
     tensor : torch.Tensor or None
-        On `src`, ``sum(sizes)`` rows along `dim`; any dtype. Elsewhere it is not read and may be
-        None; its gradient is zeros.
+        On `src`, ``sum(sizes)`` rows along `dim`; any dtype. On other ranks, ``tensor`` is not read
+        and may be None, and its gradient is zeros.
     src : int
         The rank, within `group`, that has the full tensor.
     sizes, dim, group, async_op

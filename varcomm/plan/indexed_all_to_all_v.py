@@ -29,7 +29,7 @@ def indexed_all_to_all_v(
 ) -> TensorOrHandle:
     """Send chosen rows to each rank, and concatenate the received rows.
 
-    For the same indices at every step, an :class:`~varcomm.ExchangePlan` checks them once.
+    If indices are the same at every step, use an :class:`~varcomm.ExchangePlan`.
 
     Parameters
     ----------

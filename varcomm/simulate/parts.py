@@ -167,7 +167,7 @@ class Parts(Counts):
     def part(self, group: GroupLike = None) -> PartitionedGraph:
         """Return the part that :func:`varcomm.graph.partition` returns, without communication.
 
-        Call it inside :func:`world`, or on P real ranks that have the same graph.
+        Call this method inside :func:`world`, or on P real ranks that have the same graph.
         """
         from varcomm.graph.building.assemble import localised, owned_edges
         from varcomm.graph.edge_shard import EdgeShard

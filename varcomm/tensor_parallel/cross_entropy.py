@@ -174,8 +174,8 @@ def linear_cross_entropy(
 
     Memory: `hidden` (gathered) and `weight` are kept, and the logits of a chunk exist two or three
     times; with ``create_graph=True``, ``torch.func`` and in forward mode all logits. Backward
-    computes them again (Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models",
-    2025). Under ``torch.autocast`` operands are cast as for a linear layer.
+    computes the logits of each chunk again (Wijmans et al., "Cut Your Losses in Large-Vocabulary
+    Language Models", 2025). Under ``torch.autocast`` operands are cast as for a linear layer.
 
     In one process: ``torch.nn.functional.cross_entropy`` of ``torch.nn.functional.linear(hidden,
     weight, bias)``.

@@ -133,7 +133,7 @@ def clip_grad_norm_(
     Returns
     -------
     torch.Tensor
-        The norm before, as from :func:`grad_norm`, with the same errors.
+        The norm before scaling, as from :func:`grad_norm`, with the same errors.
 
     Raises
     ------

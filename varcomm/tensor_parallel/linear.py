@@ -65,7 +65,7 @@ def column_parallel_linear(
     bias : torch.Tensor, optional
         This rank's part of the bias, ``(n,)``, or None.
     sequence_sizes : sequence of int, optional
-        Rows of `x` along `sequence_dim` per rank; zeros are allowed. With them, the layer uses
+        Rows of `x` along `sequence_dim` per rank; zeros are allowed. If given, the layer uses
         sequence parallelism.
     sequence_dim : int
         Dimension of the sequence, not the last: 0, or 1 for batch-first inputs.
@@ -151,7 +151,7 @@ def row_parallel_linear(
         The full bias, ``(N,)``, replicated, or None. The gradient of the bias is complete on every
         rank.
     sequence_sizes : sequence of int, optional
-        Rows of the output along `sequence_dim` per rank; zeros are allowed. With them, the layer
+        Rows of the output along `sequence_dim` per rank; zeros are allowed. If given, the layer
         uses sequence parallelism.
     sequence_dim, use_fp32, group
         As in :func:`column_parallel_linear`.

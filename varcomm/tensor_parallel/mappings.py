@@ -434,9 +434,8 @@ def gather_split_1d_tensor(
     """Assume that all ranks use the gathered pieces identically.
 
     piece: This rank's piece, of any shape.
-    numel: Elements of the full tensor, for pieces of :func:`split_tensor_into_1d_equal_chunks`;
-    None asks
-        all ranks for the sizes of their pieces.
+    numel: Elements of the full tensor, for pieces of :func:`split_tensor_into_1d_equal_chunks`. If
+        None, ranks exchange the sizes of their pieces.
     Returns: The pieces of all ranks, of one dimension.
     See also: split_tensor_into_1d_equal_chunks, varcomm.all_gather_v.
     Adjoint: :func:`split_tensor_into_1d_equal_chunks`.

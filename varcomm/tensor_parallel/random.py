@@ -127,8 +127,8 @@ class RandomStreams:
         The default generators are the CPU's and, if CUDA is in use, the current CUDA device's.
         After the block, the generators have their previous state. Blocks of different streams may
         be nested. Raises ArgumentError if the stream is unknown, its block is open, or CUDA is used
-        for the first time inside. Also inside :func:`torch.utils.checkpoint.checkpoint`: use
-        :func:`varcomm.tensor_parallel.checkpoint`.
+        for the first time inside. The error is also raised inside
+        :func:`torch.utils.checkpoint.checkpoint`: use :func:`varcomm.tensor_parallel.checkpoint`.
         """
         if name not in self._seeds:
             raise ArgumentError(f"fork: there is no stream {name!r}, only {sorted(self._seeds)}.")

@@ -38,7 +38,7 @@ def gradcheck(
     Parameters
     ----------
     fn : callable
-        A function from the inputs to a tensor or a tuple of tensors. Every rank calls it twice per
+        A function from the inputs to a tensor or a tuple of tensors. Every rank calls fn twice per
         coordinate of all ranks.
     *inputs : torch.Tensor
         This rank's inputs, in fp64 or complex128; the same number on every rank, of any shapes.

@@ -216,8 +216,8 @@ class ShardedGradients(torch.optim.Optimizer):
 
         :meth:`step` and :meth:`clip_grad_norm_` do this first. ArgumentError on every rank, if one
         rank has closed the optimizer, changed its groups, or moved, converted or unfrozen
-        parameters. With a GlobalCount, it is also raised if a rank has not called ``add``, or if
-        all counts are 0; the gradients are then dropped.
+        parameters. With a GlobalCount, the error is also raised if a rank has not called ``add``,
+        or if all counts are 0; the gradients are then dropped.
         """
         self._reduce("reduce")
 

@@ -58,7 +58,7 @@ def exchange_before(
     ArgumentError
         On every rank, if a pattern matches no submodule, or if a matching submodule has no such
         argument. Also raised if results with a row per node cannot be distinguished from results
-        with a row per edge. In a call, it is raised on this rank, before any communication, if an
+        with a row per edge. A call raises the error on this rank, before any communication, if an
         argument does not have one row per owned node.
 
     See Also

@@ -82,8 +82,8 @@ def from_edges(
     Returns
     -------
     PartitionedGraph
-        This rank's part, on the device of `edge_index`. Not differentiable with respect to
-        attributes; rows that stay on their rank share memory with the input.
+        This rank's part, on the device of `edge_index`. The graph is not differentiable with
+        respect to attributes. Rows that stay on their rank share memory with the input.
 
     Raises
     ------

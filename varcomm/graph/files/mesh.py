@@ -176,8 +176,8 @@ def read_mesh(
 ) -> Mesh | None:
     """Read a mesh file as a graph of its points, or of its cells.
 
-    Without `src`, it does not communicate: all ranks read the file. With `src`, one rank reads it,
-    and ``partition(mesh.data if mesh else None, src=src)`` sends each rank its part.
+    Without ``src``, the function does not communicate: all ranks read the file. With `src`, one
+    rank reads it, and ``partition(mesh.data if mesh else None, src=src)`` sends each rank its part.
 
     Parameters
     ----------
@@ -217,7 +217,7 @@ def read_mesh(
     ------
     ArgumentError
         If the file is missing or cannot be read completely, such as a VTU file of several pieces.
-        Also raised if it has no cells, or cells of an unsupported kind, or if files of a case
+        Also raised if the file has no cells, or cells of an unsupported kind, or if files of a case
         contradict each other.
     MissingPackageError
         If meshio is not installed; OpenFOAM cases do not need it.

@@ -79,7 +79,7 @@ def rebalance(graph: PartitionedGraph, weights: torch.Tensor | float) -> Partiti
 
     Examples
     --------
-    The nodes of rank 0 cost three times as much as those of rank 1.
+    In this example, the nodes of rank 0 cost three times as much as the nodes of rank 1.
 
     >>> import torch, varcomm
     >>> from torch_geometric.data import Data

@@ -30,7 +30,7 @@ Side = PartitionedGraph | Shard | None
 class Transfer:
     """Operator that maps the rows of one partition to another partition.
 
-    :func:`transfer` and :func:`remap` return it.
+    :func:`transfer`` and :func:``remap`` return a :class:``Transfer`.
 
     ``transfer(x)`` maps the rows of the old partition, (n_old, *F), to the rows of the new
     partition, (n_new, *F). Derivatives of any order are exact.
@@ -136,8 +136,8 @@ def transfer(old: Side, new: Side) -> Transfer:
         ``graph["paper"]``, or edges, ``graph.edges``. A rank outside this partition passes None.
     new : PartitionedGraph or NodeShard or EdgeShard
         Another partition of the same rows. A rank outside this partition passes None. The group of
-        one partition must contain the group of the other. If a rank passes None for both, all ranks
-        of the world raise an error.
+        one partition must contain the group of the other partition. If a rank passes None for both,
+        all ranks of the world raise an error.
 
     Returns
     -------

@@ -160,7 +160,7 @@ def radius(
     PartitionedGraph
         It has `pos` as given, and ``edge_attr``, (E, D), the displacement from target to source,
         ``pos[source] + shift @ cell - pos[target]``, differentiable with respect to `pos` and
-        `cell`. With a cell, it also has ``shift``, int32 of shape (E, D).
+        `cell`. With a cell, the graph also has ``shift``, int32 of shape (E, D).
 
     Raises
     ------
