@@ -58,8 +58,8 @@ def describe(rank):
 print("\n".join(ranks.run(describe)))
 
 # %%
-# The plan as a picture, with one line per rank. Owned points are filled. Halo points are hatched in
-# the colour of their owner.
+# The picture shows the plan, with one line per rank. Owned points are filled. Halo points are
+# hatched in the colour of their owner.
 
 # sphinx_gallery_start_ignore
 COLOURS = vc._figures.RANKS

@@ -231,8 +231,8 @@ print(f"sum of all forces: {forces.sum(0).abs().max():.1e} eV/Å")
 # Pictures
 # --------
 #
-# Above: one layer of the second crystal, with true forces in grey and learned forces in black.
-# Below: all components of the forces, and the loss.
+# The upper picture shows one layer of the second crystal, with true forces in grey and learned
+# forces in black. The lower pictures show all components of the forces, and the loss.
 
 # sphinx_gallery_start_ignore
 COLOURS = vc._figures.RANKS[:2]

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/resume/train.py out/resume --steps 300
 
 A graph network learns a field on a mesh from one node in ten. The checkpoint is independent of the
-number of ranks, and the loss of every step equals that of one process.
+number of ranks, and the loss of every step equals the loss of one process.
 """
 
 import argparse

@@ -65,8 +65,8 @@ def full_state_dict(
     Tensors are gathered one by one. At any time, `dst` holds at most one additional full tensor,
     and other ranks hold at most one additional shard.
 
-    Communication: every shard travels once to `dst`, or to all ranks; unsharded tensors stay. Three
-    rounds of small messages compare the ranks first.
+    Communication: every shard is sent once to ``dst``, or to all ranks. Unsharded tensors are not
+    sent. Three rounds of small messages compare the ranks first.
 
     In one process: ``model.state_dict()`` on the CPU.
 

@@ -77,7 +77,7 @@ def load(
     Notes
     -----
     Each rank verifies the digest of every P-th file, and reads only the elements that it needs.
-    Communication: four rounds of small messages; rows of :class:`RowsById` travel once.
+    Communication: four rounds of small messages; rows of :class:`RowsById` are sent once.
 
     In one process: the checkpoint of one rank, which any number of ranks can read.
 

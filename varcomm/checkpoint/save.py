@@ -95,7 +95,8 @@ def save(
 
     Notes
     -----
-    Communication: 3 to 5 rounds of small messages. Rows travel once, to the rank that writes them.
+    Communication: 3 to 5 rounds of small messages. Each row is sent once, to the rank that writes
+    the row.
 
     In one process: the same files, which any number of ranks can load.
 

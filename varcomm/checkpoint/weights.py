@@ -82,7 +82,7 @@ def load_safetensors(
     to nearest. All other dtypes must be equal. If several names share a parameter, the files must
     contain one of the names.
 
-    Communication: three rounds of small messages. No weight travels.
+    Communication: three rounds of small messages. No weight is sent.
 
     In one process: ``model.load_state_dict(load_file(file))``.
 

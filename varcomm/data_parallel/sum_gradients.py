@@ -65,7 +65,7 @@ def sum_gradients(
     Notes
     -----
     Communication: per bucket, ``2 (P - 1) / P`` of its bytes, and one number per parameter; up to
-    16 KiB, ``P - 1`` times its bytes in one round. From 16 ranks on, sums go by levels as in
+    16 KiB, ``P - 1`` times its bytes in one round. From 16 ranks on, sums are hierarchical, as in
     :func:`all_reduce`. A GlobalCount adds a gather and a broadcast of 1 KiB per rank. The order of
     sums is fixed, and sums are equal on all ranks bit for bit, so replicated parameters stay equal.
 

@@ -68,7 +68,7 @@ class EdgeShard(Numbering, Shard):
         As in :class:`NodeShard`, for the owned edges.
     local_ids : torch.Tensor
         Local ids of sources and targets as an ordinary tensor, int64 of shape (2, E). They select
-        from :meth:`with_halo`; ``x[row]`` of owned rows alone is out of range.
+        from :meth:`with_halo`; ``x[row]`` with a tensor of owned rows only is out of range.
     halo_ids : torch.Tensor
         Ids of the halo nodes in the full graph; int64 of shape (h,).
     plan : ExchangePlan

@@ -191,13 +191,13 @@ def all_gather_v(
     Adjoint: :func:`reduce_scatter_v` with the same arguments.
     Communication: each rank sends its shard to every other rank. For ``dim=0`` nothing is copied;
     for other dimensions, rows are copied once on arrival. From 16 ranks on, CPU shards of up to 4
-    KiB (mean) travel by levels, as in :func:`reduce_scatter_v`: the same bytes in ``k P^(1/k)``
-    messages per rank.
+    KiB (mean) are gathered in levels, as in :func:`reduce_scatter_v`: the same bytes in ``k
+    P^(1/k)`` messages per rank.
 
     Without `sizes`, ranks first share 1 KiB each in one more round, but not in backward. A large
-    nested structure needs a second message. Nested tensors travel in one exchange and are copied on
-    both sides; backward sends the gradients of tensors that require one. Inside ``torch.func`` and
-    in forward mode each tensor travels alone. `async_op` needs one tensor.
+    nested structure needs a second message. Nested tensors are sent in one exchange and are copied
+    on both sides; backward sends the gradients of tensors that require one. Inside ``torch.func``
+    and in forward mode each tensor is sent separately. `async_op` needs one tensor.
 
     In one process: ``torch.cat(shards, dim)``.
 

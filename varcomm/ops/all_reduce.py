@@ -186,12 +186,12 @@ def all_reduce(
     -----
     Adjoint: :func:`all_reduce` itself. A loss that all ranks compute identically from the result
     counts once per rank.
-    Communication: each rank sums a piece of ``1 / P`` and sends it to the other ranks:
-    ``2 (P - 1) / P`` times the bytes of `tensor`. Up to 16 KiB, and with `async_op`, each rank sums
-    all pieces in one round: ``P - 1`` times the bytes. From 16 ranks on the sum goes by levels, as
-    in :func:`reduce_scatter_v`, with `async_op` too. Up to 16 KiB, each of the ``k`` ranks of a
-    level sums all pieces: ``k - 1`` times the bytes. These small sums are equal bit for bit on
-    processors of one kind.
+    Communication: each rank sums a piece of ``1 / P`` and sends it to the other ranks: ``2 (P - 1)
+    / P`` times the bytes of `tensor`. Up to 16 KiB, and with `async_op`, each rank sums all pieces
+    in one round: ``P - 1`` times the bytes. From 16 ranks on, the sum is hierarchical, as in
+    :func:`reduce_scatter_v`, with `async_op` too. Up to 16 KiB, each of the ``k`` ranks of a level
+    sums all pieces: ``k - 1`` times the bytes. These small sums are equal bit for bit on processors
+    of one kind.
     In one process: ``sum(tensors)``.
 
     Examples

@@ -217,7 +217,7 @@ def reduce(
     Adjoint: :func:`broadcast` from `dst`.
     Communication: each rank sums a piece of ``1 / P`` and sends it to `dst`. Up to 16 KiB, and with
     `async_op`, `dst` sums all pieces in one round. Each other rank sends the bytes of `tensor`
-    once. From 16 ranks on the sum goes by levels, as in :func:`reduce_scatter_v`, and some ranks
+    once. From 16 ranks on, the sum is hierarchical, as in :func:`reduce_scatter_v`, and some ranks
     forward pieces of other ranks.
     In one process: ``sum(tensors)``.
 

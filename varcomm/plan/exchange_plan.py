@@ -202,7 +202,7 @@ class ExchangePlan(Routes):
         tensor : torch.Tensor
             `num_rows` rows along `dim`; any dtype. The other dimensions are the same on all ranks.
         *more : torch.Tensor
-            Further tensors, of any row shapes. Tensors of one dtype travel in one message per
+            Further tensors, of any row shapes. Tensors of one dtype are sent in one message per
             neighbour.
         dim, use_fp32
             As in :func:`all_gather_v`; with a single tensor also by position.

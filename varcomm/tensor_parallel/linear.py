@@ -96,9 +96,10 @@ def column_parallel_linear(
     -----
     Adjoint: with respect to `x`, :func:`row_parallel_linear` with the transposed weight.
 
-    Communication: with `sequence_sizes` an all-gather of `x`, again in backward with
-    ``save="input"``. In backward an all-reduce or reduce-scatter of the gradient of `x`, while that
-    of `weight` is computed. Operands without a gradient cause neither.
+    Communication: with ``sequence_sizes``, an all-gather of ``x``, and a second one in backward
+    with ``save="input"``. Backward sends the gradient of ``x`` with an all-reduce or
+    reduce-scatter, while the gradient of ``weight`` is computed. An operand that needs no gradient
+    causes no messages.
 
     In one process: this rank's columns of ``torch.nn.functional.linear(x, weight, bias)``, also
     under ``torch.autocast``.

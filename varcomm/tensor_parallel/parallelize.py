@@ -118,7 +118,7 @@ def parallelize(
     one writes full tensors.
     ``resize_token_embeddings`` and adapters (PEFT) are refused: use them before sharding.
 
-    Communication: short messages with digests of plans and weights. No weight travels.
+    Communication: short messages with digests of plans and weights. No weight is sent.
 
     In one process: `module` as it is.
 

@@ -18,7 +18,7 @@ __all__ = [
     "is_readout",
 ]
 
-_COMPILED = "it needs a compiled package beside PyTorch, and is not compared with one process"
+_COMPILED = "it needs another compiled package, and is not compared with one process"
 _OWN_CODE = "it needs code of its own on a sharded graph, and none of PyG's models uses it"
 _NEIGHBOURS = "it searches for neighbours among this rank's nodes only"
 _WALKS = "it samples walks and nodes of this rank only"
