@@ -291,8 +291,8 @@ drawn |= pair
 # -------------------------------------
 #
 # ``all_to_all_v`` sends a block of rows from each rank to each rank. ``indexed_all_to_all_v`` sends
-# chosen rows, in any order, also repeatedly. Backward returns the gradients of all copies of a row
-# and sums them: a row that is sent twice has two fields. A halo exchange uses this primitive.
+# chosen rows, in any order and any number of times. Backward returns the gradients of all copies of
+# a row and sums them: a row that is sent twice has two fields. A halo exchange uses this primitive.
 # :class:`varcomm.ExchangePlan` runs the checks once and is called at every step.
 
 BLOCKS = [

@@ -93,7 +93,7 @@ print(f"{len(points):,} points, {len(triangles):,} triangles")
 #   into pieces;
 # - ``rcb`` (recursive coordinate bisection) halves the points along the longer side, repeatedly;
 # - ``block`` assigns contiguous ranges of node ids. Use ``block`` if neighbouring nodes have
-# neighbouring ids. Here the ids are random.
+#   neighbouring ids. Here the ids are random.
 #
 # One run tries all methods, and returns the parts for the pictures below.
 

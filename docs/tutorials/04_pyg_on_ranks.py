@@ -101,7 +101,7 @@ losses, prediction, state = in_one_process(data)
 #    ranks' nodes, and the norms use the mean and variance over the nodes of all ranks.
 # 4. ``graph.mean`` is the mean over the nodes of all ranks.
 # 5. ``sum_gradients`` sums the gradients of all ranks, once per step.
-# ``DistributedDataParallel`` would average the gradients.
+#    ``DistributedDataParallel`` would average the gradients.
 
 
 def on_ranks(rank, data):  # 1

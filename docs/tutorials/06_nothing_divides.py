@@ -184,8 +184,8 @@ alone, true_gradient, whole = train(None)
 even = ranks.run(train, sizes["heads"], sizes["features"])
 
 # %%
-# The head shares its weight with the embedding, also on ranks. Each rank computes the logits of its
-# own tokens, and the loss uses these parts. No rank holds all logits.
+# The head shares its weight with the embedding, in one process and on ranks. Each rank computes the
+# logits of its own tokens, and the loss uses these parts. No rank holds all logits.
 #
 # Choose sizes
 # ------------

@@ -245,8 +245,8 @@ plt.show()
 # - Each rank's loss is its part of the total, and gradients are summed. If the total number of rows
 #   is unknown before the step, divide by a :class:`varcomm.data_parallel.GlobalCount`.
 # - Put modules, optimizers, generators and counters into one dict. ``save`` the dict on any number
-# of ranks, and ``load`` it on any other number of ranks. If a save is killed, the previous
-# checkpoint remains valid.
+#   of ranks, and ``load`` it on any other number of ranks. If a save is killed, the previous
+#   checkpoint remains valid.
 # - Draw random numbers that all ranks share from generators in the same state, and save these
 #   generators.
 #

@@ -120,7 +120,7 @@ def broadcast(
     ------
     ArgumentError
         On every rank, before any data moves, if `tensor` on `src` is not a dense tensor. With
-        `like`, only `src` raises, also if its tensor does not match `like`.
+        `like`, only `src` raises, even if its tensor does not match `like`.
 
     See Also
     --------

@@ -229,7 +229,7 @@ def scatter_v(
     ------
     ArgumentError
         On every rank, before any data moves, if `tensor` does not match `sizes` and `dim` on `src`.
-        With `like`, only `src` raises, also if its tensor does not match `like`.
+        With `like`, only `src` raises, even if its tensor does not match `like`.
     DisagreementError
         On a rank whose `sizes` differ from the `sizes` on `src`. With `like`, only inside
         :func:`varcomm.debug`.

@@ -30,7 +30,7 @@ Side = PartitionedGraph | Shard | None
 class Transfer:
     """Operator that maps the rows of one partition to another partition.
 
-    :func:`transfer`` and :func:``remap`` return a :class:``Transfer`.
+    :func:`transfer` and :func:`remap` return a :class:`Transfer`.
 
     ``transfer(x)`` maps the rows of the old partition, (n_old, *F), to the rows of the new
     partition, (n_new, *F). Derivatives of any order are exact.
