@@ -245,7 +245,7 @@ class ExchangePlan(Routes):
         return call(_adjoint, self, tensor, (), (dim, use_fp32), False)
 
     def nbytes(self, tensor: torch.Tensor, dim: int = 0) -> int:
-        """Return the bytes that this rank sends when the plan is called with tensor."""
+        """Return the bytes that this rank sends to other ranks in a call with ``tensor``."""
         row = prod(packing.rest(tensor.shape, checked_dim(dim, tensor.shape)))
         others = sum(self.send_counts) - self.send_counts[self.group.rank]
         return others * row * tensor.element_size()

@@ -40,8 +40,8 @@ class Transfer:
     plan : ExchangePlan
         The plan that fetches each old row that this rank needs, once.
     place : torch.Tensor
-        For each new row, the index of its received row, int64 of shape (n_new,). For parents,
-        (n_new, k), with one past the last index for no parent.
+        For each new row, the index of its received row, int64 of shape (n_new,). With several
+        parents, the shape is (n_new, k), and the index after the last row means no parent.
     weights : torch.Tensor, optional
         Weights of the parents, float64 of shape (n_new, k); None copies rows.
 
