@@ -72,7 +72,8 @@ class EdgeShard(Numbering, Shard):
     halo_ids : torch.Tensor
         Ids of the halo nodes in the full graph; int64 of shape (h,).
     plan : ExchangePlan
-        The plan that fills the halo: ``plan(x)`` of the owned sources returns the halo's rows.
+        The plan that fills the halo: if ``x`` has the owned source rows, ``plan(x)`` returns the
+        halo rows.
     num_targets : int
         Number of nodes of the target's type that this rank owns.
     hops : int

@@ -51,10 +51,10 @@ class ShardedGradients(torch.optim.Optimizer):
         options, as for torch's optimizers. Frozen parameters only receive the values of rank 0.
         Parameters without names are saved by numbers, ``"group.place"``.
     optimizer_factory : callable
-        ``optimizer_factory(groups)`` returns the optimizer of this rank's pieces. The groups are
-        the groups of `params`, with pieces in place of parameters, and may be empty. The update of
-        an element must not depend on the rest of its parameter, unless `sizes` is
-        ``"whole-parameters"``.
+        ``optimizer_factory(groups)`` returns the optimizer of this rank's pieces. Each group
+        contains this rank's pieces of the parameters in the same group of ``params``, and may be
+        empty. The update of an element must not depend on the rest of its parameter, unless `sizes`
+        is ``"whole-parameters"``.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None means the whole world.
     sizes : "balanced", "whole-parameters" or sequence of int

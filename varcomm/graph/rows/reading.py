@@ -38,7 +38,7 @@ class Rows(Dataset[torch.Tensor]):
 
     Each rank reads the chunks that hold its rows, each chunk once per sample. One request reads
     neighbouring chunks. A chunk of several samples is read once for consecutive samples. The
-    partition decides how many chunks several ranks read: see the argument `chunk` of
+    partition determines how many chunks are read by more than one rank: see the argument `chunk` of
     :func:`partition`.
 
     Communication: the constructor sends a description of a few hundred bytes per rank, and the
