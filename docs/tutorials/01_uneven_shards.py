@@ -384,8 +384,8 @@ plt.show()
 # inner products are summed over ranks.
 #
 # :func:`varcomm.testing.dot_test` draws a random :math:`y` and raises on every rank if the two
-# sides differ by more than rounding. Use ``dot_test`` for your own functions. Here it finds a
-# backward without the sum over ranks:
+# sides differ by more than rounding. Use ``dot_test`` for your own functions. Here ``dot_test``
+# finds a backward without the sum over ranks:
 
 
 class Forgetful(torch.autograd.Function):

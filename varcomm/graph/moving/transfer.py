@@ -203,7 +203,7 @@ def remap(
 ) -> Transfer:
     """Plan the move of fields from a mesh to its refinement or coarsening.
 
-    Collective as :func:`transfer`; an error on one rank is raised on all ranks.
+    Collective, like :func:`transfer`; an error on one rank is raised on all ranks.
 
     Parameters
     ----------
