@@ -323,6 +323,6 @@ plt.show()
 #   ``graph.sum(energies)`` has the same gradient.
 # - If the halo is filled outside autograd, the energy is right and the forces are wrong, without
 #   an error.
-# - A loss on forces has the same losses and gradients as in one process, to rounding.
+# - Training with a loss on forces has the same losses and gradients as in one process, to rounding.
 #
 # Next: :doc:`tensor parallelism when nothing divides <06_nothing_divides>`.

@@ -204,7 +204,7 @@ plt.show()
 # --------------
 #
 # In the upper version, the program of rank 0 waits until rank 1 has read its file. In the lower
-# version, rank 0 computes its own rows in that time, and its engine waits.
+# version, rank 0 computes its own rows while rank 1 reads, and the engine of rank 0 waits.
 #
 # Backward overlaps as well, without a change in the code. Autograd runs in reverse order: it
 # *starts* the adjoint at the place of ``wait()``, and waits for it at the place of the call. The

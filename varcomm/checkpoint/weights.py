@@ -57,7 +57,7 @@ def load_safetensors(
         Map from names of ``model.state_dict()`` to names in the files. Names that a mapping lacks
         are the same in the files.
     device : torch.device or str
-        Device of tensors that are on the meta device.
+        Target device for tensors that are on the meta device.
     strict : bool
         Refuse files with tensors that no rank loads.
     group : ProcessGroup or DeviceMesh, optional

@@ -170,8 +170,8 @@ class Report:
         Parameters
         ----------
         channels : int
-            Values per node. If `channels` is passed, the result also has ``"bytes_sent"`` and
-            ``"bytes_received"`` of a layer per rank.
+            Values per node. If ``channels`` is passed, the result also has ``"bytes_sent"`` and
+            ``"bytes_received"``, the bytes that each rank sends and receives per layer.
         itemsize : int
             Bytes per value.
         **rates : float
