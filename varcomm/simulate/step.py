@@ -203,7 +203,7 @@ class Step:
 
     @cached_property
     def counts(self) -> Mapping[str, torch.Tensor]:
-        """Tensors of shape (P,) by name: the attributes of :class:`Work`, ``messages``, ``sent``."""
+        """fp64 of shape (P,) by name: the attributes of :class:`Work`, ``messages``, ``sent``."""
         found = self.fit.counts(self.parts)
         traffic = torch.zeros(2, self.parts.size, dtype=torch.float64)
         for call in self.transfers:
