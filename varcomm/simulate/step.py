@@ -203,7 +203,7 @@ class Step:
 
     @cached_property
     def counts(self) -> Mapping[str, torch.Tensor]:
-        """fp64 of shape (P,) by name: the attributes of :class:`Work`, ``messages``, ``sent``."""
+        """Attributes of :class:`Work`, and ``messages`` and ``sent``, by name; fp64, shape (P,)."""
         found = self.fit.counts(self.parts)
         traffic = torch.zeros(2, self.parts.size, dtype=torch.float64)
         for call in self.transfers:
