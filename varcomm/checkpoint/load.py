@@ -139,8 +139,9 @@ def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Return a full checkpoint on the CPU; no communication.
 
     Modules and other objects are dicts, sharded tensors and rows full tensors, and :class:`PerRank`
-    is a dict whose keys are the ranks as strings. Files of other tools are tensors by name.
-    ArgumentError if there is no checkpoint, or if a file is missing, cut or altered.
+    is a dict whose keys are the ranks as strings. The result for files from other tools is a dict
+    of tensors by name. ArgumentError if there is no checkpoint, or if a file is missing, cut or
+    altered.
 
     Parameters
     ----------

@@ -60,7 +60,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, causal: bool = True) ->
     -----
     Computed by :func:`torch.nn.functional.scaled_dot_product_attention`; with
     ``create_graph=True``, ``torch.func`` and in forward mode by products of S x T numbers per head.
-    Scale the queries if the factor of the products is not ``1 / sqrt(D)``.
+    Scale the queries if the scale of the attention scores is not ``1 / sqrt(D)``.
 
     Examples
     --------

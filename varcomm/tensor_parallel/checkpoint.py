@@ -100,7 +100,7 @@ class CheckpointWithoutOutput:
     block uses the output, the output is kept. Streams, collectives and derivatives work as in
     :func:`checkpoint`.
 
-    Without a block, as in Megatron-Core, :meth:`checkpoint` begins it and
+    Without a ``with`` block, as in Megatron-Core, :meth:`checkpoint` begins the block and
     :meth:`discard_output_and_register_recompute` ends it. If the code between both calls raises,
     the block stays open: prefer ``with``.
 
