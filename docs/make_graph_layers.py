@@ -116,7 +116,7 @@ Some code is outside these checks. `varcomm.testing.same_as_one_process` finds i
 - **New tensors.** `zeros_like(graph.batch)`, `edge_index.new_zeros(len(x))` and masks are ordinary
   tensors: `x[graph.batch == b].mean(0)` is the mean of this rank.
 - **Copies of ids.** `torch.tensor`, `torch.sparse_coo_tensor` and TorchScript copy local ids.
-- **Copied code.** `DeepGraphInfomax` and `GAE.recon_loss` are refused by their class. A copy in
+- **Copied code.** `DeepGraphInfomax` and `GAE.recon_loss` raise an error. A copy in
   your file computes means of this rank. A copy of `LabelPropagation` has one column per class of
   this rank, and the exchange fails: use `one_hot(y, num_classes=...)`.
 - **No edges.** A model that returns early if `edge_index.size(1) == 0` skips an exchange, and the

@@ -91,12 +91,12 @@ class Report:
 
     @property
     def imbalance(self) -> float:
-        """Largest number of nodes of a rank over the mean; 1 is even."""
+        """Largest number of nodes per rank divided by the mean; 1 is even."""
         return _over_mean(self.owned)
 
     @property
     def edge_imbalance(self) -> float:
-        """Largest number of edges of a rank over the mean; all ranks wait for this rank."""
+        """Largest number of edges per rank divided by the mean; all ranks wait for that rank."""
         return _over_mean(self.edges)
 
     @property

@@ -325,7 +325,7 @@ def all_to_all(
     dim: int = 0,
     group: GroupLike = None,
 ) -> Tensor:
-    """Assume nothing, and send rows to every rank, like :func:`varcomm.all_to_all_v`.
+    """Send rows to every rank, like :func:`varcomm.all_to_all_v`; for any input.
 
     tensor: ``sum(input_split_sizes)`` rows along `dim`, those for rank 0 first.
     output_split_sizes: Rows from each rank; if None, ranks exchange their sizes.
@@ -355,7 +355,7 @@ def all_to_all_sp2hp(
     hidden_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
 ) -> Tensor:
-    """Assume nothing, and convert parts of the sequence into shards of the hidden dimension.
+    """Convert parts of the sequence into shards of the hidden dimension; for any input.
 
     tensor: This rank's part of the sequence, ``(sequence_sizes[rank], *F, H)``.
     sequence_sizes: Rows of the first dimension per rank; if None, ranks exchange their sizes.
@@ -384,7 +384,7 @@ def all_to_all_hp2sp(
     hidden_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
 ) -> Tensor:
-    """Assume nothing, and convert shards of the hidden dimension into parts of the sequence.
+    """Convert shards of the hidden dimension into parts of the sequence; for any input.
 
     tensor: This rank's columns, ``(sum(sequence_sizes), *F, hidden_sizes[rank])``.
     sequence_sizes: Rows of the first dimension per rank; None means balanced sizes.
