@@ -214,8 +214,8 @@ class ShardedGradients(torch.optim.Optimizer):
     def reduce(self) -> None:
         """Sum all gradients since the last sum, and add them to the pieces' ``grad``; collective.
 
-        :meth:`step` and :meth:`clip_grad_norm_` begin with this sum. ArgumentError on every rank, if
-        one rank has closed the optimizer, changed its groups, or moved, converted or unfrozen
+        :meth:`step` and :meth:`clip_grad_norm_` begin with this sum. ArgumentError on every rank,
+        if one rank has closed the optimizer, changed its groups, or moved, converted or unfrozen
         parameters. With a GlobalCount, the error is also raised if a rank has not called ``add``,
         or if all counts are 0; the gradients are then dropped.
         """
