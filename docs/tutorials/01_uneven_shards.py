@@ -38,14 +38,16 @@ COLOURS = vc._figures.RANKS
 plt.rcParams |= vc._figures.style()
 INK, PALE = vc._figures.INK, vc._figures.PALE
 # of a rank's column, of a row, between columns
-WIDTH, HEIGHT, GAP = 1.35, 0.62, 0.22
+WIDTH, HEIGHT, GAP = 1.5, 0.68, 0.2
 BLOCK = 3 * WIDTH + 2 * GAP
-ARROW = 2.7  # length of an arrow
+ARROW = 3.1  # length of an arrow
+EDGE = 0.4  # of a panel
+UNIT = 3.6 / (2 * BLOCK + ARROW + 2 * EDGE)  # inches
 PITCH = 1.08 * HEIGHT
 
 
-def words(ax, x, y, text, size=9, color=INK, **style):
-    ax.text(x, y, text, ha="center", va="center", size=size, color=color, **style)
+def words(ax, x, y, text, color=INK, **style):
+    ax.text(x, y, text, ha="center", va="center", color=color, **style)
 
 
 def draw_entry(ax, x, y, width, marks, counts):
@@ -73,20 +75,13 @@ def draw_entry(ax, x, y, width, marks, counts):
 
 def draw_block(ax, left, top, title, found):
     """Draw the rows of all ranks at one moment, side by side."""
-    words(ax, left + BLOCK / 2, top + 1.0, title, size=10)
+    words(ax, left + BLOCK / 2, top + 1.15, title)
     for rank, (entries, counts) in enumerate(found):
         x = left + rank * (WIDTH + GAP)
-        words(ax, x + WIDTH / 2, top + 0.35, f"rank {rank}", color=PALE)
+        words(ax, x + WIDTH / 2, top + 0.4, rank, color=PALE)
         if len(entries) == 0:
-            words(
-                ax,
-                x + WIDTH / 2,
-                top - HEIGHT / 2,
-                "none",
-                9,
-                PALE,
-                style="italic",
-            )
+            place = x + WIDTH / 2, top - HEIGHT / 2
+            words(ax, *place, "none", color=PALE, style="italic")
         for row, entry in enumerate(entries):
             width = WIDTH / len(entry)
             for column, marks in enumerate(entry):
@@ -103,22 +98,24 @@ def draw_block(ax, left, top, title, found):
 def draw_arrow(ax, y, label, start, end):
     style = {"arrowstyle": "-|>", "color": INK, "lw": 1.5}
     ax.annotate("", (end, y), (start, y), arrowprops=style)
-    words(ax, (start + end) / 2, y + 0.3, label)
+    words(ax, (start + end) / 2, y + 0.4, label)
 
 
 def draw_panel(ax, title, found, rows):
     """Draw forward above, from left to right, and backward below, from right to left."""
     right, height = BLOCK + ARROW, rows * PITCH
-    low, middle = -height - 1.9, min(height, 3 * PITCH) / 2
+    low, middle = -height - 1.9, PITCH * (1 if rows < 3 else 1.5)
     places = [(0, 0), (right, 0), (right, low), (0, low)]
     for (left, top), moment in zip(places, found[0], strict=True):
         draw_block(ax, left, top, moment, [of_rank[moment] for of_rank in found])
+    for top in (0, low):
+        words(ax, BLOCK + ARROW / 2, top + 0.4, "← rank →", color=PALE)
     draw_arrow(ax, -middle, "forward", BLOCK + 0.15, right - 0.15)
     draw_arrow(ax, low - middle, "backward", right - 0.15, BLOCK + 0.15)
     style = {"size": 12, "weight": "bold", "color": INK, "family": "monospace"}
-    ax.text(0, 1.75, title, **style)
-    ax.set_xlim(-0.6, right + BLOCK + 0.6)
-    ax.set_ylim(low - height - 0.5, 2.5)
+    ax.text(0, 1.85, title, **style)
+    ax.set_xlim(-EDGE, right + BLOCK + EDGE)
+    ax.set_ylim(low - height - 0.6, 2.9)
     ax.set_aspect("equal")
 
 
@@ -137,15 +134,15 @@ def draw(panels, columns=2):
         )
         for line in lines
     ]
-    heights = [2 * count * PITCH + 4.9 for count in rows]
+    heights = [2 * count * PITCH + 5.4 for count in rows]
     figure, axes = plt.subplots(
         len(lines),
         columns,
-        figsize=(3.6 * columns, 0.308 * sum(heights)),
+        figsize=(3.6 * columns, UNIT * sum(heights)),
         height_ratios=heights,
         squeeze=False,
-        layout="constrained",
     )
+    figure.subplots_adjust(0, 0, 1, 1, wspace=0, hspace=0)
     for ax in axes.flat:
         ax.axis("off")
     for line, across, count in zip(lines, axes, rows, strict=True):
@@ -157,8 +154,8 @@ def draw(panels, columns=2):
 def explain(figure):
     """Draw the legend into the last panel of a figure."""
     lines = [
-        "Colour: the rank where a row was\nwhen the arrow began.",
-        "Number: its place there.",
+        "Colour: the rank that held the row\nwhen the arrow began.",
+        "Number: the row's place on that rank.",
         "Several fields: a sum of rows.",
         "No colour: zeros.",
     ]
@@ -169,7 +166,6 @@ def explain(figure):
         "\n\n".join(lines),
         transform=ax.transAxes,
         va="center",
-        size=11,
         color=INK,
     )
 
@@ -200,8 +196,8 @@ def follow(rank, primitive, shapes):
     return {
         "input": (before, inputs),
         "result": (result.detach(), inputs),
-        "gradient of the result": (gradient, results),
-        "gradient of the input": (back, results),
+        "result gradient": (gradient, results),
+        "input gradient": (back, results),
     }
 
 
