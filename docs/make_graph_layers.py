@@ -79,7 +79,8 @@ three ranks, one of which owns nothing. `distribute` refuses the other layers.
 """
 
 TAIL = """
-Your subclasses of these layers, and of `MessagePassing`, are accepted as well.
+A subclass of an exact layer is accepted. The subclass is exact if values reach edges only by
+`propagate` and `edge_updater`: compare it with `same_as_one_process`.
 
 ## Models
 
@@ -124,12 +125,14 @@ Some code is outside these checks. `varcomm.testing.same_as_one_process` finds i
 - **Offsets** such as `batch.bincount().cumsum(0)` count the rows of all ranks, and are out of range
   for `segment` on one rank. A readout of a distributed model refuses such offsets.
 
-{functions} In a distributed model, `BatchNorm` and `DiffGroupNorm` normalise over the nodes of all
-ranks. Inside a layer, these norms normalise over edges, with added loops or dropped edges too.
-After a pool, these norms work as in one process. The other norms need `graph.batch` outside such a
-model. A BatchNorm outside a distributed model normalises this rank's rows; if you add one after
-`distribute`, it is refused. An aggregation that reads out nodes needs `graph.batch`.
-`to_hetero_with_bases` is refused: it adds offsets to local ids.
+{functions}- **BatchNorm and DiffGroupNorm** in a distributed model normalise over the nodes of all
+  ranks. Inside a layer, these norms normalise over the edges of all ranks. After a pool, these
+  norms work as in one process.
+- **BatchNorm outside a distributed model** normalises this rank's rows. If you add a `BatchNorm`
+  after `distribute`, the model refuses it.
+- **The other norms** need `graph.batch` outside a distributed model.
+- **Aggregations** of nodes need `graph.batch`.
+- **`to_hetero_with_bases`** is refused: it adds offsets to local ids.
 
 ## Aggregations
 
