@@ -111,6 +111,6 @@ def divisor_of(reduce: Reduce, group: Group, name: str) -> int:
     """Return the divisor of a sum, and reset a count; collective for a count, errors as above."""
     if not isinstance(reduce, GlobalCount):
         return group.size if reduce == "mean" else 1
-    told = share(name, reduce.local, group)
+    counts = share(name, reduce.local, group)
     reduce.reset()
-    return total_rows(told, f"{name} on {group}: ")
+    return total_rows(counts, f"{name} on {group}: ")

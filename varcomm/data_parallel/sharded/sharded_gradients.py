@@ -149,10 +149,10 @@ class ShardedGradients(torch.optim.Optimizer):
             shards = [Shard(each, given.trained, ranks.rank) for each in found]
             return given, shards, words | given.describe()
 
-        (given, shards, _), told = agree_and_share(
+        (given, shards, _), received = agree_and_share(
             what, begin, lambda one: {"words": one[2], "lanes": free_lanes(ranks)}, ranks
         )
-        require_equal(what, [rank["words"] for rank in told])
+        require_equal(what, [rank["words"] for rank in received])
         self._given, self._shards = given, shards
         others = [value for _, value in sorted(given.others.items())]  # in one order on all ranks
         overwrite([*(shard.row for shard in shards), *others], 0, ranks)
@@ -176,7 +176,7 @@ class ShardedGradients(torch.optim.Optimizer):
         self._held, self._closed, self._reduce_by = self._now_held(), False, reduce
         self._group = weakly(ranks)
         self._states = states_of(self.optimizer, given, shards, whole)
-        lane = take_lane(ranks, [rank["lanes"] for rank in told])
+        lane = take_lane(ranks, [rank["lanes"] for rank in received])
         self._reducer = Reducer(shards, ranks, lane, weakref.ref(self))
         # A pass is one operation on gradients in the order of parameters, and its first call
         # communicates. Passes depend on the calls alone, which are the same on all ranks, and not
@@ -246,19 +246,19 @@ class ShardedGradients(torch.optim.Optimizer):
             return {"rounds": reducer.needed_rounds(), "had": had, "count": rows, "same": same}
 
         name, group = f"{NAME}.{what}", self._group()
-        told = share(name, ready, group)
-        require_equal(name, [words["same"] for words in told])
-        had = any(words["had"] for words in told)
+        received = share(name, ready, group)
+        require_equal(name, [rank["same"] for rank in received])
+        had = any(rank["had"] for rank in received)
         if count is not None and (had or what == "step"):
             count.reset()
         divisor = None  # the gradients are dropped
         try:
             if count is not None and had and not drop:
-                divisor = total_rows([words["count"] for words in told], f"{name} on {group}: ")
+                divisor = total_rows([rank["count"] for rank in received], f"{name} on {group}: ")
             elif not drop:
                 divisor = group.size if reduce == "mean" else 1
         finally:
-            reducer.finish(max(words["rounds"] for words in told))
+            reducer.finish(max(rank["rounds"] for rank in received))
             for shard in self._shards:
                 shard.settle(divisor)
             self._arrivals, self._late = reducer.arrivals, ""
