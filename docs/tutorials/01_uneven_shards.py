@@ -40,7 +40,7 @@ INK, PALE = vc._figures.INK, vc._figures.PALE
 # of a rank's column, of a row, between columns
 WIDTH, HEIGHT, GAP = 1.5, 0.68, 0.2
 BLOCK = 3 * WIDTH + 2 * GAP
-ARROW = 3.1  # length of an arrow
+ARROW = 3.4  # length of an arrow
 EDGE = 0.4  # of a panel
 UNIT = 3.6 / (2 * BLOCK + ARROW + 2 * EDGE)  # inches
 PITCH = 1.08 * HEIGHT
