@@ -82,7 +82,7 @@ WRONG = [
     ("net_of_check.py:left --data graph.pt", "no attribute 'left'"),
     ("broken_net.py:right --data graph.pt", "nothing_of_this_name"),
     ("colorsys.py:right --data graph.pt", "Rename"),
-    ("net_of_check.py:right --data none.pt", "none.pt is no file"),
+    ("net_of_check.py:right --data none.pt", "none.pt does not exist"),
     ("net_of_check.py:a_graph --data graph.pt", "returned a Data"),
     ("net_of_check.py:right --data net_of_check.py:right", "edge_index"),
     ("net_of_check.py:right --data graph.pt --parts 0", "--parts"),

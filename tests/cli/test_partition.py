@@ -125,7 +125,7 @@ ARRAYS = {
     "nodes.npz": ({"edge_index": RING, "num_nodes": np.array([1, 2])}, "nodes"),
 }
 BAD = {name: named for each in (TENSORS, ARRAYS) for name, (_, named) in each.items()}
-BAD |= {"none.vtu": "no file", ".": "folder", "code.pt": "more than tensors", "pipe.npz": "pipe"}
+BAD |= {"none.vtu": "not exist", ".": "folder", "code.pt": "more than tensors", "pipe.npz": "pipe"}
 BAD |= {"notes.txt": ".vtu", "cut.pt": "cut.pt", "cut.npz": "zip"}
 
 

@@ -41,8 +41,10 @@ def read_graph_and_mesh(path: Path) -> tuple[Data, Mesh | None]:
         mesh = read_mesh(path)
         return mesh.data, mesh
     if not path.is_file():
-        kind = "a folder" if path.is_dir() else "a pipe or a device" if path.exists() else "no file"
-        raise ArgumentError(f"{path} is {kind}. Pass the file of a mesh or a graph.")
+        wrong = "does not exist"
+        if path.exists():
+            wrong = "is a folder" if path.is_dir() else "is a pipe or a device"
+        raise ArgumentError(f"{path} {wrong}. Pass the file of a mesh or a graph.")
     suffix = path.suffix.lower()
     if suffix not in (".pt", ".pth", ".npz"):
         _check_format(path, suffix)
