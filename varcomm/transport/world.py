@@ -224,10 +224,12 @@ def _leave(group: Callable[[], object], owner: int) -> None:
     """Destroy the process group at exit: its threads could abort the ending interpreter."""
     # after an uncaught exception the peers may wait in a collective; a forked child is not a member
     failed, forked = getattr(sys, "last_value", None) is not None, os.getpid() != owner
-    if not (forked or failed) and dist.is_initialized() and dist.group.WORLD is group():
+    if forked or failed:
+        return
+    if dist.is_initialized() and dist.group.WORLD is group():
         dist.destroy_process_group()
-        forget_destroyed()
-        gc.collect()  # cycles of a model and its hooks hold the group
+    forget_destroyed()  # those that the program has destroyed, too
+    gc.collect()  # cycles of a model and its hooks hold the group
 
 
 def meeting_store(place: Place, limit: timedelta) -> Store:
