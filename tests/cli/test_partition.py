@@ -19,7 +19,7 @@ RING = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "command_line.md").read_text()
 
 
-LEGEND = {"owned", "halo", "edges", "sent", "imbalance"}
+LEGEND = {"owned", "halo", "edges", "sent", "neighbours", "imbalance"}
 
 
 def channel(path, rows=9, columns=5):

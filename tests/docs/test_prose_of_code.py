@@ -31,14 +31,16 @@ def plain(docstring):
 
 
 def texts_of(file):
-    """Yield docstrings, comments, and the words of messages."""
+    """Yield docstrings, comments, and the words of messages; of commands, every string."""
     source = (ROOT / file).read_text()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, DOCUMENTED) and (docstring := ast.get_docstring(node)):
             yield plain(docstring)
-        if isinstance(node, ast.Raise):
+        if isinstance(node, ast.Raise) or (isinstance(node, ast.Module) and "/cli/" in str(file)):
             words = (part.value for part in ast.walk(node) if isinstance(part, ast.Constant))
-            yield from (text for text in words if isinstance(text, str) and " " in text)
+            strings = (text for text in words if isinstance(text, str) and " " in text)
+            # a help text has lists, whose entries are indented and have columns
+            yield from (part for text in strings for part in re.split(r"\n\s*\n|\n? {2,}", text))
     yield from re.findall(r"(?:^|\s)# (.*)", source)
 
 

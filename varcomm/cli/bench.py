@@ -30,14 +30,14 @@ __all__ = ["DESCRIPTION", "add_arguments", "cases", "in_turns", "run", "summary"
 
 DESCRIPTION = """\
 Measure the primitives and an ExchangePlan ("halo": columns of a grid) on an
-engine, forward and backward. A time is that of the slowest rank, from the input
+engine, forward and backward. A time is the slowest rank's time from the input
 to a new output: the median over repetitions.
 
   bytes   of the full tensor; of exchanges, the mean over ranks
   shards  how shards differ, an entry of --skews
   algbw   bytes / time, in GB/s
   busbw   bytes that the busiest rank must send or receive / time, in GB/s:
-          that of nccl-tests if shards are even
+          equal to busbw of nccl-tests if shards are even
   wire    bytes sent / fewest possible bytes, over all ranks
 
 example:

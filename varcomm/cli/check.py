@@ -20,9 +20,10 @@ and compare outputs, loss, gradients and buffers. A difference is printed with
 the submodule, the line and the fix; varcomm.testing.same_as_one_process does
 the same from Python.
 
-FILE.py:NAME is a function without arguments, which returns the model. --data is
-a file as of `varcomm partition`, or FILE.py:NAME, which returns a Data or a
-HeteroData. --call, --loss and --step name functions in the model's file.
+FILE.py:NAME is a function without arguments that returns the model. Pass to
+--data a file that `varcomm partition` accepts, or a function, FILE.py:NAME,
+that returns a Data or a HeteroData. Options --call, --loss and --step name
+functions in the model's file.
 
 example:
   %(prog)s model.py:make_model --data graph.pt --loss loss

@@ -27,8 +27,8 @@ __all__ = ["CHECKS", "DESCRIPTION", "Engine", "add_arguments", "engines", "machi
 
 DESCRIPTION = """\
 Print versions, machine, GPUs and network interfaces, and test each installed
-engine on 2 ranks of this machine: primitives must move the right rows, and
-their backward must be the adjoint. If both run on CPUs, Gloo and MPI are
+engine on 2 ranks of this machine. The tests check the rows that primitives
+move, and that backward is the adjoint. If both run on CPUs, Gloo and MPI are
 timed. The last line is the verdict. For an issue, print Markdown.
 
 The status is 1 if an installed engine does not work. An engine takes at most

@@ -18,7 +18,7 @@ __all__ = ["DESCRIPTION", "add_arguments", "run"]
 DESCRIPTION = """\
 Read all files of a saved partition (PartitionedGraph.save, the command
 partition) or of a checkpoint (varcomm.checkpoint.save, or safetensors files of
-other tools), compare their checksums, and list names, dtypes and shapes, and
+other tools). Compare their checksums, and list names, dtypes and shapes, and
 the bytes of each rank.
 
 example:

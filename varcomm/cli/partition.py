@@ -32,7 +32,8 @@ _LEGEND = """\
   owned       nodes of the rank
   halo        nodes of other ranks that it receives in each layer
   edges, cut  edges into its nodes, and how many of them start in the halo
-  sent        rows that it sends in each layer, to so many neighbours
+  sent        rows that the rank sends in each layer
+  neighbours  number of ranks that receive these rows
   imbalance   the largest part divided by the mean; 1.00 is even
 """
 

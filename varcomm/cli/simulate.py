@@ -16,16 +16,16 @@ from varcomm.cli.arguments import positive, progress, separated
 __all__ = ["DESCRIPTION", "METHOD", "add_arguments", "piece_of", "prepare", "run", "verdict"]
 
 DESCRIPTION = """\
-Cut a graph for each number of ranks, run a training step of MeshGraphNet as a
-few of these ranks on a small piece of the graph, and predict the step on all
-ranks of a machine. One process does all of this.
+Cut a graph for each number of ranks. Run a training step of MeshGraphNet as a
+few of these ranks, on a small piece of the graph. Predict the step on all ranks
+of a machine. One process does all of this.
 
   owned, halo    nodes of a rank, and rows it receives in an exchange
   neighbours     ranks it exchanges rows with
   MB sent        per step; so are messages
   GB             peak memory of tensors
   compute, halo, sums, step
-                 ms of the slowest rank, without overlap; sums are those of
+                 ms of the slowest rank, without overlap; sums: the sums of
                  gradients and loss
   efficiency     nodes per second and rank, relative to the first line
 
