@@ -125,8 +125,13 @@ ARRAYS = {
     "nodes.npz": ({"edge_index": RING, "num_nodes": np.array([1, 2])}, "nodes"),
 }
 BAD = {name: named for each in (TENSORS, ARRAYS) for name, (_, named) in each.items()}
-BAD |= {"none.vtu": "not exist", ".": "folder", "code.pt": "more than tensors", "pipe.npz": "pipe"}
-BAD |= {"notes.txt": ".vtu", "cut.pt": "cut.pt", "cut.npz": "zip"}
+BAD |= {".": "folder", "code.pt": "more than tensors", "pipe.npz": "pipe"}
+BAD |= {
+    "none.vtu": "none.vtu does not exist",
+    "notes.txt": ".vtu",
+    "cut.pt": "cut.pt",
+    "cut.npz": "zip",
+}
 
 
 def write_bad_files(folder):
