@@ -17,6 +17,7 @@ from torch_geometric.data import Data
 
 from tests.ops.comparing import LAYOUTS
 from tests.ops.primitives import PRIMITIVES, Case, Setting
+from tests.transport.groups import ordered_group
 from varcomm.graph import distribute, partition
 from varcomm.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
@@ -198,7 +199,7 @@ def alone(program):
 
 def on_ranks(rank, program):
     """Run a program on its ranks; return the difference from one process, or ""."""
-    group = dist.new_group(list(program.members), sort_ranks=False)
+    group = ordered_group(list(program.members))
     if rank not in program.members:
         return ""
     place, value = dist.get_rank(group), inputs_of(program)[dist.get_rank(group)].requires_grad_()

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 import varcomm
+from tests.transport.groups import ordered_group
 from varcomm import ArgumentError, ExchangePlan, GroupError, VarcommError
 from varcomm.transport.agreement import agree, compare, on_all_ranks, share
 from varcomm.transport.group import resolve
@@ -67,7 +68,7 @@ def test_error_on_one_rank_is_an_error_on_all(worlds):
 
 def in_a_part(rank):
     """Two of three ranks, in another order than in the world."""
-    group = dist.new_group([2, 1], sort_ranks=False)
+    group = ordered_group([2, 1])
     said = []
     if rank:
 

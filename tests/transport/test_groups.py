@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import varcomm
 from tests.ops.comparing import Failures, assert_none
 from tests.ops.primitives import PATTERNS, PRIMITIVES, case
+from tests.transport.groups import ordered_group
 from tests.transport.twin import compare
 from varcomm import GroupError
 from varcomm.transport.agreement import share
@@ -39,7 +40,7 @@ def check_groups(rank):
             found = resolve(group)
             assert (found.rank, found.size) == (dist.get_rank(group), len(members))
     if world == 3:
-        group = dist.new_group([2, 0, 1], sort_ranks=False)
+        group = ordered_group([2, 0, 1])
         check_all_primitives(failures, group, ())
         own, sizes = torch.tensor([rank]), [1, 1, 1]
         with failures.named("order"):
@@ -64,7 +65,7 @@ def in_meshes(rank):
     alone = varcomm.all_gather_v(shard, [rank + 1], group=grid["dp"])
     assert alone.tolist() == [rank] * (rank + 1)
     # torch makes the groups of a mesh in ascending order, whatever the order in the mesh
-    kept = DeviceMesh.from_group(dist.new_group([0, 2, 1], sort_ranks=False), "cpu")
+    kept = DeviceMesh.from_group(ordered_group([0, 2, 1]), "cpu")
     turned = varcomm.all_gather_v(torch.tensor([rank]), [1, 1, 1], group=kept)
     assert turned.tolist() == [0, 2, 1]
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import varcomm
+from tests.transport.groups import ordered_group
 from tests.transport.processes import all_end, script
 from varcomm.errors import CommunicationError, LaunchError
 from varcomm.transport.engine import Route, broadcast_route, engine_for, prepared
@@ -66,7 +67,7 @@ def moved(rank, unit):
 
 def many(rank):
     """A group of some ranks; sums and objects on Gloo beside sums on MPI."""
-    part = dist.new_group([2, 0], sort_ranks=False)
+    part = ordered_group([2, 0])
     total = varcomm.all_reduce(torch.tensor(rank), group=part).item() if rank != 1 else None
     dist.barrier()
     value = torch.tensor(rank)

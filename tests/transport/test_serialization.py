@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.transport.groups import ordered_group
 from varcomm.transport.agreement import all_gather_object
 from varcomm.transport.group import resolve
 from varcomm.transport.serialization import from_bytes, to_bytes
@@ -68,7 +69,7 @@ FITS = 1024 - 8 - len(to_bytes("." * 1000)) + 1000
 def shared(rank, lengths):
     found = [all_gather_object(str(rank) * some[rank % 3], resolve(None)) for some in lengths]
     if dist.get_world_size() == 3:
-        pair = dist.new_group([2, 1], sort_ranks=False)
+        pair = ordered_group([2, 1])
         if rank:
             found.append(all_gather_object({"text": "x" * 2000 * rank}, resolve(pair)))
     return found

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import varcomm
+from tests.transport.groups import ordered_group
 from varcomm import Call, Traffic
 
 SIZES = [2, 1, 0]
@@ -66,7 +67,7 @@ def test_calls(worlds):
 
 def among_some(rank):
     """Ranks 2 and 0 of three, in this order; and all of them; and one alone."""
-    pair = dist.new_group([2, 0], sort_ranks=False)
+    pair = ordered_group([2, 0])
     own = dist.new_group([1])
     with varcomm.trace() as t:
         if rank != 1:
