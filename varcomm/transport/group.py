@@ -126,8 +126,9 @@ def resolve(group: GroupLike) -> Group:
         if ranks != own:
             raise GroupError(
                 f"the mesh has ranks {ranks} of the world, of which torch has made a group in the "
-                f"order {own}. Name ranks of a mesh in ascending order, or pass a group that keeps "
-                f"yours: torch.distributed.new_group({ranks}, sort_ranks=False)."
+                f"order {own}. Name ranks of a mesh in ascending order, or, with torch 2.12 or "
+                "newer, pass a group that keeps yours: "
+                f"torch.distributed.new_group({ranks}, sort_ranks=False)."
             )
         found._checked_mesh = group
     return found
