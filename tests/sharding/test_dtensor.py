@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import varcomm as vc
 from tests.ops.comparing import Failures, assert_none
@@ -86,30 +86,30 @@ def test_strides(worlds):
 
 
 def through(x, sizes, group):
-    """Rows by themselves, and a number of them all, which is partial and then replicated."""
-    whole = to_dtensor(x, sizes, 0, group)
-    scale = (whole * whole).sum().redistribute(placements=[Replicate()])
-    back, _ = from_dtensor(torch.sin(whole) * scale)
+    """Rows by themselves, and numbers of them all; gradients are sharded and partial."""
+    rows, summed, crossed = (to_dtensor(x, sizes, 0, group) for _ in range(3))
+    back, _ = from_dtensor(torch.sin(rows) * summed.sum() ** 3 + rows @ (crossed.t() @ rows).sin())
     return back
 
 
 def through_alone(x):
-    return torch.sin(x) * (x * x).sum()
+    return torch.sin(x) * x.sum() ** 3 + x @ (x.t() @ x).sin()
 
 
 def derivatives(rank):
-    """Gradients that reach ``to_dtensor`` sharded and replicated, and their derivatives."""
+    """Gradients that reach ``to_dtensor`` with each placement, and their derivatives."""
     failures = Failures()
     mesh = init_device_mesh("cpu", (3,))
     for rows in (5, 4):  # 2 2 1 and 2 2 0
         sizes = ShardSizes.chunked(rows, 3)
-        whole, weight = drawn(rows, 2).requires_grad_(), drawn(2, rows).t()
+        whole, weight = drawn(rows, 2).mul(0.3).requires_grad_(), drawn(2, rows).t()
         own = vc.shard_v(whole.detach(), sizes).requires_grad_()
         y = through(own, sizes, mesh)
         found = torch.autograd.grad(y, own, vc.shard_v(weight, sizes), create_graph=True)
-        found += torch.autograd.grad(found[0].square().sum(), own)
         expected = torch.autograd.grad(through_alone(whole), whole, weight, create_graph=True)
-        expected += torch.autograd.grad(expected[0].square().sum(), whole)
+        for _ in range(2):  # the next orders
+            found += torch.autograd.grad(found[-1].sin().sum(), own, create_graph=True)
+            expected += torch.autograd.grad(expected[-1].sin().sum(), whole, create_graph=True)
         for order, (got, want) in enumerate(zip(found, expected, strict=True), start=1):
             with failures.named(rows, "derivative", order):
                 torch.testing.assert_close(got, vc.shard_v(want, sizes), rtol=0, atol=1e-12)

@@ -27,9 +27,9 @@ __all__ = ["from_dtensor", "to_dtensor"]
 
 
 class _ToDTensor(torch.autograd.Function):
-    """Wrap the shard; redistribute a gradient that has other placements.
+    """Wrap the shard; unwrap the gradient.
 
-    ``DTensor.from_local`` redistributes outside autograd, which makes second derivatives zero.
+    ``DTensor.from_local`` redistributes gradients outside autograd: second derivatives are zero.
     """
 
     @staticmethod
@@ -38,27 +38,32 @@ class _ToDTensor(torch.autograd.Function):
     ) -> DTensor:
         from torch.distributed.tensor import DTensor
 
-        ctx.mesh, ctx.placements = mesh, (placement,)
+        ctx.placement = placement
         ctx.set_materialize_grads(False)  # plain zeros would have the full shape
         options: Any = {"run_check": False, "shape": shape, "stride": _strides(x, shape)}
-        return DTensor.from_local(x.detach(), mesh, ctx.placements, **options)
+        return DTensor.from_local(x.detach(), mesh, (placement,), **options)
 
     @staticmethod
     def backward(ctx: Any, *gradients: DTensor | None) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:
             return None, None, None, None
-        if gradient.placements != ctx.placements:
-            gradient = gradient.redistribute(ctx.mesh, ctx.placements)
-        return _FromDTensor.apply(gradient), None, None, None  # type: ignore[no-untyped-call]
+        local = _FromDTensor.apply(gradient, ctx.placement)  # type: ignore[no-untyped-call]
+        return local, None, None, None
 
 
 class _FromDTensor(torch.autograd.Function):
-    """Unwrap the shard; wrap the gradient."""
+    """Redistribute to `placement` and unwrap the shard; wrap the gradient.
+
+    Redistribution is the identity of the full tensor. ``DTensor.redistribute`` of torch 2.11 is
+    differentiable only once.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Any) -> torch.Tensor:
-        ctx.place = x.device_mesh, x.placements[0], x.shape
+    def forward(ctx: Any, x: Any, placement: Any) -> torch.Tensor:
+        ctx.place = x.device_mesh, placement, x.shape
+        if x.placements != (placement,):
+            x = x.redistribute(placements=(placement,))
         local: Any = x.to_local()
         # the result of a collective of DTensor's may still be in flight
         waited: torch.Tensor = local.wait() if hasattr(local, "wait") else local
@@ -66,7 +71,7 @@ class _FromDTensor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return _ToDTensor.apply(*gradients, *ctx.place)  # type: ignore[no-untyped-call]
+        return _ToDTensor.apply(*gradients, *ctx.place), None  # type: ignore[no-untyped-call]
 
 
 def to_dtensor(
@@ -211,7 +216,7 @@ def from_dtensor(dtensor: DTensor) -> tuple[torch.Tensor, ShardSpec]:
         )
     ranks, (dim, sizes) = resolve(mesh), shards
     with checking("from_dtensor", ranks) as where:
-        local: torch.Tensor = _FromDTensor.apply(dtensor)  # type: ignore[no-untyped-call]
+        local: torch.Tensor = _FromDTensor.apply(dtensor, placement)  # type: ignore[no-untyped-call]
         expected = packing.like(dtensor.shape, dim, sizes[ranks.rank])
         if local.shape != expected:
             raise ArgumentError(
