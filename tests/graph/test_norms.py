@@ -48,12 +48,19 @@ def norm(name, make, *takes, features=(C,)):
         NORMS[name + suffix] = Norm(make, what, features)
 
 
+def batch_norm_without_bias():
+    """Return ``BatchNorm1d(C, bias=False)``, which torch has from 2.12 on."""
+    module = nn.BatchNorm1d(C)
+    module.register_parameter("bias", None)
+    return module
+
+
 BATCHES = ("nothing", "batch", "batch and size")
 
 norm("BatchNorm1d", lambda: nn.BatchNorm1d(C))
 norm("BatchNorm1d sequences", lambda: nn.BatchNorm1d(C), features=(C, 3))
 norm("BatchNorm1d plain", lambda: nn.BatchNorm1d(C, affine=False, eps=0.1))
-norm("BatchNorm1d without bias", lambda: nn.BatchNorm1d(C, bias=False))
+norm("BatchNorm1d without bias", batch_norm_without_bias)
 norm("BatchNorm1d untracked", lambda: nn.BatchNorm1d(C, track_running_stats=False))
 norm("BatchNorm1d cumulative", lambda: nn.BatchNorm1d(C, momentum=None))
 norm("BatchNorm", lambda: pyg.BatchNorm(C, momentum=0.3))

@@ -161,6 +161,9 @@ class RaggedShard(Placement):
     dims: tuple[int, ...]
     local_units: tuple[int, ...]
 
+    def __post_init__(self):
+        super().__init__()  # torch 2.11 asks for it
+
 
 def with_the_placement(rank):
     mesh, sizes = init_device_mesh("cpu", (3,)), [2, 0, 3]
