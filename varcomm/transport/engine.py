@@ -44,8 +44,9 @@ class Route(NamedTuple):
 
     The received bytes lie sender by sender. Empty messages are not sent. An all-gather sends all of
     its data, which may be this rank's place among the received bytes, to every rank; copies go to
-    ranks with a count. A broadcast overwrites its data; its root receives none. All counts are
-    multiples of `width`, 1 to 8 bytes, which divides that of an element.
+    ranks with a count. A broadcast overwrites its data; its root receives none. Otherwise the data
+    are the bytes for rank 0, then those for rank 1, and so on. All counts are multiples of `width`,
+    1 to 8 bytes, which divides that of an element.
     """
 
     schedule: Schedule
@@ -53,6 +54,15 @@ class Route(NamedTuple):
     recv: Counts
     send: Counts
     width: int = 1
+
+    def nbytes(self) -> tuple[int, int | None]:
+        """Return the bytes of the received and of the sent tensor, None for any."""
+        received, sent = sum(self.recv), sum(self.send)
+        if self.schedule == "broadcast":
+            sent = received = max((*self.recv, *self.send))
+        elif self.schedule in ("all_gather", "copies"):
+            sent = max(self.send)
+        return received, sent if sent or self.schedule != "copies" else None
 
     @property
     def root(self) -> int:
@@ -148,7 +158,12 @@ def prepared(route: Route, device: torch.device, name: str | None = None) -> Sta
     else:
         start = engine.prepare(route)
 
+    received, sent = route.nbytes()
+
     def begin(out: Tensor, data: Tensor) -> Works:
+        # NCCL refuses other lengths on this rank alone, and the other ranks wait
+        assert out.nbytes == received, (route, out.nbytes)
+        assert sent is None or data.nbytes == sent, (route, data.nbytes)
         if name is not None:
             for record in recorders:
                 record(name, route)
