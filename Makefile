@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-for-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-all test-sample test-mpi test-gpu fuzz docs demo demo-text demo-resume lint types imports check clean
+.PHONY: help test test-all test-sample test-mpi test-nccl test-gpu fuzz docs demo demo-text demo-resume lint types imports check clean
 
 help:  ## show this list
 	@echo "varcomm: variable-size collectives, partitioned graph networks, tensor parallelism"
@@ -20,9 +20,10 @@ help:  ## show this list
 test: $(STAMP)  ## run the first tier of tests: 12 minutes on 2 cores
 	@$(BIN)/python -m pytest
 
-test-all: $(STAMP)  ## run both tiers, and primitives and plans on MPI as well
+test-all: $(STAMP)  ## run both tiers, and parts of them on MPI and with the NCCL engine
 	@$(BIN)/python -m pytest --all
 	@$(MAKE) test-mpi
+	@$(MAKE) test-nccl
 
 # SEED chooses the tests: the commit, so that every commit runs others.
 test-sample: SEED ?= $(shell git rev-parse HEAD 2>/dev/null || date +%F)
@@ -32,6 +33,13 @@ test-sample: $(STAMP)  ## run one in 20 tests of the second tier, drawn by SEED
 # Without tests that compile, and without refusals: no message reaches the engine in these.
 test-mpi: $(STAMP)  ## run the tests of primitives and plans on MPI
 	@$(BIN)/python -m pytest --engine mpi -k "not compiled and not refus" tests/ops tests/plan
+
+# In "no_description" one rank calls alone and sends nothing, which strict_nccl refuses.
+test-nccl: $(STAMP)  ## run primitives, plans and models with the NCCL engine on CPUs
+	@$(BIN)/python -m pytest --engine strict-nccl \
+		-k "not compiled and not refus and not no_description" tests/ops tests/plan \
+		tests/data_parallel/test_sharded_gradients.py tests/data_parallel/test_sharded_overlap.py \
+		tests/models/test_mesh_networks.py tests/models/test_graph_transformer.py
 
 # NCCL needs one GPU per rank; two ranks share a GPU through pinned memory.
 test-gpu: $(STAMP)  ## on GPUs: tests of NCCL and CUDA graphs, then docs/benchmarks/gpu.md

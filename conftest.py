@@ -32,7 +32,7 @@ ALLOWED = (
 def pytest_addoption(parser):
     parser.addoption(
         "--engine",
-        choices=("gloo", "mpi"),
+        choices=("gloo", "mpi", "strict-nccl"),
         default="gloo",
         help="what the ranks of the fixture `worlds` communicate by",
     )
@@ -63,13 +63,15 @@ class Worlds:
     """Pools of 1, 2, 3 and 5 ranks, each started when it is first used."""
 
     def __init__(self, engine):
-        self._engine = engine
+        strict = engine == "strict-nccl"
+        self._backend = "gloo" if strict else engine
+        self._call = _on_strict_nccl if strict else _on_one_thread
         self._pools = {}
 
     def run(self, size, fn, *args, timeout=None):
         if size not in self._pools:
-            self._pools[size] = Ranks(size, timeout=90, backend=self._engine)
-        return self._pools[size].run(_on_one_thread, fn, *args, timeout=timeout)
+            self._pools[size] = Ranks(size, timeout=90, backend=self._backend)
+        return self._pools[size].run(self._call, fn, *args, timeout=timeout)
 
     def close(self):
         """Forget the pools, which ends their ranks at once; a farewell takes each rank seconds."""
@@ -87,6 +89,13 @@ def _on_one_thread(rank, fn, *args):
     torch.set_num_threads(1)
     torch.manual_seed(100 + rank)
     return fn(rank, *args)
+
+
+def _on_strict_nccl(rank, fn, *args):
+    from tests.transport.strict_nccl import strict_nccl
+
+    with strict_nccl(["cpu"]):
+        return _on_one_thread(rank, fn, *args)
 
 
 def _end_groups():
