@@ -19,7 +19,7 @@ TERMS = 16
 
 
 def error_beyond_bound(case, inputs, rank, got):
-    """Tell how `got` differs from the reference by more than it may: "" where it does not."""
+    """Return how `got` differs from the reference by more than it may: "" if it does not."""
     want = case.reference([widened(x) for x in inputs] if case.sums else inputs)[rank]
     dtype = next(x.dtype for x in inputs if x is not None)
     if got.dtype != dtype or got.shape != want.shape:
@@ -27,11 +27,31 @@ def error_beyond_bound(case, inputs, rank, got):
     if not (case.sums and (dtype.is_floating_point or dtype.is_complex)):
         return "" if torch.equal(got, want) else f"{got} in place of {want}"
     magnitudes = case.reference([widened(x).abs() for x in inputs])[rank]
-    summed_in = max(dtype, torch.float32, key=lambda d: d.itemsize)
+    return _beyond_bound(got, want, magnitudes)
+
+
+def _beyond_bound(got, want, magnitudes):
+    """Compare a sum with the wide reference, of whose terms the magnitudes are summed as well."""
+    summed_in = max(got.dtype, torch.float32, key=lambda d: d.itemsize)
     bound = TERMS * torch.finfo(summed_in).eps * magnitudes
-    bound = bound + torch.finfo(dtype).eps / 2 * want.abs()
+    bound = bound + torch.finfo(got.dtype).eps / 2 * want.abs()
     error = (widened(got) - want).abs()
     return "" if bool((error <= bound).all()) else f"off by {error.max()}, allowed {bound.max()}"
+
+
+def gradient_beyond_bound(case, inputs, weights, rank, got):
+    """Return how a gradient differs from that of one process, as :func:`error_beyond_bound`."""
+
+    def gradient(change):
+        given = [x if x is None else change(widened(x.detach())).requires_grad_() for x in inputs]
+        return twin_gradients(case, given, [change(widened(w)) for w in weights])[rank]
+
+    want, magnitudes = gradient(torch.clone), gradient(torch.abs)  # an adjoint sums weights
+    if want is None:  # a rank without an input
+        return "" if not got.any() else f"{got} in place of zeros"
+    if got.shape != want.shape:
+        return f"{tuple(got.shape)} in place of {tuple(want.shape)}"
+    return _beyond_bound(got, want, magnitudes)
 
 
 def twin_gradients(case, inputs, weights):
