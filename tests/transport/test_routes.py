@@ -1,7 +1,7 @@
 """Routes: their counts are those of the tensors, and those that the other ranks expect.
 
-NCCL refuses other counts on one rank, and the other ranks wait. Each rank of a simulated world makes
-the same calls; then the calls are compared across ranks.
+NCCL refuses other counts on one rank, and the other ranks wait. Each rank of a simulated world
+makes the same calls; then the calls are compared across ranks.
 """
 
 import pytest
