@@ -3,6 +3,7 @@
 The same checks run on CPUs, by Gloo and by the NCCL engine over strict_nccl.
 """
 
+import os
 from functools import partial
 
 import pytest
@@ -32,6 +33,17 @@ def ranks():
 def two_ranks():
     with varcomm.Ranks(2, timeout=200, backend="gloo") as pool:
         yield pool
+
+
+@pytest.fixture(scope="module")
+def sharing_ranks():
+    """Two ranks of NCCL on the first GPU, which take turns."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", first)
+        patch.setenv("VARCOMM_SHARE_GPU", "1")
+        with varcomm.Ranks(2, timeout=400, backend="cpu:gloo,cuda:nccl") as pool:
+            yield pool
 
 
 # the others of the table are bound to indices on the CPU: see check_plan
@@ -107,6 +119,13 @@ def test_one_rank_a_gpu(ranks, check):
 @pytest.mark.parametrize("check", CHECKS)
 def test_two_ranks_through_pinned_memory(two_ranks, check):
     assert_none(two_ranks.run(check, "cuda"))
+
+
+@on_gpus
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("check", CHECKS)
+def test_two_ranks_of_nccl_on_one_gpu(sharing_ranks, check):
+    assert_none(sharing_ranks.run(check, "cuda"))
 
 
 def through_nccl(rank, check):

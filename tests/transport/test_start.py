@@ -1,12 +1,14 @@
 """Joining the ranks that a launcher started, or starts again, or none."""
 
 import os
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.transport.processes import script
@@ -136,3 +138,46 @@ def test_refusals(agents_store):
         with pytest.raises(LaunchError, match=message):
             join(where, "gloo", timeout=0.2)
     assert not dist.is_initialized()
+
+
+def test_ranks_on_fewer_gpus(monkeypatch, tmp_path):
+    """Ranks choose GPUs, or refuse to; they do not come as far as to meet."""
+    chosen = []
+
+    def init_process_group(*_, **__):
+        raise RuntimeError("no further")
+
+    def gpu_of(local_rank, launcher, gpus):
+        """Return the GPU of a rank, or "refused"; and the host that NCCL is told."""
+        monkeypatch.setenv("NCCL_HOSTID", "")
+        monkeypatch.delenv("NCCL_HOSTID")
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        where = Place(local_rank, 4, local_rank, f"file://{tmp_path}/store", launcher)
+        with pytest.raises(LaunchError) as caught:
+            join(where, "nccl", timeout=1)
+        if "could not join" not in str(caught.value):
+            seen = f"local rank {local_rank} on a host where it sees {gpus} GPUs"
+            assert seen in str(caught.value)
+            return "refused"
+        return chosen[-1].index, os.environ.get("NCCL_HOSTID")
+
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    monkeypatch.delenv("VARCOMM_SHARE_GPU", raising=False)
+    for launcher in ("torchrun", "varcomm.launch", "no launcher"):
+        assert gpu_of(1, launcher, 2) == (1, None)
+        assert gpu_of(1, launcher, 1) == "refused"
+    assert gpu_of(1, "SLURM", 1) == (0, None)  # it has bound another GPU to each rank
+    assert gpu_of(2, "SLURM", 2) == "refused"
+    monkeypatch.setenv("VARCOMM_SHARE_GPU", "1")
+    host = socket.gethostname()
+    for launcher in ("torchrun", "varcomm.launch"):
+        assert [gpu_of(rank, launcher, 2) for rank in range(4)] == [
+            (0, f"{host}.0"),
+            (1, f"{host}.0"),
+            (0, f"{host}.1"),
+            (1, f"{host}.1"),
+        ]
+        assert gpu_of(1, launcher, 0) == "refused"
+    monkeypatch.setenv("VARCOMM_SHARE_GPU", "0")
+    assert gpu_of(1, "varcomm.launch", 1) == "refused"

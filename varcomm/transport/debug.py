@@ -9,6 +9,7 @@ from datetime import timedelta
 from numbers import Real
 
 from varcomm.errors import ArgumentError, CommunicationError
+from varcomm.transport.environment import is_on
 
 DEFAULT_TIMEOUT = 30.0  # seconds
 
@@ -27,7 +28,7 @@ def checked_seconds(timeout: object) -> float:
 # threads of its own and must see them.
 _timeouts: list[list[float]] = []
 
-if os.environ.get("VARCOMM_DEBUG", "").lower() not in {"", "0", "false", "no", "off"}:
+if is_on("VARCOMM_DEBUG", os.environ):
     _timeouts.append([DEFAULT_TIMEOUT])
 
 

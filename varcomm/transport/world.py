@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import re
+import socket
 import sys
 import time
 import uuid
@@ -31,7 +32,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from varcomm.errors import ArgumentError, LaunchError, MissingPackageError, VarcommError
 from varcomm.transport import environment
 from varcomm.transport.debug import checked_seconds
-from varcomm.transport.environment import Place
+from varcomm.transport.environment import Place, is_on
 from varcomm.transport.failure import note_exceptions
 from varcomm.transport.group import MANY, forget_destroyed, resolve
 
@@ -108,6 +109,12 @@ def init(backend: str | None = None, timeout: float | timedelta = 600.0) -> Worl
     --------
     launch, World
 
+    Notes
+    -----
+    For tests, ``VARCOMM_SHARE_GPU=1`` lets NCCL ranks of one host share its GPUs, one after the
+    other. NCCL refuses two ranks on one GPU of a host. So each rank that shares a GPU gets another
+    ``NCCL_HOSTID``, and their messages go through sockets. NVIDIA does not support this.
+
     Examples
     --------
     >>> import varcomm
@@ -159,8 +166,10 @@ def join(place: Place, backend: str | None, timeout: float | timedelta) -> None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     mpi, device = uses_mpi(backend), None
     if "nccl" in backend:
-        device = torch.device("cuda", _gpu(place, torch.cuda.device_count()))
+        visible = torch.cuda.device_count()
+        device = torch.device("cuda", _gpu(place, visible))
         torch.cuda.set_device(device)
+        _set_apart(place, visible)
     node_size = 0
     try:
         if mpi:
@@ -209,15 +218,26 @@ def _node_size(store: Store, place: Place) -> int:
 
 
 def _gpu(place: Place, visible: int) -> int:
+    """Return the index of this rank's GPU, among those that it sees."""
     if place.local_rank < visible:
         return place.local_rank
     # launchers of MPI and SLURM can bind one GPU to each rank, which then sees no other
-    if visible == 1 and place.launcher not in {"torchrun", "no launcher"}:
+    if visible == 1 and place.launcher in {"Open MPI", "MPICH", "SLURM"}:
         return 0
+    if visible and is_on("VARCOMM_SHARE_GPU", os.environ):
+        return place.local_rank % visible
     raise LaunchError(
         f"rank {place.rank} is local rank {place.local_rank} on a host where it sees {visible} "
-        'GPUs. Start one rank per GPU, or run on the CPU: varcomm.init(backend="gloo").'
+        'GPUs. Start one rank per GPU, or run on the CPU: varcomm.init(backend="gloo"). For a '
+        "test, VARCOMM_SHARE_GPU=1 lets ranks share GPUs."
     )
+
+
+def _set_apart(place: Place, visible: int) -> None:
+    """Let ranks that share a GPU have hosts of their own for NCCL, which refuses them on one."""
+    if is_on("VARCOMM_SHARE_GPU", os.environ):
+        host = f"{socket.gethostname()}.{place.local_rank // visible}"
+        os.environ.setdefault("NCCL_HOSTID", host)
 
 
 def _leave(group: Callable[[], object], owner: int) -> None:
