@@ -1,0 +1,82 @@
+"""Write docs/benchmarks/gpu.md from a run of all scenarios: ``python -m tests.gpu.table``."""
+
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+import varcomm
+from tests.gpu.check import second_step
+from tests.gpu.scenarios import SCENARIOS
+
+PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "gpu.md"
+RANKS = 2
+
+HEAD = """# GPUs
+
+You want to know what has run on a GPU, and how often a training step makes the host wait for one.
+
+**Status.** No GPU was available so far. [Right](gpu/right.md), [fast](gpu/fast.md) and [several
+GPUs](gpu/several.md) hold the results of `make test-gpu`, which needs a machine with a GPU and
+PyTorch for CUDA, and no installation. Until it has run, the NCCL path is tested on CPUs in two ways:
+
+- `make test-nccl` runs `varcomm/transport/nccl.py` over a strict stand-in for NCCL. The stand-in
+  checks split sizes, dtypes, devices, contiguity and the order of calls per communicator. It fills
+  an output with garbage until `wait()`, and raises an error if a sent tensor changes before.
+- `tests/gpu` runs every public function with tensors that say they are on `cuda:0`. An operation
+  that mixes them with CPU tensors raises an error. Values and gradients are compared with a run on
+  the CPU.
+
+## Looks at values per step
+
+A *look* is an operation for which the host waits until the GPU has finished its work: `.item()`,
+`.tolist()`, `bool(tensor)`, `nonzero`, an index by a mask, a copy between CPU and GPU. A look
+leaves the GPU idle, and a CUDA graph refuses it.
+
+{summary}
+
+This table is generated: `python -m tests.gpu.table` runs each scenario on {ranks} ranks, and counts
+the looks of the second step on the rank with the most. The column *allowed* is the limit that
+`tests/gpu/test_scenarios.py` checks. A scenario of set-up functions has no limit.
+"""
+
+
+def rows(pool):
+    """Yield a name, the looks of the second step, and a scenario."""
+    for name, scenario in SCENARIOS.items():
+        found = pool.run(second_step, RANKS, name, timeout=60)
+        print(name, max(map(len, found)), flush=True)
+        yield name, max(map(len, found)), scenario
+
+
+def page(measured):
+    """Return the text of the page."""
+    measured = list(measured)
+    counted = [(name, looks, s) for name, looks, s in measured if s.looks is not None]
+    none = sum(looks == 0 for _, looks, _ in counted)
+    others = [f"`{name}` ({looks}: {s.reason})" for name, looks, s in counted if looks]
+    summary = f"Of {len(counted)} scenarios of a training step, {none} have no look."
+    if others:
+        summary += f" The others are {', '.join(others)}."
+    lines = [
+        HEAD.format(summary=summary, ranks=RANKS),
+        f"torch {torch.__version__}, {RANKS} ranks.\n",
+        "| scenario | public names | looks | allowed |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name, looks, s in measured:
+        names = ", ".join(f"`{covered}`" for covered in s.covers)
+        allowed = "-" if s.looks is None else s.looks
+        lines.append(f"| {name.replace('_', ' ')} | {names} | {looks} | {allowed} |")
+    return "\n".join(lines) + "\n"
+
+
+def main():
+    torch.set_num_threads(1)
+    with varcomm.Ranks(RANKS, timeout=600, backend="gloo") as pool:
+        PAGE.write_text(page(rows(pool)))
+    print(Counter(s.looks for s in SCENARIOS.values()))
+
+
+if __name__ == "__main__":
+    main()
