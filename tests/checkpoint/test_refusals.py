@@ -33,10 +33,6 @@ def everywhere(**state):
     return lambda rank: state
 
 
-class Named(torch.Tensor):
-    pass
-
-
 def itself():
     state = {"a": 1}
     state["inner"] = [state]
@@ -85,7 +81,6 @@ REFUSED = [  # the state of a rank, the error, words of its message
     (on_rank(0, torch.eye(3).to_sparse(), 5), wrong, "'a.key' must be a plain"),
     (everywhere(x=ragged()), wrong, "'x' must be a plain dense"),
     (on_rank(0, x.to("meta"), 5), wrong, "'a.key' must be a plain"),
-    (on_rank(0, x.as_subclass(Named), 5), wrong, "'a.key' must be .* Named"),
     (on_rank(0, nn.LazyLinear(3), 5), wrong, "uninitialized parameter"),
     (lambda rank: [1], wrong, "state must be a dict"),
     (lambda rank: {1: 2}, wrong, r"state must be a dict.*\[1\]"),

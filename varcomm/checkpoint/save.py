@@ -27,7 +27,7 @@ from varcomm.checkpoint.parts import (
 )
 from varcomm.checkpoint.state import Holder, Leaf, Walk, checked_state
 from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.ops.checks import checked_flag
+from varcomm.ops.checks import checked_flag, holds_values
 from varcomm.ops.digest import digest, require_equal
 from varcomm.sharding.files import FolderSave, check_cover, new_token
 from varcomm.sizes import ShardSizes
@@ -261,7 +261,7 @@ class State:
             return {"kind": "value", "value": content}
         whole = is_whole(value)
         odd = value.is_nested or value.layout != torch.strided or value.is_quantized
-        if odd or value.is_meta or (whole and type(value) is not torch.Tensor):
+        if odd or value.is_meta or (whole and not holds_values(value)):
             kind = f"{type(value).__name__}, {value.layout}, {value.device}"
             raise ArgumentError(f"{key!r} must be a plain dense tensor; got {kind}.")
         if leaf.own and not whole:

@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from varcomm.errors import ArgumentError
+from varcomm.ops.checks import holds_values
 
 __all__ = ["Numbering", "PartitionedIndex", "ordinary", "plain"]
 
@@ -103,6 +104,8 @@ class PartitionedIndex(torch.Tensor):
         Rows of owned nodes, and the same with the halo's: what sources select from, fetched before.
     """
 
+    is_placeholder = True  # local ids, which other ranks would read as their own
+
     plain: torch.Tensor
     of: Numbering
     kind: Kind
@@ -120,7 +123,7 @@ class PartitionedIndex(torch.Tensor):
         known: Known = (),
     ) -> PartitionedIndex:
         """Let a tensor of numbers carry what these stand for."""
-        if not torch.compiler.is_compiling() and type(plain) is not torch.Tensor:
+        if not torch.compiler.is_compiling() and not holds_values(plain):
             raise ArgumentError(
                 f"edges of a partitioned graph cannot be of type {type(plain).__name__}. "
                 "Record the model with torch.compile or make_fx."

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from varcomm.errors import ArgumentError
 from varcomm.sizes import checked_dim, checked_sizes
@@ -35,6 +37,16 @@ def checked_tensor(tensor: object, where: str, name: str = "tensor") -> None:
             f"{where}{name} must be dense; got {tensor.dtype}, {tensor.layout}. Convert it: "
             "to_dense(), dequantize(), to_padded_tensor(), view(torch.uint8) of float4."
         )
+
+
+def holds_values(tensor: torch.Tensor) -> bool:
+    """Return whether a dense tensor has its values in its own memory, as most subclasses have.
+
+    DTensors and other wrappers hold them in further tensors, fake tensors and placeholders nowhere.
+    """
+    is_placeholder = getattr(type(tensor), "is_placeholder", False)  # of subclasses of varcomm's
+    is_wrapper = hasattr(tensor, "__tensor_flatten__") or isinstance(tensor, FunctionalTensor)
+    return not (is_placeholder or is_wrapper or is_fake(tensor))
 
 
 def checked_shard(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops.all_gather_v import all_gather_v
-from varcomm.ops.checks import checked_tensor
+from varcomm.ops.checks import checked_tensor, holds_values
 from varcomm.ops.operator import checking
 from varcomm.ops.reduction import accumulation_dtype
 from varcomm.sharding import shard_spec
@@ -217,7 +217,7 @@ def _is_sharded(index: int, parameter: Tensor, group: Group, where: str) -> bool
     checked_tensor(parameter, where, f"parameter {index}")
     gradient = _gradient(parameter)
     if gradient is not None:
-        if type(gradient) not in (Tensor, torch.nn.Parameter):
+        if not holds_values(gradient):
             raise ArgumentError(
                 f"{where}the gradient of parameter {index} is a {type(gradient).__name__}, which "
                 "ranks have in pieces. Call clip_grad_norm_ of its ShardedGradients, or to_local()."

@@ -37,6 +37,8 @@ class SummedGradient(torch.Tensor):
     functions that clip and unscale gradients are right. Any other operation raises ArgumentError.
     """
 
+    is_placeholder = True
+
     parameter_name: str
     find_sums: Callable[[], Sums | None]
     is_copy: bool = False  # Module.to() makes copies, which no operation accepts

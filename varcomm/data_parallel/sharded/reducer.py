@@ -64,7 +64,8 @@ class Reducer:
         for name, parameter in self._parameters.items():
             after = parameter.register_post_accumulate_grad_hook(partial(self._arrive, name))
             # only before backward adds to grad, while torch.autograd.grad leaves it alone
-            node = torch.autograd.graph.get_gradient_edge(parameter).node
+            with torch._C.DisableTorchFunctionSubclass():  # which would add a node
+                node = torch.autograd.graph.get_gradient_edge(parameter).node
             before = node.register_prehook(partial(self._make_way, name))
             self._removals += [after.remove, before.remove, partial(self._take_away, name)]
             self._nodes.append(node)
@@ -102,7 +103,7 @@ class Reducer:
             )
 
     def _is_replaced(self, name: str) -> bool:
-        return self._parameters[name].grad is not self._summed[name]
+        return _gradient(self._parameters[name]) is not self._summed[name]
 
     def refuse_absent(self) -> None:
         """Raise unless each parameter has the ``grad`` that stands for its sum."""
@@ -120,7 +121,7 @@ class Reducer:
         self._take_away(name)
 
     def _take_away(self, name: str) -> None:
-        if self._parameters[name].grad is self._summed[name]:
+        if not self._is_replaced(name):
             self._parameters[name].grad = None
 
     def _arrive(self, name: str, parameter: torch.Tensor) -> None:
@@ -161,8 +162,9 @@ class Reducer:
     def _hold(self, name: str) -> None:
         """Keep a gradient here, so that no other hook of the parameter sums it as well."""
         parameter, summed = self._parameters[name], self._summed[name]
-        if parameter.grad is not None and parameter.grad is not summed:
-            gradient, before = parameter.grad.to_dense(), self._held.get(name)
+        gradient = _gradient(parameter)
+        if gradient is not None and gradient is not summed:
+            gradient, before = gradient.to_dense(), self._held.get(name)
             self._held[name] = gradient if before is None else before + gradient
             self.added.add(name)
             self.arrivals += 1
@@ -244,6 +246,12 @@ def _order(group: Group) -> list[int]:
     if group.size < MANY:
         ranks.append(ranks.pop(group.rank))
     return ranks
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return the ``grad`` itself, which a parameter of a subclass returns as its own class."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.grad
 
 
 def _packed(
