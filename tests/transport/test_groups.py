@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import varcomm
@@ -174,6 +175,24 @@ def in_parts(rank):
     return found
 
 
+def in_a_bound_world(rank):
+    """A part of the ranks makes a lane, without a split of the world by all of its ranks."""
+    part = dist.new_group([0, 2])
+    world, gpu = dist.group.WORLD, torch.device("cuda", 0)
+    splits, splittable = [], distributed_c10d._get_split_source
+    distributed_c10d._get_split_source = lambda group: splits.append(group) or splittable(group)
+    world.bound_device_id = gpu
+    try:
+        if rank != 1:
+            lane = take_lane(resolve(part), offers(resolve(part))).group()
+            assert world.bound_device_id == gpu
+            assert varcomm.all_reduce(torch.tensor(rank), group=lane.process_group).item() == 2
+    finally:
+        world.bound_device_id = None
+        distributed_c10d._get_split_source = splittable
+    assert not splits
+
+
 def beside(rank):
     """A thread shares on the second group while this one sums on the first."""
     other, found = aside(resolve(None)), []
@@ -191,6 +210,7 @@ def beside(rank):
 def test_auxiliary_groups(worlds):
     worlds.run(3, used_again)
     worlds.run(3, beside)
+    worlds.run(3, in_a_bound_world)
     alone = worlds.run(1, lambda rank: take_lane(resolve(None), [free_lanes(resolve(None))]))
     assert alone == [None]
     # lanes of the same ranks are numbered together, and used again for another group of them

@@ -56,14 +56,11 @@ def free_lanes(group: Group) -> dict[str, Any]:
 
 
 def take_lane(group: Group, offers: Sequence[dict[str, Any]]) -> Lane | None:
-    """Return a lane with the ranks of `group`, or None if there can be none; collective.
+    """Return a lane with the ranks of `group`, or None for a single rank; collective.
 
     `offers` holds the result of :func:`free_lanes` on each rank: a lane is free if it is so on all.
     """
-    world = resolve(None)
-    # only all ranks together can split a world that torch.distributed has bound to GPUs
-    bound = world.process_group.bound_device_id is not None
-    if group.size == 1 or (group.size < world.size and bound):
+    if group.size == 1:
         return None
     lanes = _lanes(group)
     free: set[int] = set.intersection(*(set(offer["free"]) for offer in offers))
@@ -94,13 +91,22 @@ def _made(group: Group, backends: str, name: str) -> Callable[[], Group]:
 
     ``new_group(use_local_synchronization=True)`` derives its name from the groups that a rank is
     in, so ranks in different numbers of groups never meet. `name` is equal on all members, and new.
+
+    In a world that is bound to GPUs, torch splits NCCL's communicator of the world, which all ranks
+    of the world must do together. So the world is unbound meanwhile, and the group gets a
+    communicator of its own at its first call.
     """
     world, ranks = distributed_c10d._world, list(group.ranks)
-    _, store = world.pg_map[cast(dist.ProcessGroup, dist.group.WORLD)]
+    everyone = cast(dist.ProcessGroup, dist.group.WORLD)
+    _, store = world.pg_map[everyone]
     backend, own_name = distributed_c10d.Backend(backends), cast(Any, name)
-    made, _ = distributed_c10d._new_process_group_helper(
-        group.size, group.rank, ranks, backend, store, own_name, timeout=group.timeout()
-    )
+    bound, everyone.bound_device_id = everyone.bound_device_id, None
+    try:
+        made, _ = distributed_c10d._new_process_group_helper(
+            group.size, group.rank, ranks, backend, store, own_name, timeout=group.timeout()
+        )
+    finally:
+        everyone.bound_device_id = bound
     process_group = cast(dist.ProcessGroup, made)
     world.pg_group_ranks[process_group] = {rank: place for place, rank in enumerate(ranks)}
     return weakly(resolve(process_group))
