@@ -96,6 +96,12 @@ class ShardedGradients(torch.optim.Optimizer):
     parameters narrower than 4 bytes. The next step copies values that were written into parameters
     to the masters.
 
+    On NCCL, these sums have a communicator of their own beside that of the model's exchanges. NCCL
+    requires one order of calls on all ranks, across communicators, unless their kernels fit on the
+    GPU together. Ranks have one order if each backward uses the same parameters on all ranks.
+    ``NCCL_LAUNCH_ORDER_IMPLICIT=1`` (NCCL 2.26) runs the calls of a GPU in the order of the
+    program. Do not set it if ranks leave out parameters: they would wait for each other.
+
     ``grad`` of a parameter stands for the sum over ranks, and has no memory. Norm, scaling and
     clamping in place are collective and use the gradient of all ranks. So do
     ``torch.nn.utils.clip_grad_norm_``, ``clip_grad_value_`` and a ``GradScaler``. Other operations
