@@ -135,7 +135,9 @@ def _sparse(
     sender: torch.Tensor, receiver: torch.Tensor, rows: torch.Tensor, size: int
 ) -> torch.Tensor:
     ends, shape = torch.stack([sender, receiver]), (size, size)
-    return torch.sparse_coo_tensor(ends, rows, shape, check_invariants=False).coalesce()
+    # torch 2.11 warns in spite of check_invariants=False
+    with torch.sparse.check_sparse_tensor_invariants(False):
+        return torch.sparse_coo_tensor(ends, rows, shape).coalesce()
 
 
 def sums(flows: torch.Tensor, dim: int) -> torch.Tensor:
