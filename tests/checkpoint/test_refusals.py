@@ -132,7 +132,7 @@ def folders(rank, folder):
     for where in (folder / "file", folder / "file" / "in it", folder / "link"):
         with pytest.raises(ArgumentError, match=where.parts[-1].split(" ")[0]):
             save({"x": 1}, where)
-    with pytest.raises(ArgumentError, match="PathLike object, not dict"):
+    with pytest.raises(ArgumentError, match=r"PathLike object.* not '?dict"):
         save(folder, {"x": 1})
     with pytest.raises(ArgumentError, match="async_"):
         save({"x": 1}, folder, async_=1)
