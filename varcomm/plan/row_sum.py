@@ -35,9 +35,9 @@ class RowSum:
         integer = torch.int32 if fits else torch.int64
         places = torch.sort(self.index.to(integer), stable=True).indices.to(integer)
         bounds = torch.zeros(self.num_rows + 1, dtype=integer, device=places.device)
-        counts = torch.bincount(self.index, minlength=self.num_rows)
-        torch.cumsum(counts, 0, dtype=integer, out=bounds[1:])
-        return places, bounds
+        # bincount would wait for a GPU
+        bounds[1:].scatter_add_(0, self.index, bounds.new_ones(()).expand(len(places)))
+        return places, bounds.cumsum_(0)
 
     def __call__(self, values: torch.Tensor, use_fp32: bool = True) -> torch.Tensor:
         """Return the sums of `values`, one row per entry of the index; zeros without an entry.
