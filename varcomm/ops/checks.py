@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch._subclasses.fake_tensor import is_fake
@@ -47,6 +47,18 @@ def holds_values(tensor: torch.Tensor) -> bool:
     is_placeholder = getattr(type(tensor), "is_placeholder", False)  # of subclasses of varcomm's
     is_wrapper = hasattr(tensor, "__tensor_flatten__") or isinstance(tensor, FunctionalTensor)
     return not (is_placeholder or is_wrapper or is_fake(tensor))
+
+
+def check_on_device(index: torch.Tensor, stop: int, message: Callable[[], str]) -> None:
+    """Raise ArgumentError unless entries are in 0...stop - 1, without a wait for a GPU.
+
+    On a GPU a kernel fails, as for any index that is out of range.
+    """
+    entry = index.new_zeros(1, dtype=torch.uint8)
+    try:
+        entry.expand(stop).index_select(0, index)
+    except IndexError:
+        raise ArgumentError(message()) from None
 
 
 def checked_shard(

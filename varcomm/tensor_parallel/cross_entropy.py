@@ -16,17 +16,17 @@ from torch import Tensor
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import all_gather_v
-from varcomm.ops.checks import checked_shard, checked_tensor
+from varcomm.ops.checks import check_on_device, checked_shard, checked_tensor
 from varcomm.ops.digest import digest
 from varcomm.ops.forward_mode import refuse_linearize
-from varcomm.ops.operator import apply, checking
+from varcomm.ops.operator import apply, checking, in_graph
 from varcomm.ops.reduction import accumulation_dtype
 from varcomm.ops.replicated import ReplicatedGather, ReplicatedUse
 from varcomm.sizes import ShardSizes, exact_int
 from varcomm.tensor_parallel.class_statistics import class_statistics
 from varcomm.tensor_parallel.layout import checked_choice, checked_number
 from varcomm.tensor_parallel.linear import autocast, checked_operands
-from varcomm.tensor_parallel.mappings import shard_sizes
+from varcomm.tensor_parallel.mappings import shard_ends, shard_sizes
 from varcomm.transport.agreement import compare, debugging
 from varcomm.transport.group import GroupLike, resolve
 
@@ -82,7 +82,8 @@ def vocab_parallel_cross_entropy(
     Raises
     ------
     ArgumentError
-        Before any data moves, if arguments do not match, or a target is not a class.
+        Before any data moves, if arguments do not match, or a target is not a class. For such a
+        target on a GPU, a kernel fails, as in torch.
 
     See Also
     --------
@@ -248,7 +249,8 @@ def _loss(
         _check_weights(weight, of_weight, values.device, sizes, where)
         refuse_linearize(where, "chunks of rows")
         ignore_index = int(options.ignore_index)
-        target = _known_classes(target, sizes.total, ignore_index, name, ranks.rank, ranks.size)
+        check = _recorded_classes if in_graph(target) else _classes
+        classes = check(target, sizes.total, ignore_index, name, ranks.rank, ranks.size)
     if head is not None:
         values, head, bias = autocast(values, head, bias)
         if sequence_sizes is None:
@@ -268,20 +270,18 @@ def _loss(
         compare(ranks, described)
     dtype = accumulation_dtype(values.dtype, use_fp32=True)
     share = float(options.label_smoothing) / sizes.total
-    ignored = target == ignore_index
-    target = target.masked_fill(ignored, 0)
-    lengths = torch.tensor(list(sizes), device=target.device)
-    owner, own = torch.bucketize(target, lengths.cumsum(0), right=True), sizes.range(ranks.rank)
-    mine, of_shards, own_weights = owner == ranks.rank, lengths.to(dtype), None
-    counted = torch.ones_like(target, dtype=dtype)
+    ignored, own = target == ignore_index, sizes.range(ranks.rank)
+    ends = shard_ends(ranks, sizes, target)
+    owner = torch.bucketize(classes, ends, right=True)
+    mine, own_weights = owner == ranks.rank, None
+    counted = torch.ones_like(classes, dtype=dtype)
     if weight is not None:
         weights = weight.detach().to(dtype)
-        own_weights, counted = weights[own.start : own.stop], weights[target]
-        of_shards = torch.stack([part.sum() for part in weights.split(list(sizes))])
+        own_weights, counted = weights[own.start : own.stop], weights[classes]
     counted = counted.masked_fill(ignored, 0)
     q = (1 - float(options.label_smoothing)) * counted
 
-    column, local_q = (target - own.start).masked_fill(~mine, 0), q.masked_fill(~mine, 0)
+    column, local_q = (classes - own.start).masked_fill(~mine, 0), q.masked_fill(~mine, 0)
     own_rows = class_statistics(values, column, local_q, head, bias, own_weights, share, use)
     gather = ReplicatedGather(ranks, (3,) * ranks.size, 0, use_fp32=True)
     top, log, part = apply(gather, torch.stack(own_rows)).unflatten(0, (ranks.size, 3)).unbind(1)
@@ -293,6 +293,9 @@ def _loss(
     above = peak - top + rest  # the log-sum-exp above the top of each shard
     loss: Tensor = part.sum(0) + q * above.gather(0, owner.unsqueeze(0)).squeeze(0)
     if share:
+        of_shards = ends.diff(prepend=ends.new_zeros(1)).to(dtype)
+        if weight is not None:
+            of_shards = torch.stack([part.sum() for part in weights.split(list(sizes))])
         loss = loss + share * (of_shards.view(-1, *[1] * q.dim()) * above).sum(0)
     if options.z_loss:
         loss = loss + options.z_loss * (peak + rest) ** 2
@@ -336,26 +339,33 @@ def _check_weights(
         )
 
 
-@torch.library.custom_op(
-    "varcomm::known_classes",
-    mutates_args=(),
-    schema="(Tensor target, SymInt classes, int ignored, str name, int rank, int ranks) -> Tensor",
-)
-def _known_classes(
+def _classes(
     target: Tensor, classes: int, ignored: int, name: str, rank: int, ranks: int
 ) -> Tensor:
-    """Return a copy of targets, or raise ArgumentError, in a compiled graph when it runs."""
-    outside = ((target < 0) | (target >= classes)) & (target != ignored)
-    if bool(outside.any()):
+    """Return targets with class 0 for ignored tokens; check that all are classes."""
+    known = target.masked_fill(target == ignored, 0).contiguous()
+
+    def message() -> str:
+        outside = (known < 0) | (known >= classes)
         first = tuple(outside.nonzero()[0].tolist())
-        raise ArgumentError(
+        return (
             f"{name} on rank {rank} of {ranks}: target{list(first)} is {int(target[first])}, which "
             f"is not a class, 0...{classes - 1}, and not ignore_index, {ignored}; so are "
             f"{int(outside.sum()) - 1} more."
         )
-    return target.clone(memory_format=torch.contiguous_format)
+
+    check_on_device(known.view(-1), classes, message)
+    return known
 
 
-@_known_classes.register_fake
+# in a compiled graph the targets are checked when it runs
+_recorded_classes = torch.library.custom_op(
+    "varcomm::known_classes",
+    mutates_args=(),
+    schema="(Tensor target, SymInt classes, int ignored, str name, int rank, int ranks) -> Tensor",
+)(_classes)
+
+
+@_recorded_classes.register_fake
 def _(target: Tensor, *_: object) -> Tensor:
     return target.new_empty(target.shape)

@@ -11,15 +11,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from inspect import cleandoc, signature
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from varcomm.ops.all_gather_v import all_gather_operator
 from varcomm.ops.all_to_all_v import all_to_all_operator, transpose_operator
 from varcomm.ops.checks import checked_shard, checked_tensor, checked_whole
 from varcomm.ops.compilation import uncompiled
-from varcomm.ops.operator import Operator, apply, checking
+from varcomm.ops.operator import Operator, apply, checking, in_graph
 from varcomm.ops.reduce_scatter_v import reduce_scatter_operator
 from varcomm.ops.reduction import checked_summable
 from varcomm.ops.replicated import ReplicatedGather, ReplicatedShard, ReplicatedSum, ReplicatedUse
@@ -46,6 +47,8 @@ __all__ = [
 
 
 F = TypeVar("F", bound=Callable[..., Tensor])
+
+_MOST_ENDS = 64  # tensors of ends that a group keeps
 
 _TYPES = {
     "tensor": "torch.Tensor",
@@ -529,6 +532,20 @@ def shard_sizes(
 ) -> Sequence[int]:
     """Return `sizes`, or ask all ranks for the sizes of their shards."""
     return _asked_sizes(name, tensor, dim, group, what) if sizes is None else sizes
+
+
+def shard_ends(group: Group, sizes: Sequence[int], like: Tensor) -> Tensor:
+    """Return where each rank's rows end, int64 on the device of `like`; copied there once."""
+    if in_graph(like):
+        return torch.tensor(list(sizes), device=like.device).cumsum(0)
+    kept: dict[Any, Tensor] = group.auxiliary.setdefault("shard ends", {})
+    key = tuple(sizes), like.device
+    if key not in kept:
+        if len(kept) >= _MOST_ENDS:  # the parts of a sequence may change with each batch
+            kept.clear()
+        with torch.inference_mode(False):
+            kept[key] = torch.tensor(key[0], dtype=torch.int64, device=like.device).cumsum(0)
+    return kept[key]
 
 
 @uncompiled("a graph cannot ask the ranks for sizes that were left out; pass sizes")
