@@ -97,6 +97,7 @@ def modules(rank, ranks):
     made = partial(VocabParallelEmbedding, *shape, **own)
     of_ids = {"columns": FeatureParallelEmbedding(*shape, **columns)}
     of_ids |= {"all": made(), "parts": made(**parts)}
+    of_ids |= {"all, by sums": made(exchange="sum"), "by sums": made(exchange="sum", **parts)}
     compare_layers(failures, "of ids", of_ids, ids)
     how = {"sizes": FEATURES[ranks], "dtype": torch.float64, **parts}
     column, row = ColumnParallelLinear(HIDDEN, 7, **how), RowParallelLinear(7, 3, **how)

@@ -24,6 +24,7 @@ from varcomm import ShardSizes
 from varcomm.tensor_parallel.embedding import feature_parallel_embedding, vocab_parallel_embedding
 
 LAYOUTS = ("replicated", "part")
+EXCHANGES = ("rows", "sum")
 
 
 def loss_of(rows, first=0):
@@ -33,28 +34,31 @@ def loss_of(rows, first=0):
     return ((rows + steps / 7) ** 3 * torch.linspace(1, 2, H, dtype=rows.dtype)).sum()
 
 
-def call(layout, ids, weight, pattern, rank, padding):
+def call(layout, ids, weight, pattern, rank, padding, exchange):
     """Return the rows, and the first of the sequence among them."""
     sizes, parts = pattern
     if layout == "replicated":
-        return vocab_parallel_embedding(ids, weight, sizes, padding), 0
+        return vocab_parallel_embedding(ids, weight, sizes, padding, exchange=exchange), 0
     first = ShardSizes(parts).offsets[rank]
-    return vocab_parallel_embedding(ids, weight, sizes, padding, parts), first
+    return vocab_parallel_embedding(ids, weight, sizes, padding, parts, exchange=exchange), first
 
 
 def compare(failures, layout, pattern, padding, rank, shape=(2,)):
     sizes, parts = pattern
     whole, ids = drawn(1, V, H), drawn_ids(sum(parts), *shape, seed=len(parts))
     weight = own_rows(whole, sizes, rank).requires_grad_()
-    rows, first = call(layout, ids.int(), weight, pattern, rank, padding)
-    got = derivatives(loss_of(rows, first), weight)
-    whole.requires_grad_()
-    want = on_one_process(ids, whole, padding)
+    want = on_one_process(ids, whole.requires_grad_(), padding)
     wanted = [own_rows(d, sizes, rank) for d in derivatives(loss_of(want), whole)]
-    with failures.named(pattern, layout, padding, shape):
-        assert torch.equal(rows, want[first : first + len(rows)])
-        for mine, theirs in zip(got, wanted, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    found = {}
+    for exchange in EXCHANGES:
+        rows, first = call(layout, ids.int(), weight, pattern, rank, padding, exchange)
+        found[exchange] = derivatives(loss_of(rows, first), weight)
+        with failures.named(pattern, layout, padding, shape, exchange):
+            assert torch.equal(rows, want[first : first + len(rows)])
+            for mine, theirs in zip(found[exchange], wanted, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    with failures.named(pattern, layout, padding, shape, "the same bits"):
+        assert all(map(torch.equal, found["rows"], found["sum"]))
 
 
 def compare_all(rank, ranks):
@@ -72,13 +76,35 @@ def test_values_and_derivatives(worlds, ranks):
     assert_none(worlds.run(ranks, compare_all, ranks))
 
 
-def tangent_of(rank, layout):
+KINDS = (torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int16)
+
+
+def of_kinds(rank):
+    """Lookups move rows exactly, whatever their dtype."""
+    failures, ids = Failures(), drawn_ids(6, 2)
+    for kind, (pattern, layout, exchange) in product(
+        KINDS, product(PATTERNS[3], LAYOUTS, EXCHANGES)
+    ):
+        whole = (8 * drawn(1, V, H)).to(kind)
+        weight = own_rows(whole, pattern[0], rank)
+        rows, first = call(layout, ids, weight, pattern, rank, None, exchange)
+        want = whole[ids][first : first + len(rows)]
+        with failures.named(kind, pattern, layout, exchange):
+            assert torch.equal(rows.view(torch.int8), want.contiguous().view(torch.int8))
+    return failures
+
+
+def test_dtypes(worlds):
+    assert_none(worlds.run(3, of_kinds))
+
+
+def tangent_of(rank, layout, exchange):
     sizes, parts = PATTERNS[2][0]
     ids = drawn_ids(6, 2, seed=4)
     weight, tangent = (own_rows(drawn(s, V, H), sizes, rank) for s in (1, 2))
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(weight, tangent)
-        rows, first = call(layout, ids, dual, (sizes, parts), rank, PAD)
+        rows, first = call(layout, ids, dual, (sizes, parts), rank, PAD, exchange)
         value, moving = forward_ad.unpack_dual(rows)
     kept = F.embedding(ids, drawn(2, V, H)) * (ids != PAD).unsqueeze(-1)
     at = slice(first, first + len(rows))
@@ -87,8 +113,8 @@ def tangent_of(rank, layout):
 
 def test_tangent_of_the_padding(worlds):
     """The padding's row is a constant in forward mode as well."""
-    for layout in LAYOUTS:
-        assert worlds.run(2, tangent_of, layout) == [(True, True)] * 2
+    for how in product(LAYOUTS, EXCHANGES):
+        assert worlds.run(2, tangent_of, *how) == [(True, True)] * 2
 
 
 def features(rank, ranks):

@@ -55,10 +55,11 @@ def in_use(rank):
     layers = {
         "by ids": by_ids(whole, [2, 0, 9]),
         "parts": by_ids(whole, sequence_sizes=[1, 2, 3]),
+        "sums of parts": by_ids(whole, sequence_sizes=[1, 2, 3], exchange="sum"),
         "columns": by_columns(whole),
         "own columns": by_columns(whole, [0, 1, 2]),
     }
-    wanted = {"parts": want.split([1, 2, 3])[rank]}
+    wanted = dict.fromkeys(("parts", "sums of parts"), want.split([1, 2, 3])[rank])
     right = {
         name: torch.equal(layer(ids), wanted.get(name, want))
         and torch.equal(layer.to_embedding().weight, whole.weight)
@@ -75,6 +76,7 @@ def in_use(rank):
 
 def test_from_embedding_and_back(worlds):
     shapes = {"parts": [(4, H), (4, H), (3, H)], "by ids": [(2, H), (0, H), (9, H)]}
+    shapes["sums of parts"] = shapes["parts"]
     shapes |= {"columns": [(V, 1)] * 3, "own columns": [(V, 0), (V, 1), (V, 2)]}
     for rank, (right, got) in enumerate(worlds.run(3, in_use)):
         assert set(right.values()) == {True}, right

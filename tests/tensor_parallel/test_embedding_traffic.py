@@ -1,6 +1,7 @@
 """What embeddings send, and that narrow gradients are summed in fp32."""
 
 from functools import partial
+from itertools import product
 
 import torch
 
@@ -56,11 +57,32 @@ def test_each_distinct_row_travels_once_to_all(worlds):
         assert answer == ((2 * own * ROW, (sum(distinct) - own) * ROW), (0, 0))
 
 
+def by_sums(rank, layout):
+    length, parts = (5, PARTS) if layout == "parts" else (500, None)
+    ids, weight = drawn_ids(6, length, seed=9), own_rows(drawn(0, V, H), SIZES, rank)
+    weight.requires_grad_()
+    fn = partial(vocab_parallel_embedding, ids, weight, SIZES, None, parts, exchange="sum")
+    return tuple(map(bytes_of, traced(fn)))
+
+
+def test_sums_send_rows_of_all_ids(worlds):
+    """A reduce-scatter, and an all-gather in backward; or an all-reduce."""
+    for part, (forward, backward) in zip(PARTS, worlds.run(3, by_sums, "parts"), strict=True):
+        own, others = 5 * part * ROW, 5 * (6 - part) * ROW
+        assert forward == (others, 2 * own)
+        assert backward == (2 * own, others)
+    each = 2 * 2 * 6 * 500 * ROW // 3
+    assert worlds.run(3, by_sums, "all") == [((each, each), (0, 0))] * 3
+
+
 def many_copies(rank):
     """In bf16, 256 + 1 is 256: what is summed one by one stays there."""
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     ids, answers = torch.full((1000,), 1), []
-    calls = [vocab_parallel_embedding(ids, weight, [2, 2], None, p) for p in (None, [300, 700])]
+    calls = [
+        vocab_parallel_embedding(ids, weight, [2, 2], None, parts, exchange=exchange)
+        for parts, exchange in product((None, [300, 700]), ("rows", "sum"))
+    ]
     for rows in (*calls, feature_parallel_embedding(ids, weight, [1, 1])):
         answers += torch.autograd.grad(rows, weight, torch.ones_like(rows))
     return [grad.view(-1).tolist() for grad in answers]
@@ -68,5 +90,5 @@ def many_copies(rank):
 
 def test_narrow_floats_are_summed_in_fp32(worlds):
     first, second = worlds.run(2, many_copies)
-    assert first == [[0.0, 1000.0]] * 3
-    assert second == [[0.0, 0.0], [0.0, 0.0], [0.0, 1000.0]]
+    assert first == [[0.0, 1000.0]] * 5
+    assert second == [[0.0, 0.0]] * 4 + [[0.0, 1000.0]]

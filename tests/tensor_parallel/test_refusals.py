@@ -109,6 +109,9 @@ LOCAL = [
     (batched(tp.row_parallel_linear), "vmap"),
     # embeddings
     (lambda r: vocabulary(r, IDS + 1), "ids span 1...5"),
+    (lambda r: vocabulary(r, IDS - 1, exchange="sum"), "ids span -1...3"),
+    (lambda r: vocabulary(r, IDS + 1, exchange="sum", sequence_sizes=[0, 1, 2]), "ids span"),
+    (lambda r: vocabulary(r, exchange="all"), "exchange"),
     (lambda r: features(r, IDS - 1), "ids span -1...3"),
     (lambda r: vocabulary(r, IDS.float()), "ids"),
     (lambda r: vocabulary(r, IDS.to("meta")), "ids"),
@@ -262,6 +265,7 @@ SHARED = {
         (layer_of(VOCAB, 5, 2, sizes=[[2, 0, 0], [3, 0, 0]]), "sizes"),
         (instead(lambda n: FEATURE(5, n), 2, 2.0), "embedding_dim"),
         (layer_of(VOCAB, 5, 2, padding_idx=5), "padding_idx"),
+        (layer_of(VOCAB, 5, 2, exchange=True), "exchange"),
         (layer_of(COLUMN, 6, 7, gather_output=0), "gather_output"),
         (instead(VOCAB.from_embedding, TABLE, nn.Linear(2, 5)), "embedding"),
         (instead(FEATURE.from_embedding, TABLE, hooked()), "hooks"),
@@ -287,6 +291,7 @@ SHARED = {
         (layer_of(ROW, 6, 7, use_fp32=False), "use_fp32"),
         (instead(COLUMN.from_linear, LINEAR, constant(1.0)), "weight"),
         (layer_of(VOCAB, 5, 2, init=nn.init.zeros_), "init"),
+        (layer_of(VOCAB, 5, 2, exchange="sum"), "exchange"),
         (instead(VOCAB.from_embedding, TABLE, nn.Embedding(5, 2)), "weight"),
         (instead(lambda n: HEADED(4, n), 2, 4), "heads"),
         (parallelized({"0": "column"}), "modules"),
@@ -337,6 +342,7 @@ def test_a_norm_over_another_group(worlds):
 DIFFERENT = [
     (lambda r: vocabulary(r, IDS + (r == 1)), "ids"),
     (lambda r: vocabulary(r, padding_idx=r), "padding_idx"),
+    (lambda r: vocabulary(r, exchange="sum" if r else "rows"), "operation"),
     (lambda r: vocabulary(r, sequence_sizes=[r, 2 - r, 1]), "sequence_sizes"),
     (lambda r: features(r, IDS.flip(0) if r else IDS), "ids"),
     (lambda r: of_logits(r, target=torch.tensor([r, 0, 1])), "values of target"),

@@ -9,23 +9,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import prod
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from varcomm.errors import ArgumentError
 from varcomm.ops import packing
-from varcomm.ops.checks import checked_shard, checked_tensor, checked_whole
+from varcomm.ops.all_gather_v import AllGatherV, ReduceScatterV
+from varcomm.ops.all_reduce import AllReduce
+from varcomm.ops.checks import check_on_device, checked_shard, checked_tensor, checked_whole
 from varcomm.ops.digest import digest
 from varcomm.ops.operator import Operator, apply, checking, torch_operator
 from varcomm.ops.reduction import checked_summable
-from varcomm.plan.exchange_plan import ExchangePlan
+from varcomm.plan.exchange import Exchange, ExchangeAdjoint, Routes
 from varcomm.plan.row_sum import RowSum
 from varcomm.sizes import ShardSizes, exact_int
-from varcomm.tensor_parallel.layout import ShardedModule, agreed, random_seed
-from varcomm.tensor_parallel.mappings import gather_from_tensor_model_parallel_region, shard_sizes
+from varcomm.tensor_parallel.layout import ShardedModule, agreed, checked_choice, random_seed
+from varcomm.tensor_parallel.mappings import (
+    gather_from_tensor_model_parallel_region,
+    shard_ends,
+    shard_sizes,
+)
 from varcomm.transport.agreement import agree
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
@@ -37,6 +45,8 @@ __all__ = [
     "vocab_parallel_embedding",
 ]
 
+_EXCHANGES = (None, "rows", "sum")
+
 
 def vocab_parallel_embedding(
     ids: Tensor,
@@ -47,6 +57,7 @@ def vocab_parallel_embedding(
     group: GroupLike = None,
     *,
     sequence_dim: int = 0,
+    exchange: Literal["rows", "sum"] | None = None,
 ) -> Tensor:
     """Look up embeddings in a table whose rows are sharded by ids.
 
@@ -68,6 +79,10 @@ def vocab_parallel_embedding(
         Ranks that take part; None means the whole world.
     sequence_dim : int
         Dimension of the sequence in `ids`: 0, or 1 for batch-first ids.
+    exchange : {"rows", "sum"}, optional
+        With "rows", each distinct row is sent once, and the host waits for the device once. With
+        "sum", ranks add their rows of all ids, and the host does not wait. None means "rows" on
+        CPUs and "sum" on other devices.
 
     Returns
     -------
@@ -78,7 +93,9 @@ def vocab_parallel_embedding(
     Raises
     ------
     ArgumentError
-        If an id is out of range (on every rank), or sizes, ids and weight do not match.
+        If an id is out of range (on every rank), or sizes, ids and weight do not match. For an id
+        out of range on a GPU, a kernel fails on every rank, as in torch: the next call that waits
+        for the GPU raises.
 
     See Also
     --------
@@ -87,10 +104,19 @@ def vocab_parallel_embedding(
     Notes
     -----
     Adjoint: gradients of the same id are summed at its owner in a fixed order; floats narrower than
-    4 bytes are summed in fp32.
+    4 bytes are summed in fp32. Both exchanges return the same bits, except for the sign of zeros.
 
-    Communication: the row of each distinct id, once from its owner to each rank that needs it. In
-    backward nothing, or with `sequence_sizes` gradients of these rows.
+    Communication: bytes that a rank receives on average for T ids and rows of B bytes.
+
+    - ``exchange="rows"``: the owner of each distinct id sends its row once to each rank that needs
+      it, at most ``(1 - 1 / P) T B``, and nothing in backward. With `sequence_sizes`, at most ``T B
+      / P`` in forward and in backward. The host waits once in forward; in a compiled graph, it also
+      waits in backward.
+    - ``exchange="sum"``: an all-reduce with ``2 (1 - 1 / P) T B`` for any ids, and nothing in
+      backward. With `sequence_sizes`, a reduce-scatter with ``(1 - 1 / P) T B``, and in backward an
+      all-gather with the same bytes.
+
+    Memory: with ``exchange="sum"``, each rank holds all T rows during the call.
 
     In one process: :func:`torch.nn.functional.embedding` in the full table.
 
@@ -109,6 +135,7 @@ def vocab_parallel_embedding(
     parts: tuple[int, ...] = ()
     with checking(name, ranks) as where:
         _check_operands(ids, weight, owned, 0, ranks, where)
+        checked_choice(exchange, "exchange", where, _EXCHANGES)
         padding = _checked_padding(padding_idx, sum(owned), where)
         own = flat = ids
         if sequence_sizes is not None:
@@ -119,7 +146,10 @@ def vocab_parallel_embedding(
             own = ids.narrow(dim, first, rows[ranks.rank])
             if dim:  # the ids of each rank one after the other
                 flat = torch.cat([part.reshape(-1) for part in ids.split(rows, dim)])
-    operator = _LookUp(ranks, flat.reshape(-1).to(torch.int64), tuple(owned), padding, parts)
+    if exchange is None:
+        exchange = "rows" if weight.device.type == "cpu" else "sum"
+    kind = _RowLookUp if exchange == "rows" and ranks.size > 1 else _SumLookUp
+    operator = kind(ranks, flat.reshape(-1).to(torch.int64), tuple(owned), padding, parts)
     found = apply(operator, weight).view(*own.shape, weight.shape[1])
     return _without_padding(found, own, padding)
 
@@ -152,7 +182,8 @@ def feature_parallel_embedding(
     Raises
     ------
     ArgumentError
-        If an argument is wrong: on this rank, before any message.
+        If an argument is wrong: on this rank, before any message. For an id out of range on a GPU,
+        a kernel fails, as in torch.
 
     See Also
     --------
@@ -163,7 +194,7 @@ def feature_parallel_embedding(
     Communication: an all-gather of the result; nothing in backward.
 
     In one process: ``torch.nn.functional.embedding(ids, weight)``. Gradients narrower than 4 bytes
-    are summed in fp32, and an id out of range is an ArgumentError on every rank.
+    are summed in fp32.
 
     Examples
     --------
@@ -180,7 +211,7 @@ def feature_parallel_embedding(
     with checking(name, ranks) as where:
         _check_operands(ids, weight, columns, 1, ranks, where)
         padding = _checked_padding(padding_idx, len(weight), where)
-    operator = _LookUp(ranks, ids.reshape(-1).to(torch.int64), (len(weight),), padding, ())
+    operator = _SumLookUp(ranks, ids.reshape(-1).to(torch.int64), (len(weight),), padding, ())
     rows = apply(operator, weight).view(*ids.shape, weight.shape[1])
     found = _without_padding(rows, ids, padding)
     return gather_from_tensor_model_parallel_region(found, columns, -1, group)
@@ -210,37 +241,182 @@ class _Lookup(Operator):
             "shape of a row": packing.rest(x.shape, 0) if self.sizes[1:] else [],
         }
 
-    def _transposed(self, kind: Any) -> Any:
-        made = kind(self.group, self.ids, self.sizes, self.padding, self.parts)
-        if "exchange" in vars(self):  # planned once for both
-            vars(made)["exchange"] = self.exchange
-        return made
-
     @property
     def _rows(self) -> range:
         """The ids of this rank's rows."""
         return ShardSizes(self.sizes).range(self.group.rank % len(self.sizes))
 
-    @cached_property
-    def exchange(self) -> tuple[ExchangePlan, Tensor]:
-        """The plan by which rows travel to their part, and the row of each of that part's ids."""
-        tokens, rank, ranks = ShardSizes(self.parts), self.group.rank, self.group.size
-        table, mine = ShardSizes(self.sizes), self._rows
-        own = self.ids[tokens.offsets[rank] :][: tokens[rank]]
-        needed, places = own.unique(return_inverse=True)
-        # the rows that others need of this rank's, requester by requester, each once per requester
-        asked = torch.nonzero((self.ids >= mine.start) & (self.ids < mine.stop)).view(-1)
-        width = max(table.total, 1)
-        wanted = (tokens.owner(asked) * width + self.ids[asked]).unique()
-        send = torch.bincount(wanted // width, minlength=ranks)
-        recv = torch.bincount(table.owner(needed), minlength=ranks)
-        sends, receives = (tuple(row) for row in torch.stack([send, recv]).tolist())
-        plan = ExchangePlan(self.group, wanted % width - mine.start, sends, receives, len(mine))
-        return plan, places
+    def _check_ids(self) -> None:
+        total = sum(self.sizes)
+
+        def message() -> str:
+            low, high = torch.stack(self.ids.aminmax()).tolist()
+            return (
+                f"parallel_embedding on {self.group}: ids span {low}...{high}, out of range for "
+                f"{total} embeddings."
+            )
+
+        check_on_device(self.ids, total, message)
+
+    def _of_ids(self, x: Tensor) -> Tensor:
+        rows = self.parts[self.group.rank] if self.parts else self.ids.shape[0]
+        return x.new_empty(rows, *x.shape[1:])
+
+    def _of_table(self, x: Tensor) -> Tensor:
+        return x.new_empty(len(self._rows), *x.shape[1:])
+
+
+# --- Sums: each rank looks up its own rows among those of all ids, and ranks add their results. The
+# shapes do not depend on the ids, so the host reads none of them.
 
 
 @torch_operator
-class _LookUp(_Lookup):
+class _SumLookUp(_Lookup):
+    """From this rank's rows of the table to the rows of ids; local if each rank has all rows."""
+
+    name = "parallel_embedding_by_sums"
+
+    @torch.no_grad()
+    def start(self, x: Tensor) -> Pending:
+        """Add rows of all ranks: one of them has the row of an id, the others have zeros."""
+        self._check_ids()
+        if len(self.sizes) == 1:
+            return Pending([], lambda: x.index_select(0, self.ids))
+        local, is_other = _own_places(self.ids, self._rows)
+        table = x if len(x) else x.new_zeros(1, *x.shape[1:])
+        rows = table.index_select(0, local.masked_fill(is_other, 0))
+        _set_zero(rows, is_other)
+        if self.parts:
+            return ReduceScatterV(self.group, self.parts, 0, use_fp32=True).start(rows)
+        return AllReduce(self.group, use_fp32=True).start(rows)
+
+    def result(self, x: Tensor) -> Tensor:
+        return self._of_ids(x)
+
+    @property
+    def adjoint(self) -> _SumLookUpAdjoint:
+        return _SumLookUpAdjoint(self.group, self.ids, self.sizes, self.padding, self.parts)
+
+
+@torch_operator
+class _SumLookUpAdjoint(_Lookup):
+    """From gradients of looked-up rows to those of this rank's rows."""
+
+    name = "parallel_embedding_by_sums_adjoint"
+
+    @torch.no_grad()
+    def start(self, x: Tensor) -> Pending:
+        """Sum the gradients of each row, in the order of the ids."""
+        if len(self.sizes) == 1:
+            total = RowSum(self.ids, self.sizes[0])(x)
+            return Pending([], lambda: total)
+        if self.parts:
+            x = AllGatherV(self.group, self.parts, 0, use_fp32=True).start(x).wait()
+        else:
+            x = x.clone()
+        own = self._rows
+        if not own:
+            return Pending([], lambda: self.result(x))
+        local, is_other = _own_places(self.ids, own)
+        _set_zero(x, is_other)
+        # zeros change no sum; spread over all rows, they make no sum long
+        spread = torch.arange(len(local), device=local.device) % len(own)
+        summed = RowSum(torch.where(is_other, spread, local), len(own))(x)
+        return Pending([], lambda: summed)
+
+    def result(self, x: Tensor) -> Tensor:
+        return self._of_table(x)
+
+    @property
+    def adjoint(self) -> _SumLookUp:
+        return _SumLookUp(self.group, self.ids, self.sizes, self.padding, self.parts)
+
+
+def _own_places(ids: Tensor, own: range) -> tuple[Tensor, Tensor]:
+    """Return the rows of ids in this rank's part of the table, and where an id is not of it."""
+    local = ids - own.start
+    return local, (local < 0) | (local >= len(own))
+
+
+def _set_zero(rows: Tensor, where: Tensor) -> None:
+    """Set some rows to zero, in place."""
+    if rows.dtype.itemsize == 1:  # torch fills no floats of one byte
+        rows = rows.view(torch.int8)
+    rows.masked_fill_(where.unsqueeze(1), 0)
+
+
+# --- Rows: each distinct row travels once. The host reads how many there are, once for both passes.
+
+
+class _Distinct:
+    """The distinct values among keys, in ascending order, found without a look at them."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self.sorted, self.order = keys.sort(stable=True)
+        is_first = torch.ones_like(self.sorted, dtype=torch.bool)
+        is_first[1:] = self.sorted[1:] != self.sorted[:-1]
+        self.number = is_first.cumsum(0)  # of distinct keys up to each
+        of_first = self.number - 1
+        # the place of each key among the distinct ones, which fill the front of `keys`
+        self.places = torch.empty_like(self.order).scatter_(0, self.order, of_first)
+        self.keys = torch.empty_like(self.sorted).scatter_(0, of_first, self.sorted)
+
+    def before(self, bounds: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the numbers of keys, and of distinct keys, below each bound."""
+        keys = torch.searchsorted(self.sorted, bounds)
+        return keys, functional.pad(self.number, (1, 0))[keys]
+
+
+class _ByRows(_Lookup):
+    """Numbers and places of distinct rows, which both maps use."""
+
+    def _transposed(self, kind: Any) -> Any:
+        made = kind(self.group, self.ids, self.sizes, self.padding, self.parts)
+        for plan in ("to_all", "to_parts"):  # made once for both
+            if plan in vars(self):
+                vars(made)[plan] = vars(self)[plan]
+        return made
+
+    @cached_property
+    def to_all(self) -> tuple[list[int], Tensor, Tensor, Tensor, RowSum]:
+        """Distinct rows per rank, those of this rank, and where each id finds its row.
+
+        Then the ids of this rank's rows, and their sum.
+        """
+        rank, own, distinct = self.group.rank, self._rows, _Distinct(self.ids)
+        ends = shard_ends(self.group, self.sizes, self.ids)
+        at, before = torch.stack(distinct.before(ends)).tolist()
+        counts = [end - begin for begin, end in pairwise([0, *before])]
+        rows = distinct.keys[before[rank] - counts[rank] : before[rank]] - own.start
+        mine = slice(at[rank - 1] if rank else 0, at[rank])
+        index = distinct.sorted[mine] - own.start
+        return counts, rows, distinct.places, distinct.order[mine], RowSum(index, len(own))
+
+    @cached_property
+    def to_parts(self) -> tuple[Routes, Tensor, RowSum]:
+        """The routes of rows to their part, the row of each of that part's ids, and their sum."""
+        group, own, tokens = self.group, self._rows, ShardSizes(self.parts)
+        rank, ranks, width = group.rank, group.size, max(sum(self.sizes), 1)
+        everyone = torch.arange(len(self.ids), device=self.ids.device)
+        part = torch.bucketize(everyone, shard_ends(group, self.parts, self.ids), right=True)
+        # pairs of a part and an id that it needs: those of a part, and in it of an owner, together
+        distinct = _Distinct(part * width + self.ids)
+        firsts = torch.arange(ranks, device=self.ids.device) * width
+        owners = functional.pad(shard_ends(group, self.sizes, self.ids), (1, 0)) + rank * width
+        bounds = torch.cat([firsts + own.start, firsts + own.stop, owners])
+        before = distinct.before(bounds)[1].tolist()
+        asked = list(zip(before[:ranks], before[ranks : 2 * ranks], strict=True))
+        sends = tuple(end - begin for begin, end in asked)
+        receives = tuple(end - begin for begin, end in pairwise(before[2 * ranks :]))
+        wanted = torch.cat([distinct.keys[begin:end] for begin, end in asked])
+        index = wanted % width - own.start
+        places = distinct.places[tokens.offsets[rank] :][: tokens[rank]] - before[2 * ranks]
+        routes = Routes(group, index, sends, receives, len(own))
+        return routes, places, RowSum(places, sum(receives))
+
+
+@torch_operator
+class _RowLookUp(_ByRows):
     """From this rank's rows of the table to the rows of ids."""
 
     name = "parallel_embedding"
@@ -248,42 +424,29 @@ class _LookUp(_Lookup):
     @torch.no_grad()
     def start(self, x: Tensor) -> Pending:
         """Look up all rows at once; the engine's rounds depend on the ids."""
-        total = sum(self.sizes)
-        if self.ids.numel():
-            low, high = torch.stack(self.ids.aminmax()).tolist()
-            if low < 0 or high >= total:
-                raise ArgumentError(
-                    f"{self.name} on {self.group}: ids span {low}...{high}, out of range for "
-                    f"{total} embeddings."
-                )
+        self._check_ids()
         if self.parts:
-            plan, places = self.exchange
-            found = plan(x).index_select(0, places)
-            return Pending([], lambda: found)
-        if len(self.sizes) == 1:
-            return Pending([], lambda: x.index_select(0, self.ids))
+            routes, places, _ = self.to_parts
+            needed = Exchange(routes, 0, use_fp32=True).start(x).wait()
+            return Pending([], lambda: needed.index_select(0, places))
         # gather each distinct row once; the only copy repeats it at all its places
-        distinct, places = self.ids.unique(return_inverse=True)
-        owners, rank, row = ShardSizes(self.sizes).owner(distinct), self.group.rank, x.shape[1:]
-        counts = torch.bincount(owners, minlength=self.group.size).tolist()
-        first = sum(counts[:rank])
-        own = distinct[first : first + counts[rank]] - self._rows.start
+        counts, own, places, *_ = self.to_all
+        row = x.shape[1:]
         values = packing.flat(x.index_select(0, own))
         lengths = [count * row.numel() for count in counts]
         works, received = packing.all_gather(self.name, self.group, values, lengths)
-        return Pending(works, lambda: received.view(len(distinct), *row).index_select(0, places))
+        return Pending(works, lambda: received.view(sum(counts), *row).index_select(0, places))
 
     def result(self, x: Tensor) -> Tensor:
-        rows = self.parts[self.group.rank] if self.parts else self.ids.shape[0]
-        return x.new_empty(rows, *x.shape[1:])
+        return self._of_ids(x)
 
     @property
-    def adjoint(self) -> _SumUp:
-        return self._transposed(_SumUp)  # type: ignore[no-any-return]
+    def adjoint(self) -> _RowLookUpAdjoint:
+        return self._transposed(_RowLookUpAdjoint)  # type: ignore[no-any-return]
 
 
 @torch_operator
-class _SumUp(_Lookup):
+class _RowLookUpAdjoint(_ByRows):
     """From gradients of looked-up rows, complete on every rank, to those of this rank's rows."""
 
     name = "parallel_embedding_adjoint"
@@ -292,20 +455,18 @@ class _SumUp(_Lookup):
     def start(self, x: Tensor) -> Pending:
         """Sum the gradients of each row, in the order of the ids."""
         if self.parts:
-            plan, places = self.exchange
-            total = plan.adjoint(RowSum(places, sum(plan.recv_counts))(x))
-        else:
-            mine = self._rows
-            places = torch.nonzero((self.ids >= mine.start) & (self.ids < mine.stop)).view(-1)
-            total = RowSum(self.ids[places] - mine.start, len(mine))(x.index_select(0, places))
+            routes, _, row_sum = self.to_parts
+            return ExchangeAdjoint(routes, 0, use_fp32=True).start(row_sum(x))
+        *_, mine, row_sum = self.to_all
+        total = row_sum(x.index_select(0, mine))
         return Pending([], lambda: total)
 
     def result(self, x: Tensor) -> Tensor:
-        return x.new_empty(len(self._rows), *x.shape[1:])
+        return self._of_table(x)
 
     @property
-    def adjoint(self) -> _LookUp:
-        return self._transposed(_LookUp)  # type: ignore[no-any-return]
+    def adjoint(self) -> _RowLookUp:
+        return self._transposed(_RowLookUp)  # type: ignore[no-any-return]
 
 
 def _without_padding(rows: Tensor, ids: Tensor, padding: int) -> Tensor:
@@ -447,9 +608,9 @@ class VocabParallelEmbedding(_ParallelEmbedding):
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None means the whole world.
     **options
-        `sequence_sizes` and `sequence_dim` as in :func:`vocab_parallel_embedding`; `device` and
-        `dtype` of the weight. ``init(tensor, generator)`` fills pieces of the table in place. By
-        default, elements are drawn from the normal distribution.
+        `sequence_sizes`, `sequence_dim` and `exchange` as in :func:`vocab_parallel_embedding`;
+        `device` and `dtype` of the weight. ``init(tensor, generator)`` fills pieces of the table in
+        place. By default, elements are drawn from the normal distribution.
 
     Attributes
     ----------
@@ -487,6 +648,10 @@ class VocabParallelEmbedding(_ParallelEmbedding):
     [(torch.Size([1, 4]), torch.Size([3, 4])), (torch.Size([2, 4]), torch.Size([2, 4]))]
     """
 
+    _options = {"exchange": _EXCHANGES}  # noqa: RUF012
+
+    exchange: Literal["rows", "sum"] | None
+
     def forward(self, ids: Tensor, sequence_sizes: Sequence[int] | None = None) -> Tensor:
         """Look up `ids`; `sequence_sizes` overrides the layer's sizes in this call."""
         return vocab_parallel_embedding(
@@ -497,6 +662,7 @@ class VocabParallelEmbedding(_ParallelEmbedding):
             self.sequence_sizes if sequence_sizes is None else sequence_sizes,
             self.group.process_group,
             sequence_dim=self.sequence_dim,
+            exchange=self.exchange,
         )
 
 

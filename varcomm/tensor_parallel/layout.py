@@ -129,7 +129,8 @@ class ShardedModule(MarkedModule):
     spec: ShardSpec
     sequence_sizes: ShardSizes | None
     sequence_dim: int
-    _options: ClassVar[Mapping[str, Sequence[bool | str]]] = {}  # their values, the default first
+    # options and their values, the default first
+    _options: ClassVar[Mapping[str, Sequence[bool | str | None]]] = {}
     _how_drawn: tuple[Fill | None, torch.device | None, torch.dtype | None]
     _dim: ClassVar[int] = 0  # sharded dimension of the weight
     _sharded: ClassVar[tuple[str, ...]] = ("weight",)  # names of the sharded parameters
