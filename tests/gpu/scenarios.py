@@ -348,22 +348,33 @@ def linears_with_sequence_shards(device, rank, ranks):
 
 
 @scenario("tensor_parallel.VocabParallelEmbedding")
-def vocab_parallel_embedding(device, rank, ranks):
+def vocab_parallel_embedding(device, rank, ranks, exchange=None):
     torch.manual_seed(0)
-    layer = tp.VocabParallelEmbedding(CLASSES, 4, padding_idx=3).to(device)
+    layer = tp.VocabParallelEmbedding(CLASSES, 4, padding_idx=3, exchange=exchange).to(device)
     ids = numbers(device, CLASSES, 2, 6)
     return trained(layer, lambda: layer(ids).square().sum(), sums=False)
 
 
 @scenario("tensor_parallel.vocab_parallel_embedding", "tensor_parallel.vocab_range")
-def vocab_parallel_embedding_with_sequence_shards(device, rank, ranks):
+def vocab_parallel_embedding_with_sequence_shards(device, rank, ranks, exchange=None):
     sizes, rows = vc.ShardSizes.balanced(CLASSES, ranks), ROWS[:ranks]
     first, end = tp.vocab_range(sizes, rank)
     weight = drawn(device, CLASSES, 4)[first:end].clone()
-    ids = numbers(device, CLASSES, sum(rows))
-    return differentiated(
-        lambda w: tp.vocab_parallel_embedding(ids, w, sizes, sequence_sizes=rows), weight
-    )
+    ids, how = numbers(device, CLASSES, sum(rows)), {"sequence_sizes": rows, "exchange": exchange}
+    return differentiated(lambda w: tp.vocab_parallel_embedding(ids, w, sizes, **how), weight)
+
+
+COUNTED = {"looks": 1, "reason": "the host reads how many distinct rows each rank sends"}
+
+
+@scenario("tensor_parallel.VocabParallelEmbedding", **COUNTED)
+def vocab_parallel_embedding_by_rows(device, rank, ranks):
+    return vocab_parallel_embedding(device, rank, ranks, "rows")
+
+
+@scenario("tensor_parallel.vocab_parallel_embedding", **COUNTED)
+def vocab_parallel_embedding_by_rows_with_sequence_shards(device, rank, ranks):
+    return vocab_parallel_embedding_with_sequence_shards(device, rank, ranks, "rows")
 
 
 @scenario("tensor_parallel.FeatureParallelEmbedding", "tensor_parallel.feature_parallel_embedding")
@@ -413,10 +424,11 @@ def attention_of_split_heads(device, rank, ranks):
 
 
 @scenario("models.GPT", "tensor_parallel.parallelize")
-def gpt(device, rank, ranks):
+def gpt(device, rank, ranks, exchange=None):
     torch.manual_seed(0)
     model = models.GPT(CLASSES, 12, num_layers=2, num_heads=3).to(device)
-    tp.parallelize(model, model.tensor_parallel_plan())
+    plan = model.tensor_parallel_plan()
+    tp.parallelize(model, plan | {"embedding": partial(plan["embedding"], exchange=exchange)})
     text = numbers(device, CLASSES, 9)
     return trained(model, lambda: model.loss(text[:-1], text[1:]), sums=False)
 

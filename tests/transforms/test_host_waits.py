@@ -4,6 +4,8 @@ On a GPU each of these would stop the host until the stream is empty, and a CUDA
 Here the tensors are on the CPU, and a second call that looks at their values is an error.
 """
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import varcomm
+from tests.gpu import scenarios
 from tests.graph.graphs import split_by, wild
 from tests.ops.primitives import PRIMITIVES, case
 from varcomm.graph import distribute, partition
@@ -20,7 +23,7 @@ from varcomm.graph import distribute, partition
 CALLS = """
     item tolist numpy __array__ __bool__ __int__ __float__ __index__ __contains__ cpu equal allclose
     nonzero nonzero_static argwhere unique unique_consecutive masked_select is_nonzero tensor
-    as_tensor from_numpy bincount repeat_interleave
+    as_tensor from_numpy bincount
 """
 OPERATORS = {
     "_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "masked_select",
@@ -34,8 +37,10 @@ class HostWaitError(AssertionError):
 
 class _NoCalls(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if getattr(func, "__name__", "") in CALLS.split():
-            raise HostWaitError(f"{func.__name__} of {args[0] if args else kwargs}")
+        name = getattr(func, "__name__", "")
+        counts_rows = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
+        if name in CALLS.split() or (counts_rows and isinstance(args[1], torch.Tensor)):
+            raise HostWaitError(f"{name} of {args[0] if args else kwargs}")
         return func(*args, **(kwargs or {}))
 
 
@@ -117,6 +122,35 @@ def test_training_steps(worlds):
     worlds.run(3, training, 3)
 
 
+# On a CPU the embedding sends distinct rows, which it counts, unless it is told otherwise.
+TENSOR_PARALLEL = {
+    "linears": scenarios.linears,
+    "of a sequence": scenarios.linears_with_sequence_shards,
+    "embedding": partial(scenarios.vocab_parallel_embedding, exchange="sum"),
+    "rows of a sequence": partial(
+        scenarios.vocab_parallel_embedding_with_sequence_shards, exchange="sum"
+    ),
+    "features": scenarios.feature_parallel_embedding,
+    "loss": scenarios.vocab_parallel_cross_entropy,
+    "head and loss": scenarios.linear_cross_entropy,
+    "attention": scenarios.attention,
+    "GPT": partial(scenarios.gpt, exchange="sum"),
+}
+
+
+def tensor_parallel(rank, ranks):
+    for name, make in TENSOR_PARALLEL.items():
+        step = make(torch.device("cpu"), rank, ranks)
+        try:
+            without_waits(step)
+        except HostWaitError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+def test_tensor_parallel_layers(worlds):
+    worlds.run(3, tensor_parallel, 3)
+
+
 def looks(rank):
     x = torch.arange(3.0)
     for look in (
@@ -127,6 +161,7 @@ def looks(rank):
         lambda: x[x > 1],
         lambda: x.cpu(),
         lambda: torch.tensor([1.0]),
+        lambda: x.repeat_interleave(x.long()),
     ):
         with pytest.raises(HostWaitError):
             without_waits(look)
