@@ -1,6 +1,7 @@
 """Bytes and times of embeddings with a sharded vocabulary: ``python benchmarks/embedding.py``.
 
-Each method to look up tokens runs forward and backward, in turns, with one thread per rank.
+Each method to look up tokens runs forward and backward, in turns, with one thread per rank. *Sums*
+is ``exchange="sum"``, the default on GPUs; *rows* is ``exchange="rows"``, the default on CPUs.
 """
 
 import argparse
@@ -14,7 +15,6 @@ import torch
 from measuring import arguments, median, ms, ratio, slowest, table, turns_of
 
 import varcomm as vc
-from varcomm import tensor_parallel as tp
 from varcomm.tensor_parallel import vocab_parallel_embedding
 
 
@@ -43,22 +43,16 @@ def measure(rank, ranks, kind, tokens, vocabulary, width, repeats):
     want = full.detach()[ids]
     part = want[parts.range(rank).start : parts.range(rank).stop]
 
-    def lookup(given, *options):
-        return lambda: vocab_parallel_embedding(given, weight, sizes, None, *options)
-
-    def masked():
-        """Sum rows of own ids, with zeros for other ids, as Megatron does."""
-        mine = sizes.range(rank)
-        outside = (ids < mine.start) | (ids >= mine.stop)
-        rows = torch.nn.functional.embedding((ids - mine.start).masked_fill(outside, 0), weight)
-        return rows.masked_fill(outside.unsqueeze(-1), 0)
+    def lookup(given, to_parts, exchange):
+        how = {"sequence_sizes": to_parts, "exchange": exchange}
+        return lambda: vocab_parallel_embedding(given, weight, sizes, **how)
 
     ways = {
-        "part, masked": lambda: vc.reduce_scatter_v(masked(), parts),
-        "part, indexed": lookup(ids, parts),
-        "part, indexed, own ids": lambda: lookup(vc.all_gather_v(own, parts), parts)(),
-        "all, masked": lambda: tp.reduce_from_tensor_model_parallel_region(masked()),
-        "all, indexed": lookup(ids, None),
+        "part, sums": lookup(ids, parts, "sum"),
+        "part, rows": lookup(ids, parts, "rows"),
+        "part, rows, own ids": lambda: lookup(vc.all_gather_v(own, parts), parts, "rows")(),
+        "all, sums": lookup(ids, None, "sum"),
+        "all, rows": lookup(ids, None, "rows"),
         "part, full table, no ranks": lambda: torch.nn.functional.embedding(own, full),
     }
     costs, moved = {name: [] for name in ways}, {}
@@ -97,7 +91,7 @@ def report(ranks, kind, tokens, vocabulary, width, repeats):
         received = sum(moved[name][1] for _, moved in answers) / ranks
         busiest = max(max(moved[name]) for _, moved in answers)
         times = ms(*map(median, seconds[name]))
-        faster = f"{ratio(both[f'{kept}, masked'], both[name]):.2f}"
+        faster = f"{ratio(both[f'{kept}, sums'], both[name]):.2f}"
         share = f"{received / bounds[kept]:.2f}"
         rows.append([name, f"{received / 1e6:.2f}", share, f"{busiest / 1e6:.2f}", *times, faster])
     print(
@@ -106,7 +100,7 @@ def report(ranks, kind, tokens, vocabulary, width, repeats):
         f"{bounds['part'] / 1e6:.2f} MB, and (1 - 1/P) T for all, {bounds['all'] / 1e6:.2f} MB"
     )
     columns = ["result, method", "MB received per rank", "of the bound", "MB of the busiest"]
-    table([*columns, "forward ms", "backward ms", "masked / this, turn by turn"], rows)
+    table([*columns, "forward ms", "backward ms", "sums / this, turn by turn"], rows)
 
 
 def main():
