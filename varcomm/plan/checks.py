@@ -20,6 +20,14 @@ def checked_index(
 
     While a graph is recorded it has no values: :func:`checked_range` looks at them when it runs.
     """
+    checked = _integers(index, name, where)
+    if not in_graph(index):
+        checked_range(index, num_rows, name, rows, where)
+    return checked
+
+
+def _integers(index: torch.Tensor, name: str, where: str) -> torch.Tensor:
+    """Return `index` as int64 if it is one-dimensional and of integers."""
     if not isinstance(index, torch.Tensor):
         raise ArgumentError(f"{where}{name} must be a torch.Tensor; got {type(index).__name__}.")
     if index.dtype not in (torch.int32, torch.int64) or index.dim() != 1:
@@ -31,8 +39,6 @@ def checked_index(
         raise ArgumentError(
             f"{where}{name} must be a fake tensor: pass mode.from_tensor(index), or a plan."
         )
-    if not in_graph(index):
-        checked_range(index, num_rows, name, rows, where)
     return index.to(torch.int64)
 
 
@@ -40,26 +46,36 @@ def checked_range(
     index: torch.Tensor, num_rows: int, name: str, rows: str, where: str = ""
 ) -> None:
     """Raise ArgumentError if `index` is out of range."""
-    if index.numel():
-        low, high = torch.stack(index.aminmax()).tolist()
-        if low < 0 or high >= num_rows:
-            raise ArgumentError(
-                f"{where}{name} spans {low}...{high}, out of range for {num_rows} {rows}."
-            )
+    low, high = _span(index)
+    if low < 0 or high >= num_rows:
+        raise ArgumentError(
+            f"{where}{name} spans {low}...{high}, out of range for {num_rows} {rows}."
+        )
+
+
+def _span(index: torch.Tensor) -> tuple[int, int]:
+    """Return the first and the last row of an index; of an empty one, rows of any tensor."""
+    low, high = torch.stack(index.aminmax()).tolist() if index.numel() else (0, -1)
+    return low, high
 
 
 def checked_indices(
     indices: Sequence[torch.Tensor], num_rows: int, group: Group, where: str = ""
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
     """Return the rows for all ranks as one index, and the count for each."""
-    checked = [
-        checked_index(index, num_rows, f"indices[{rank}]", "own rows", where)
-        for rank, index in enumerate(_per_rank(indices, "indices", group, where))
-    ]
+    names = [f"indices[{rank}]" for rank in range(group.size)]
+    given = _per_rank(indices, "indices", group, where)
+    checked = [_integers(index, name, where) for name, index in zip(names, given, strict=True)]
     if len({index.device for index in checked}) > 1:
         devices = [str(index.device) for index in checked]
         raise ArgumentError(f"{where}indices must be on one device; got {devices}.")
-    return torch.cat(checked), tuple(len(index) for index in checked)
+    together = torch.cat(checked)
+    if not in_graph(together):
+        low, high = _span(together)  # the host waits for a GPU once
+        if low < 0 or high >= num_rows:
+            for name, index in zip(names, checked, strict=True):
+                checked_range(index, num_rows, name, "own rows", where)
+    return together, tuple(len(index) for index in checked)
 
 
 def checked_count_matrix(

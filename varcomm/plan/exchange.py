@@ -41,7 +41,7 @@ class Routes:
 
     @cached_property
     def row_sum(self) -> RowSum:
-        """The sum of copies in the adjoint, planned when it is first needed."""
+        """The sum of copies in the adjoint."""
         return RowSum(self.send_index, self.num_rows)
 
     @cached_property
@@ -214,12 +214,10 @@ class ExchangeAdjoint(_Planned):
 class _Recorded(Routes):
     """A plan for one call, recorded before its index has values."""
 
-    @property
-    def routes(self) -> Routes:
-        """Itself; ArgumentError if the index is out of range."""
+    def check(self) -> None:
+        """Raise ArgumentError if the index is out of range."""
         with checking("indexed_all_to_all_v", self.group) as where:
             checked_range(self.send_index, self.num_rows, "indices", "own rows", where)
-        return self
 
 
 class _Indexed(_Planned):
@@ -248,6 +246,11 @@ class IndexedAllToAllV(_Indexed, Exchange):
     """:class:`Exchange` by a plan for one call."""
 
     name = "indexed_all_to_all_v"
+
+    def prepared(self, x: torch.Tensor) -> Callable[[torch.Tensor], Pending]:
+        if isinstance(self.plan, _Recorded):
+            self.plan.check()
+        return super().prepared(x)
 
 
 @torch_operator

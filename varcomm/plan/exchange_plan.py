@@ -75,6 +75,7 @@ class ExchangePlan(Routes):
     def __post_init__(self) -> None:
         # a second object for operators and graphs, which must not keep the plan in a cycle
         inner = Routes(*(getattr(self, part.name) for part in fields(Routes)))
+        inner.row_sum.prepare()  # so that the first backward can be captured in a CUDA graph
         vars(self).update(_inner=inner, _number=numbered(inner))
         vars(self).update(extent=inner.extent, row_sum=inner.row_sum)
 

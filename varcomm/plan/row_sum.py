@@ -39,6 +39,15 @@ class RowSum:
         bounds[1:].scatter_add_(0, self.index, bounds.new_ones(()).expand(len(places)))
         return places, bounds.cumsum_(0)
 
+    def prepare(self) -> None:
+        """Make the bags at once if calls on this device will use them, which is not on the CPU.
+
+        A CUDA graph that made them would keep memory that no value reaches before its first replay.
+        On the CPU few dtypes use bags, and a plan made there may be moved to a GPU.
+        """
+        if self.index.device.type != "cpu":
+            _ = self.bags
+
     def __call__(self, values: torch.Tensor, use_fp32: bool = True) -> torch.Tensor:
         """Return the sums of `values`, one row per entry of the index; zeros without an entry.
 
