@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ from varcomm.transport.engine import Pending, span
 from varcomm.transport.failure import explained, failure
 from varcomm.transport.group import Group
 
-__all__ = ["BUCKET_BYTES", "Owner", "cut", "gradient_dtype", "is_owned", "started"]
+__all__ = ["BUCKET_BYTES", "Owner", "cut", "gradient_dtype", "is_owned", "listed", "started"]
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -55,6 +55,16 @@ def cut(
         members.append(key)
         current[kind] = members, room - size
     return sorted(lists, key=lambda members: place[members[-1]])
+
+
+def listed(flags: Sequence[torch.Tensor]) -> list[bool]:
+    """Return vectors of bools as one list; the host waits for a GPU once, or not at all for none.
+
+    >>> listed([torch.tensor([False, True]), torch.tensor([True])])
+    [False, True, True]
+    """
+    device = flags[0].device if flags else None
+    return torch.cat([each.to(device) for each in flags]).tolist() if flags else []
 
 
 class Owner:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import inf
+from typing import NamedTuple
 
 import torch
 
-from varcomm.data_parallel.buckets import BUCKET_BYTES, cut, gradient_dtype, is_owned
+from varcomm.data_parallel.buckets import BUCKET_BYTES, cut, gradient_dtype, is_owned, listed
 from varcomm.data_parallel.global_count import Reduce, described, divisor_of
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_reduce import AllReduce
@@ -96,14 +97,18 @@ def sum_gradients(
         compare(ranks, {**call, "values of parameters": values})
     divisor = divisor_of(reduce, ranks, "sum_gradients")
     before: tuple[list[torch.nn.Parameter], Pending] | None = None
+    unused: list[_Unused] = []
     with torch.no_grad():
         for members in [*cut(dict(enumerate(trained)), range(len(trained)), size), []]:
             bucket = [trained[index] for index in members]
             total = AllReduce(ranks, use_fp32, divisor=divisor)
             begun = (bucket, begin(total, _flat(bucket), False)) if bucket else None
             if before is not None:  # while the next one travels
-                _deliver(*before)
+                unused += _delivered(*before)
             before = begun
+        for one, is_used in zip(unused, listed([one.flag for one in unused]), strict=True):
+            if is_used:
+                one.parameter.grad = one.total
 
 
 def _checked(parameters: Iterable[torch.nn.Parameter], where: str) -> list[torch.nn.Parameter]:
@@ -149,13 +154,25 @@ def _flat(bucket: Sequence[torch.nn.Parameter]) -> torch.Tensor:
     return torch.cat([*parts, flags])
 
 
-def _deliver(bucket: Sequence[torch.nn.Parameter], total: Pending) -> None:
-    """Wait for a sum, and make its parts the gradients."""
+class _Unused(NamedTuple):
+    """A parameter without a gradient on this rank, the sum over ranks, and whether any has one."""
+
+    parameter: torch.nn.Parameter
+    total: torch.Tensor
+    flag: torch.Tensor
+
+
+def _delivered(bucket: Sequence[torch.nn.Parameter], total: Pending) -> list[_Unused]:
+    """Wait for a sum, and make its parts the gradients of parameters that have one."""
     *parts, flags = total.wait().split([*(p.numel() for p in bucket), len(bucket)])
-    everywhere = all(p.grad is not None for p in bucket)  # then a GPU need not be waited for
-    used = [True] * len(bucket) if everywhere else flags.ne(0).tolist()
-    for parameter, part, is_used in zip(bucket, parts, used, strict=True):
-        if is_used:
-            # new tensors: autograd may have made views of one the gradients of two parameters
-            parameter.grad = torch.empty_like(parameter, dtype=part.dtype)
-            parameter.grad.copy_(part.view(parameter.shape))
+    unused: list[_Unused] = []
+    if any(p.grad is None for p in bucket):
+        flags = flags.ne(0)
+    for place, (parameter, part) in enumerate(zip(bucket, parts, strict=True)):
+        # new tensors: autograd may have made views of one the gradients of two parameters
+        own = torch.empty_like(parameter, dtype=part.dtype).copy_(part.view(parameter.shape))
+        if parameter.grad is None:
+            unused.append(_Unused(parameter, own, flags[place : place + 1]))
+        else:
+            parameter.grad = own
+    return unused

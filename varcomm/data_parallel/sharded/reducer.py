@@ -180,19 +180,14 @@ class Reducer:
         self._in_flight.append((shard, here, message))
         self._started += 1
         self._arrived.difference_update(shard.parameters)
-        # without waiting; on a GPU, further rounds must begin in one order on all ranks
-        while self._in_flight and not (flat.is_cuda and group.size >= MANY):
-            if not self._in_flight[0][2].is_done():
-                break
+        # without waiting
+        while self._in_flight and _may_ask(group, flat) and self._in_flight[0][2].is_done():
             self._add_next()
 
     def _add_next(self) -> None:
-        """Add the sum over ranks of a bucket, and whether any rank used each segment."""
+        """Add the sum over ranks of a bucket."""
         shard, here, message = self._in_flight[0]
-        total = message.wait()
-        total, used = total.split([len(total) - len(here), len(here)])
-        # without waiting for a GPU, if this rank has used all
-        shard.add(total, here if all(here) else used.ne(0).tolist())
+        shard.add(message.wait(), here)
         self._in_flight.popleft()
 
     def drop_unstarted(self) -> None:
@@ -219,6 +214,17 @@ class Reducer:
             self._add_next()
         self._started = 0
         self._arrived.clear()
+
+
+def _may_ask(group: Group, flat: torch.Tensor) -> bool:
+    """Return whether a message may be asked if it is done.
+
+    On a GPU, further rounds must begin in one order on all ranks, and a CUDA graph that is captured
+    refuses the question.
+    """
+    if not flat.is_cuda:
+        return True
+    return group.size < MANY and not torch.cuda.is_current_stream_capturing()
 
 
 def _begun(name: str, group: Group, flat: torch.Tensor, rows: Sequence[int]) -> Pending:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.autograd.graph import increment_version
 
-from varcomm.data_parallel.buckets import cut, gradient_dtype, started
+from varcomm.data_parallel.buckets import cut, gradient_dtype, listed, started
 from varcomm.errors import ArgumentError
 from varcomm.ops import levels, packing
 from varcomm.sizes import ShardSizes
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group
 
-__all__ = ["WHOLE", "Piece", "Shard", "splits"]
+__all__ = ["WHOLE", "Piece", "Shard", "settle", "splits"]
 
 WHOLE = "whole-parameters"
 
@@ -163,7 +163,7 @@ class Shard:
         self._own = self.row.narrow(0, split.sizes.offsets[rank], split.sizes[rank])
         self._masters = self._own
         self._total: torch.Tensor | None = None
-        self._used: list[bool] = []
+        self._used: list[bool] = []  # segments that this rank has used
         self.pieces: list[Piece] = []
 
     def cut_pieces(self, whole: bool) -> None:
@@ -180,24 +180,42 @@ class Shard:
         return values.split([len(part) for _, part in self.segments])  # type: ignore[no-any-return]
 
     def add(self, total: torch.Tensor, used: list[bool]) -> None:
-        """Add a sum of this rank's piece to the sums since the last :meth:`settle`."""
+        """Add a sum of this rank's piece to the sums since the last :func:`settle`.
+
+        Behind its elements are flags of its segments, which are 0 if no rank has used a segment;
+        `used` says which of them this rank has used.
+        """
         self._used = [a or b for a, b in zip(self._used, used, strict=True)] if self._used else used
         self._total = total if self._total is None else self._total.add_(total)
 
-    def settle(self, divisor: int | None) -> None:
-        """Divide the sums and add them to the gradients of the pieces; None drops them."""
+    @property
+    def unknown(self) -> list[torch.Tensor]:
+        """Whether other ranks have used the segments that this rank has not."""
+        if self._total is None or all(self._used):
+            return []
+        flags = self._total[len(self._own) :].ne(0)
+        return [flags[n : n + 1] for n, is_used in enumerate(self._used) if not is_used]
+
+    def settle(self, divisor: int | None, others: Iterator[bool]) -> None:
+        """Divide the sums and add them to the gradients of the pieces; None drops them.
+
+        `others` yields whether any rank has used each segment of :attr:`unknown`.
+        """
         total, used = self._total, self._used
         self._total, self._used = None, []
         if total is None or divisor is None:
             return
+        total = total[: len(self._own)]
         if divisor != 1:
             total /= divisor
         parts = self._parts(total.to(self._masters.dtype))
         # The pieces say whether there is a gradient: so the optimizer's own zero_grad works too.
         for value, part, is_used in zip((p.value for p in self.pieces), parts, used, strict=True):
-            if is_used and value.grad is not None:
+            if not (is_used or next(others)):
+                continue
+            if value.grad is not None:
                 value.grad.add_(part.view(value.shape))
-            elif is_used:  # no view, which could not be detached in place
+            else:  # no view, which could not be detached in place
                 value.grad = part.view(value.shape).clone()
 
     def take_over(self) -> None:
@@ -235,3 +253,11 @@ class Shard:
             or self.parameters[name].device != view.device
             or not self.parameters[name].is_set_to(view)
         ]
+
+
+def settle(shards: Sequence[Shard], divisor: int | None) -> None:
+    """Divide sums and add them to gradients of pieces; the host waits for a GPU at most once."""
+    unknown = [] if divisor is None else [flag for shard in shards for flag in shard.unknown]
+    others = iter(listed(unknown))
+    for shard in shards:
+        shard.settle(divisor, others)

@@ -22,7 +22,7 @@ from varcomm.data_parallel.sharded.optimizer import (
     states_of,
 )
 from varcomm.data_parallel.sharded.reducer import Reducer
-from varcomm.data_parallel.sharded.shard import WHOLE, Piece, Shard, splits
+from varcomm.data_parallel.sharded.shard import WHOLE, Piece, Shard, settle, splits
 from varcomm.errors import ArgumentError
 from varcomm.ops.broadcast_module import overwrite
 from varcomm.ops.digest import require_equal
@@ -265,8 +265,7 @@ class ShardedGradients(torch.optim.Optimizer):
                 divisor = group.size if reduce == "mean" else 1
         finally:
             reducer.finish(max(rank["rounds"] for rank in received))
-            for shard in self._shards:
-                shard.settle(divisor)
+            settle(self._shards, divisor)
             self._arrivals, self._late = reducer.arrivals, ""
             self._norms.clear()
             self._pass = None
@@ -356,11 +355,16 @@ class ShardedGradients(torch.optim.Optimizer):
         self._reduce("clip_grad_norm_", compared=compared)
         over, pieces = self._over(), list(self._pieces.values())
         kinds = {kind: kind for kind in (None, *over.values())}
-        found = norms(pieces, over.__getitem__, kinds, norm_type, self._group())
+        found = norms(pieces, over.__getitem__, kinds, norm_type, self._group(), self._device)
         totals = list(found.values())
         total: torch.Tensor = torch.nn.utils.get_total_norm(totals, norm_type, error_if_nonfinite)
         torch.nn.utils.clip_grads_with_norm_([piece.value for piece in pieces], max_norm, total)
         return total
+
+    @property
+    def _device(self) -> torch.device:
+        """The device of the first parameter, so that norms are copied to no other."""
+        return self._shards[0].row.device
 
     def _over(self) -> dict[str, Group | None]:
         """Return the other group over which each parameter is sharded, if any."""
@@ -383,9 +387,8 @@ class ShardedGradients(torch.optim.Optimizer):
 
         if not self._continues(("norm", order), name):
             self._reduce("norm of grad", compared=same)
-            self._norms = norms(
-                list(self._pieces.values()), str, self._over(), order, self._group()
-            )
+            pieces = list(self._pieces.values())
+            self._norms = norms(pieces, str, self._over(), order, self._group(), self._device)
         self._pass = ("norm", order), self._places[name]
         return self._norms.pop(name)
 
