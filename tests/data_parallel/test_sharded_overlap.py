@@ -4,6 +4,7 @@ import copy
 import io
 import time
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,9 @@ from tests.data_parallel.cases import (
     square,
     twins,
 )
+from tests.gpu.pretended import plain as pretended_values
+from tests.gpu.pretended import pretended
+from tests.transport.strict_nccl import capturing, strict_nccl
 from varcomm.data_parallel import ShardedGradients
 
 
@@ -119,3 +123,26 @@ def alive(storages, at_most):
             break
         time.sleep(0.01)
     return count
+
+
+@on(2)
+def test_a_step_that_is_captured_in_a_cuda_graph(rank, ranks):
+    """No message may be asked whether it has arrived."""
+
+    def steps(device):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double().to(device)
+        own = ShardedGradients(model, plain, bucket_bytes=64)
+        for _ in range(3):
+            model(torch.full((2 - rank, 3), 0.5, dtype=DOUBLE, device=device)).sum().backward()
+            own.clip_grad_norm_(1.0)
+            own.step()
+            own.zero_grad()
+        return [p.detach() for p in model.parameters()]
+
+    want = steps("cpu")
+    captures = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True)
+    with strict_nccl(["cuda"]), pretended() as device, capturing(), captures:
+        got = steps(device)
+    for value, expected in zip(got, want, strict=True):
+        torch.testing.assert_close(pretended_values(value), expected)

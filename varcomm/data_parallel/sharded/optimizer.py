@@ -126,14 +126,14 @@ def norms(
     over: Mapping[K, Group | None],
     order: float,
     group: Group,
-    device: torch.device,
+    like: torch.Tensor,
 ) -> dict[K, torch.Tensor]:
-    """Return norms of gradients over all ranks, in float64 on `device`; collective.
+    """Return norms of gradients over all ranks, in float64 on the device of `like`; collective.
 
     ``key(name)`` is the part of the model with which a parameter counts. `over` has the other group
     over which the parameters of a part are sharded, if any. `pieces` are the pieces of this rank.
     """
-    zero = torch.zeros((), dtype=torch.float64, device=device)
+    zero = like.new_zeros((), dtype=torch.float64)
     found = {part: [zero] for part in over}
     for piece in pieces:
         if piece.value.grad is not None and piece.value.grad.numel():

@@ -279,7 +279,7 @@ def _packed(
                 parts.append(flat[name][part.start : part.stop])
             else:
                 parts.append(used.new_zeros(len(part)))
-                used[place] = 0  # by a kernel: a copy would wait for the GPU
+                used[place].zero_()  # by a kernel: a copy would wait for the GPU
         parts.append(used)
     rows = [n + len(found) for n, found in zip(split.sizes, split.segments, strict=True)]
     return torch.cat(parts), rows

@@ -355,16 +355,12 @@ class ShardedGradients(torch.optim.Optimizer):
         self._reduce("clip_grad_norm_", compared=compared)
         over, pieces = self._over(), list(self._pieces.values())
         kinds = {kind: kind for kind in (None, *over.values())}
-        found = norms(pieces, over.__getitem__, kinds, norm_type, self._group(), self._device)
+        row = self._shards[0].row
+        found = norms(pieces, over.__getitem__, kinds, norm_type, self._group(), row)
         totals = list(found.values())
         total: torch.Tensor = torch.nn.utils.get_total_norm(totals, norm_type, error_if_nonfinite)
         torch.nn.utils.clip_grads_with_norm_([piece.value for piece in pieces], max_norm, total)
         return total
-
-    @property
-    def _device(self) -> torch.device:
-        """The device of the first parameter, so that norms are copied to no other."""
-        return self._shards[0].row.device
 
     def _over(self) -> dict[str, Group | None]:
         """Return the other group over which each parameter is sharded, if any."""
@@ -387,8 +383,8 @@ class ShardedGradients(torch.optim.Optimizer):
 
         if not self._continues(("norm", order), name):
             self._reduce("norm of grad", compared=same)
-            pieces = list(self._pieces.values())
-            self._norms = norms(pieces, str, self._over(), order, self._group(), self._device)
+            pieces, row = list(self._pieces.values()), self._shards[0].row
+            self._norms = norms(pieces, str, self._over(), order, self._group(), row)
         self._pass = ("norm", order), self._places[name]
         return self._norms.pop(name)
 
