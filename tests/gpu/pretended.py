@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -284,6 +285,15 @@ _CUDA = {
 }
 
 
+_grouped = clip_grad._group_tensors_by_device_and_dtype
+
+
+def _grouped_by_pretended_device(lists: Any, with_indices: bool = False) -> Any:
+    """Group the tensors to clip; torch reads the device of the memory, in C++."""
+    found = _grouped(lists, with_indices)
+    return {(each[0][0][0].device, dtype): each for (_, dtype), each in found.items()}
+
+
 @contextmanager
 def pretended() -> Iterator[torch.device]:
     """Serve ``cuda:0`` by pretended tensors in this thread."""
@@ -292,7 +302,10 @@ def pretended() -> Iterator[torch.device]:
     future.set_swap_module_params_on_conversion(True)  # ``Module.to`` keeps its parameters
     torch._C._set_only_lift_cpu_tensors(True)  # ``torch.tensor`` makes a CPU tensor, and copies it
     try:
-        with mock.patch.multiple(torch.cuda, **_CUDA), _Factories(), _Transfers():
+        grouped = mock.patch.object(
+            clip_grad, "_group_tensors_by_device_and_dtype", _grouped_by_pretended_device
+        )
+        with mock.patch.multiple(torch.cuda, **_CUDA), grouped, _Factories(), _Transfers():
             yield GPU
     finally:
         future.set_swap_module_params_on_conversion(swaps)

@@ -280,6 +280,28 @@ def sum_gradients(device, rank, ranks):
     return trained(model, lambda: model(x).square().sum())
 
 
+UNUSED = "whether another rank has used a parameter that this rank has not"
+
+
+def mlp_or_part(device, rank):
+    """Return a model, and its output for this rank: rank 1 leaves out parameters of two layers."""
+    model, x = mlp(device), drawn(device, 2 + rank, 4)
+    return model, lambda: x + model[0].bias[:4] if rank == 1 else model(x)
+
+
+@scenario("data_parallel.sum_gradients", looks=1, reason=UNUSED)
+def sum_gradients_of_unused_parameters(device, rank, ranks):
+    model, out = mlp_or_part(device, rank)
+
+    def step():
+        model.zero_grad()
+        out().square().sum().backward()
+        data_parallel.sum_gradients(model, bucket_bytes=64)
+        return [p.grad for p in model.parameters()]
+
+    return step
+
+
 @scenario("data_parallel.GlobalCount", "data_parallel.sum_gradients")
 def global_count(device, rank, ranks):
     model, x, count = mlp(device), drawn(device, ROWS[rank], 4), data_parallel.GlobalCount()
@@ -308,6 +330,29 @@ def sharded_gradients_clipped(device, rank, ranks):
     how = {"reduce": "sum", "bucket_bytes": 64}
     optimizer = data_parallel.ShardedGradients(model, torch.optim.AdamW, **how)
     return sharded_step(optimizer, model, x, lambda: optimizer.clip_grad_norm_(1.0))
+
+
+@scenario("data_parallel.ShardedGradients")
+def sharded_gradients_clipped_by_torch(device, rank, ranks):
+    model, x = mlp(device), drawn(device, 2 + rank, 4)
+    optimizer = data_parallel.ShardedGradients(model, torch.optim.AdamW, sizes="whole-parameters")
+    clip = torch.nn.utils.clip_grad_norm_
+    return sharded_step(optimizer, model, x, lambda: clip(model.parameters(), 1.0))
+
+
+@scenario("data_parallel.ShardedGradients", looks=1, reason=UNUSED)
+def sharded_gradients_of_unused_parameters(device, rank, ranks):
+    model, out = mlp_or_part(device, rank)
+    optimizer = data_parallel.ShardedGradients(model, torch.optim.SGD, bucket_bytes=64)
+
+    def step():
+        optimizer.zero_grad()
+        loss = out().square().sum()
+        loss.backward()
+        optimizer.step()
+        return [loss, *(p.detach().clone() for p in model.parameters())]
+
+    return step
 
 
 def sharded_step(optimizer, model, x, before=lambda: None):
