@@ -1000,14 +1000,14 @@ def checkpoints(device, rank, ranks):
         folders = [tempfile.mkdtemp() if rank == 0 else None]
         dist.broadcast_object_list(folders)
         folder = Path(folders[0])
-        checkpoint.save(layers[0].state_dict(), folder / "saved")
-        checkpoint.load(layers[1], folder / "saved")
+        checkpoint.save({"layer": layers[0]}, folder / "saved")
+        checkpoint.load({"layer": layers[1]}, folder / "saved")
         if rank == 0:
-            checkpoint.export(folder / "saved", folder / "model.safetensors")
+            checkpoint.export(folder / "saved", folder / "model.safetensors", "layer")
         dist.barrier()
         checkpoint.load_safetensors(layers[2], folder, device=device)
         whole = checkpoint.full_state_dict(layers[0])
-        read = checkpoint.read(folder / "saved")
+        read = checkpoint.read(folder / "saved")["layer"]
         dist.barrier()
         if rank == 0:
             shutil.rmtree(folder)
