@@ -70,6 +70,9 @@ def sum_gradients(
     :func:`all_reduce`. A GlobalCount adds a gather and a broadcast of 1 KiB per rank. The order of
     sums is fixed, and sums are equal on all ranks bit for bit, so replicated parameters stay equal.
 
+    On a rank where a parameter has no ``grad``, the host waits for the GPU once per call, and a
+    CUDA graph cannot capture the call.
+
     In one process: backward of the sum of all ranks' losses.
 
     Examples

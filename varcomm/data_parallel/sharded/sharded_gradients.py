@@ -115,6 +115,9 @@ class ShardedGradients(torch.optim.Optimizer):
     collective method begins with a gather and a broadcast of 1 KiB per rank. Sums are in rank
     order, in fp32 for narrow gradients; parameters are equal on all ranks bit for bit.
 
+    On a rank that left out a parameter, the host waits for the GPU once per sum, and a CUDA graph
+    cannot capture the step. While a step is captured, all sums are added after backward.
+
     In one process: ``optimizer_factory(params)``, and backward of the mean of all ranks' losses.
 
     Examples
