@@ -2,6 +2,7 @@
 
 import gc
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.transport.twin import compare
 from varcomm import GroupError
 from varcomm.transport.agreement import share
 from varcomm.transport.auxiliary_group import aside, free_lanes, take_lane, weakly
-from varcomm.transport.group import resolve
+from varcomm.transport.group import Group, resolve
 
 
 def check_all_primitives(failures, group, words):
@@ -178,11 +179,14 @@ def in_parts(rank):
 def in_a_bound_world(rank):
     """A part of the ranks makes a lane, without a split of the world by all of its ranks."""
     part = dist.new_group([0, 2])
-    world, gpu = dist.group.WORLD, torch.device("cuda", 0)
+    world, gpu = dist.group.WORLD, torch.device("cuda", rank)
     splits, splittable = [], distributed_c10d._get_split_source
     distributed_c10d._get_split_source = lambda group: splits.append(group) or splittable(group)
     world.bound_device_id = gpu
     try:
+        assert resolve(None).device().type == "cpu"
+        with mock.patch.object(Group, "backends", return_value={"cuda": "nccl"}):
+            assert resolve(None).device() == gpu
         if rank != 1:
             lane = take_lane(resolve(part), offers(resolve(part))).group()
             assert world.bound_device_id == gpu

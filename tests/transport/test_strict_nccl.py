@@ -67,6 +67,23 @@ def primitives(rank):
 
 def test_primitives_and_plans(worlds):
     assert_none(worlds.run(RANKS, primitives))
+    worlds.run(RANKS, captured)
+
+
+def captured(rank):
+    """No wait stops the host, and no call asks for completion, which a CUDA graph refuses."""
+    model = torch.nn.Linear(3, 2)
+    with on_nccl(), strict_nccl.capturing():
+        for name in PRIMITIVES:
+            c = case(name, "one empty", RANKS)
+            x = c.input(rank, torch.float32).requires_grad_()
+            op = c.bind()
+            for how in ({}, {"async_op": True})[: 1 + c.has_async]:
+                y = op(x, **how)
+                y = y.wait() if how else y
+                torch.autograd.grad(y, x, torch.ones_like(y))
+        model(torch.ones(2, 3)).sum().backward()
+        sum_gradients(model)
 
 
 def models(rank):

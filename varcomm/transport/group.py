@@ -88,7 +88,11 @@ class Group:
     def device(self) -> torch.device:
         """Return the device of tensors that this rank sends on its own account."""
         backends = self.backends()
-        return torch.device("cpu" if "cpu" in backends else next(iter(backends)))
+        if "cpu" in backends:
+            return torch.device("cpu")
+        # the current GPU is of a thread, and in a new thread it is the first
+        bound = self.process_group.bound_device_id
+        return torch.device(next(iter(backends))) if bound is None else bound
 
 
 # torch.distributed does not report the end of a group: `forget_destroyed` runs when a new group
