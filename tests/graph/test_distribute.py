@@ -471,16 +471,18 @@ def cached(rank):
         (data, partition(data, method="random")),
         (positive, partition(positive, method="block")),
     )
-    for make, times in CACHED.values():
+    for name, (make, times) in CACHED.items():
         torch.manual_seed(0)
         layer = make().double()
         layer(data.x, other)  # of a graph in one process
-        for whole, graph in (*parts, parts[0]):
+        for number, (whole, graph) in enumerate((*parts, parts[0])):
             alone = make().double()
             alone.load_state_dict(layer.state_dict())
             expected = alone(whole.x, whole.edge_index)[graph.owned_ids]
             distribute(layer, graph)
-            for exchanges in times:
+            # a graph keeps the number of nodes with edges, which EGConv asks for
+            is_counted = name == "EGConv" and number == 2
+            for exchanges in (times[0] - is_counted, *times[1:]):
                 with varcomm.trace() as calls:
                     out = layer(graph.x, graph.edge_index)
                 torch.testing.assert_close(out, expected, **CLOSE)

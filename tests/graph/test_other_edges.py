@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch_geometric.nn as pyg
 from torch_geometric.data import Data
+from torch_geometric.utils import add_self_loops, degree, remove_self_loops, segregate_self_loops
 
 from tests.graph.graphs import grid, wild
 from tests.ops.comparing import Failures, assert_none
@@ -73,6 +74,51 @@ def made_of_edges(rank):
 
 def test_edges_made_of_a_graphs(worlds):
     assert_none(worlds.run(1, made_of_edges))
+
+
+def without_loops(rank):
+    """Values of edges that remain are copies, also if there are no loops to be removed."""
+    ends = wild().edge_index
+    ends = ends[:, ends[0] != ends[1]]
+    weight = torch.arange(2.0 * ends.shape[1]).view(-1, 2)
+    graph = partition(Data(edge_index=ends, weight=weight, num_nodes=24), method="block")
+    given = graph.weight.clone().requires_grad_()
+    edges, kept = remove_self_loops(graph.edge_index, given)
+    assert torch.equal(edges.plain, graph.edges.local_ids)
+    assert torch.equal(torch.autograd.grad(kept.square().sum(), given)[0], 2 * given)
+    kept.detach().zero_()
+    assert torch.equal(given, graph.weight)
+    columns = graph.edge_index[0] != graph.edge_index[1]
+    turned = given.detach().T
+    turned[..., columns].zero_()
+    assert torch.equal(turned[:, columns], graph.weight.T)
+    _, values, loops, none = segregate_self_loops(graph.edge_index, given)
+    assert torch.equal(values, given)
+    assert (loops.shape, none.shape) == ((2, 0), (0, 2))
+    for wrong in (given[1:], torch.cat([given, given])):
+        with pytest.raises(IndexError, match="mask"):
+            remove_self_loops(graph.edge_index, wrong)
+
+
+def test_edges_without_loops_are_copies(worlds):
+    worlds.run(2, without_loops)
+
+
+def up_to_last(rank):
+    """Loops up to the last node that has an edge, which ranks find once."""
+    ends = wild().edge_index
+    data = Data(edge_index=ends[:, (ends < 20).all(0)], num_nodes=24)
+    graph = partition(data, method="block")
+    owned = graph.owned_ids
+    for make in (lambda e: e, lambda e: remove_self_loops(e)[0]) * 2:
+        want = degree(add_self_loops(make(data.edge_index))[0][1], 24)[owned]
+        edges = add_self_loops(make(graph.edge_index))[0]
+        out = torch.zeros(len(owned)).index_add(0, edges[1], torch.ones(edges.shape[1]))
+        assert torch.equal(out, want)
+
+
+def test_loops_up_to_the_last_node(worlds):
+    worlds.run(3, up_to_last)
 
 
 def moved(rank):

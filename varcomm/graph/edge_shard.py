@@ -13,6 +13,7 @@ import torch
 from varcomm.errors import ArgumentError
 from varcomm.graph.index import How, Kind, Numbering, PartitionedIndex, ordinary
 from varcomm.graph.nn.graphs import STARTS_FROM_ZERO
+from varcomm.graph.on_device import require
 from varcomm.graph.shard import Shard
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_to_all_v import all_to_all_v
@@ -121,6 +122,8 @@ class EdgeShard(Numbering, Shard):
     _exchanged: list[torch.Tensor] | None = field(init=False, repr=False, default=None)
     # owned nodes up to the last one that has an edge, once asked for
     _last: list[int] = field(init=False, repr=False)
+    # the same for all edges, which other ranks keep as well
+    _last_of_whole: list[int] = field(init=False, repr=False)
 
     noun = "edges"
 
@@ -133,7 +136,8 @@ class EdgeShard(Numbering, Shard):
             int((source == target).sum()),
         )
         extent = extent_of(self.num_targets, *counts, device=ids.device)
-        vars(self).update(counts=counts, extent=extent, local_ids=varying(ids, 1), _last=[])
+        vars(self).update(counts=counts, extent=extent, local_ids=varying(ids, 1))
+        vars(self).update(_last=[], _last_of_whole=[])
 
     @property
     def edge_index(self) -> torch.Tensor:
@@ -350,11 +354,9 @@ class EdgeShard(Numbering, Shard):
         assert ids is not None
         if how == "sum":
             return self._sum_at_sources(ids, src)
-        if how == "prod" or not bool(src.detach().isfinite().all()):
-            raise ArgumentError(
-                "products, and extremes of infinite values, at the sources of edges are not known "
-                "across ranks."
-            )
+        if how == "prod":
+            raise _unknown_at_sources()
+        require(src.detach().isfinite().all(), _unknown_at_sources, self, "finite values")
         top = self._extreme_at_sources(how, ids, src.detach())
         if not src.requires_grad:
             return top
@@ -388,7 +390,7 @@ class EdgeShard(Numbering, Shard):
     def count(self, kind: Kind, index: torch.Tensor, whole: bool) -> int:
         """Return the number of owned nodes; for edges, up to the last node that has an edge.
 
-        Communication: for edges, 8 bytes per rank.
+        Communication: for edges, 8 bytes per rank; for all of them, at the first call only.
         """
         if kind == "target":
             return self.layer_counts()[2]
@@ -401,17 +403,22 @@ class EdgeShard(Numbering, Shard):
                 "the largest number in edges of two types of nodes says nothing about either. Give "
                 "num_nodes=x.size(0)."
             )
-        return self._up_to_last(index)
+        return self._up_to_last(index, whole)
 
     @kept_from_compilation
-    def _up_to_last(self, index: torch.Tensor) -> int:
+    def _up_to_last(self, index: torch.Tensor, whole: bool) -> int:
         assert self.sources is not None
+        if whole and self._last_of_whole:
+            self._last[:] = self._last_of_whole
+            return self._last[-1]
         owned = self.sources.owned_ids
         ids = torch.cat([owned, self.halo_ids])[index]
         last = ids.max().view(1) if ids.numel() else ids.new_full((1,), -1)
         group = self.group
         lasts = all_gather_v(last, [1] * group.size, group=group.process_group)
         self._last[:] = [int((owned <= lasts.max()).sum())]
+        if whole:
+            self._last_of_whole[:] = self._last
         return self._last[-1]
 
     def is_up_to_last(self, count: int) -> bool:
@@ -419,11 +426,19 @@ class EdgeShard(Numbering, Shard):
         return not torch.compiler.is_compiling() and self._last[-1:] == [count]
 
     def positions_of_loops(self, loops: bool, mask: torch.Tensor) -> torch.Tensor | slice:
-        """Return a selector, like a mask of all edges, of self loops or of the others."""
+        """Return a selector of all self loops, or of all other edges, in place of a mask."""
         count = count_in(self.extent, 2)
         if not loops and count == 0:
             return slice(None)
-        return _positions(mask, count if loops else mask.shape[0] - count)
+        if torch.compiler.is_compiling():
+            return _positions(mask, count if loops else mask.shape[0] - count)
+        return self._loops[0 if loops else 1]
+
+    @cached_property
+    def _loops(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions of self loops, and of other edges; kept for the next layer and step."""
+        source, target = self.local_ids
+        return (source == target).nonzero().view(-1), (source != target).nonzero().view(-1)
 
     def check_loops(self, edges: torch.Tensor) -> torch.Tensor:
         """Return appended edges if they are self loops of owned nodes."""
@@ -435,12 +450,12 @@ class EdgeShard(Numbering, Shard):
             )
         if in_graph(edges):
             return torch.ops.varcomm.self_loops(edges, targets)  # type: ignore[no-any-return]
-        return _self_loops(edges, targets)
+        return _self_loops(edges, targets, self)
 
 
 @torch.library.custom_op("varcomm::self_loops", mutates_args=())
 def _checked_self_loops(edges: torch.Tensor, targets: int) -> torch.Tensor:
-    return _self_loops(edges, targets).clone()
+    return _self_loops(edges, targets, None).clone()
 
 
 @_checked_self_loops.register_fake
@@ -448,18 +463,27 @@ def _(edges: torch.Tensor, targets: int) -> torch.Tensor:
     return torch.empty_like(edges)
 
 
-def _self_loops(edges: torch.Tensor, targets: int) -> torch.Tensor:
+def _self_loops(edges: torch.Tensor, targets: int, owner: EdgeShard | None) -> torch.Tensor:
     """Return edges, if each is a self loop of one of this number of nodes."""
     source, target = edges
-    if not torch.equal(source, target) or (
-        len(source) and not 0 <= int(source.min()) <= int(source.max()) < targets
-    ):
-        raise ArgumentError(
+
+    def error() -> ArgumentError:
+        return ArgumentError(
             "edges that are appended to those of a partitioned graph must be self loops of owned "
             f"nodes, of which this rank has {targets}. Add other edges before the graph is "
             "partitioned."
         )
+
+    are_loops = (source == target) & (source >= 0) & (source < targets)
+    require(are_loops.all(), error, owner, ("self loops", len(source)))
     return edges
+
+
+def _unknown_at_sources() -> ArgumentError:
+    return ArgumentError(
+        "products, and extremes of infinite values, at the sources of edges are not known across "
+        "ranks."
+    )
 
 
 def _joined(x: torch.Tensor, halo: torch.Tensor, dim: int) -> torch.Tensor:

@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from varcomm.errors import ArgumentError
+from varcomm.graph.on_device import require
 from varcomm.ops.checks import holds_values
 
 __all__ = ["Numbering", "PartitionedIndex", "ordinary", "plain"]
@@ -72,7 +73,7 @@ class Numbering:
         return False
 
     def positions_of_loops(self, loops: bool, mask: torch.Tensor) -> torch.Tensor | slice:
-        """Return a selector, like a mask of all edges, of self loops or of the others."""
+        """Return a selector of all self loops, or of all other edges, in place of a mask."""
         raise _unknown("self loops")
 
     def check_loops(self, edges: torch.Tensor) -> torch.Tensor:
@@ -330,20 +331,22 @@ def _getitem(func: Callable[..., Any], x: Any, key: Any) -> Any:
         return _part(func, x, key)
     if isinstance(key, PartitionedIndex):
         if key.kind in ("loops", "no loops"):
-            return _of_no_edges(x[_selecting(key)])
+            rows = _selecting(key, x.shape[:1])
+            return _of_no_edges(_copied(x[rows], rows))
         if key.plain.dim() == 1:
             return _index_select(func, x, 0, key)
         return _rows(func, key, x, 0)[key.plain]
     # among the others of a tuple
     places = [at for at, one in enumerate(key) if isinstance(one, PartitionedIndex)]
     first = places[0]
-    if key[first].kind in ("loops", "no loops"):
-        key = tuple([_selecting(one) if at == first else one for at, one in enumerate(key)])
-        return x[key]
     after = sum(one is not None for one in key[first:])
     dim = x.dim() - after if key[0] is Ellipsis else first
     before = key[1:first] if key[0] is Ellipsis else key[:first]
-    if len(places) > 1 or not all(map(_is_all, before)):
+    is_along_dim = all(map(_is_all, before))
+    if key[first].kind in ("loops", "no loops"):
+        rows = _selecting(key[first], x.shape[dim : dim + 1] if is_along_dim else ())
+        return _copied(x[tuple([rows if at == first else one for at, one in enumerate(key)])], rows)
+    if len(places) > 1 or not is_along_dim:
         raise _refuse(func, key[first].kind)
     return _rows(func, key[first], x, dim)[_unwrapped(key)]
 
@@ -354,8 +357,12 @@ def _part(func: Callable[..., Any], x: PartitionedIndex, key: Any) -> Any:
         return PartitionedIndex.make(x.plain[key], x.of, _ENDS[x.kind][key], x.whole, known=x.known)
     if x.kind in _ENDS and isinstance(key, list) and key == [1, 0]:
         return _flip(func, x, 0)
-    own = [_selecting(one) for one in key] if isinstance(key, tuple) else None
-    out = x.plain[_selecting(key) if own is None else tuple(own)]
+    own = None
+    if isinstance(key, tuple):
+        last = len(key) - 1
+        sizes = [x.plain.shape[-1:] if at == last else () for at in range(len(key))]
+        own = [_selecting(one, size) for one, size in zip(key, sizes, strict=True)]
+    out = x.plain[_selecting(key, x.plain.shape[:1]) if own is None else tuple(own)]
     kind = x.kind
     if kind in ("loops", "no loops"):
         return out
@@ -377,15 +384,26 @@ def _part(func: Callable[..., Any], x: PartitionedIndex, key: Any) -> Any:
     return PartitionedIndex.make(out, x.of, kind, whole, known=x.known)
 
 
-def _selecting(key: Any) -> Any:
-    """Return a key that selects the same rows from an ordinary tensor."""
+def _selecting(key: Any, size: Sequence[int]) -> Any:
+    """Return a key that selects the same rows from an ordinary tensor.
+
+    `size` is the shape of the dimension that the key selects from, or empty for any other key.
+    """
     if not isinstance(key, PartitionedIndex):
         return key
     if key.kind in ("loops", "no loops"):
-        if torch.compiler.is_compiling() and key.whole:
+        fits = torch.compiler.is_compiling() or tuple(size) == tuple(key.plain.shape)
+        if key.whole and fits:
             return key.of.positions_of_loops(key.kind == "loops", key.plain)
         return key.plain
     raise _refuse(torch.Tensor.__getitem__, key.kind)
+
+
+def _copied(values: torch.Tensor, rows: Any) -> torch.Tensor:
+    """Return selected rows in a memory of their own, as a mask returns them."""
+    if not isinstance(rows, slice) or torch.compiler.is_compiling():
+        return values
+    return values.clone(memory_format=torch.contiguous_format)
 
 
 def _rows(func: Callable[..., Any], index: PartitionedIndex, x: torch.Tensor, dim: int) -> Any:
@@ -416,7 +434,7 @@ def _setitem(func: Callable[..., Any], x: Any, key: Any, value: Any) -> None:
     if isinstance(x, PartitionedIndex) or isinstance(value, PartitionedIndex):
         raise _refuse(func, _first(x, value).kind)
     if isinstance(key, PartitionedIndex) and key.kind in ("loops", "no loops"):
-        x[_selecting(key)] = value
+        x[_selecting(key, x.shape[:1])] = value
     elif isinstance(key, PartitionedIndex) and key.kind == "target":
         key.of.start_at_targets(x, 0, key.plain)[key.plain] = value
     else:
@@ -476,8 +494,13 @@ def _check_start(
     if index.plain.dim() > 1 and index.plain.shape[dim] > 1 and index.plain.stride(dim) == 0:
         raise _refuse(func, index.kind, f"The vector does not lie along dimension {dim}.")
     start = 1 if how == "prod" else 0
-    if not (kept and how in ("sum", "prod")) and bool((x.detach() != start).any()):
-        raise _refuse(func, index.kind, f"Reduce into a tensor of {start}s.")
+    if not (kept and how in ("sum", "prod")):
+        require(
+            (x.detach() == start).all(),
+            lambda: _refuse(func, index.kind, f"Reduce into a tensor of {start}s."),
+            index.of,
+            ("start", how, kept, x.dtype, x.shape),
+        )
 
 
 def _scatter_add(func: Callable[..., Any], x: Any, dim: int, index: Any, src: Any) -> Any:

@@ -148,7 +148,7 @@ class PartitionedGraph:
                 return attributes[name]
         if name == "batch" and None in self.node_shards:  # all nodes are one graph
             zeros = torch.zeros(self.num_owned, dtype=torch.int64, device=self.edge_index.device)
-            return PartitionedIndex.make(zeros, Graphs(self.group, 1), "graph", whole=True)
+            return PartitionedIndex.make(zeros, self._one_graph, "graph", whole=True)
         if name in _COUNTS or (name.endswith("_dict") and None not in self.node_shards):
             try:
                 return getattr(self.data, name)
@@ -158,6 +158,10 @@ class PartitionedGraph:
         have = [f"graph[{key!r}].{name}" for key, shard in shards.items() if key and name in shard]
         known = f"choose a type: {', '.join(have)}" if have else f"it has {[*self.data.keys()]}"
         raise AttributeError(f"the graph has no attribute {name!r}; {known}.")
+
+    @cached_property
+    def _one_graph(self) -> Graphs:
+        return Graphs(self.group, 1)
 
     @property
     def _of_one_type(self) -> tuple[Mapping[str, Any], ...]:

@@ -13,6 +13,7 @@ from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.graph.directory import Directory
 from varcomm.graph.index import PartitionedIndex, plain
 from varcomm.graph.nn.graphs import Graphs
+from varcomm.graph.on_device import positions, require
 from varcomm.graph.reductions import replicated_sum
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.compilation import count_in, extent_of, kept_from_compilation
@@ -49,10 +50,18 @@ class AscendingIds:
         rest = gaps[gaps >= _MORE] - _MORE
         return cls(gaps.clamp_(max=_MORE).to(torch.uint8), rest)
 
+    @classmethod
+    def consecutive(cls, first: int, count: int, device: torch.device) -> Self:
+        """Encode ``first, first + 1, ...``, on a device."""
+        gaps = torch.ones(count, dtype=torch.uint8, device=device)
+        gaps[:1].fill_(min(first + 1, _MORE))
+        is_large = bool(count) and first + 1 >= _MORE
+        return cls(gaps, torch.full((int(is_large),), first + 1 - _MORE, device=device))
+
     def decoded(self) -> torch.Tensor:
         """Return the ids, int64 of shape (n,)."""
         gaps = self.gaps.to(torch.int64)
-        gaps.index_add_(0, (self.gaps == _MORE).nonzero().view(-1), self.rest)
+        gaps.index_add_(0, positions(self.gaps == _MORE, len(self.rest)), self.rest)
         return gaps.cumsum(0).sub_(1)
 
     def to(self, device: torch.device | str) -> AscendingIds:
@@ -338,13 +347,15 @@ class Shard:
         NaN.
         Communication: each rank sends 8 bytes to every other rank, then 16.
         """
-        values = self._counting("graph.max", values, mask)
+        values, mask = self._counting("graph.max", values, mask)
         wide, own = values.double(), values.detach().double()
+        own = own if mask is None else own.masked_fill(~mask, -torch.inf)
         own = torch.cat([own.reshape(-1), own.new_full((1,), -torch.inf)])
         ranks, pg = [1] * self.group.size, self.group.process_group
         top = all_gather_v(own.amax(0, keepdim=True), ranks, group=pg).amax()
         # The value is `top`; the derivative goes to all values that are equal to it.
         reaching, finite = wide.detach() == top, top.isfinite()
+        reaching = reaching if mask is None else reaching & mask
         # zero, so that the value is exact; infinities have no difference and stay
         rise = torch.where(finite, wide - wide.detach(), wide)
         part = torch.where(reaching, rise, 0.0).sum()
@@ -357,21 +368,29 @@ class Shard:
     def _sum_and_count(
         self, what: str, values: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        values = self._counting(what, values, mask)
-        part = values.sum(dtype=torch.float64)
-        count = torch.full_like(part, values.numel())
+        values, mask = self._counting(what, values, mask)
+        if mask is None:
+            part = values.sum(dtype=torch.float64)
+            count = torch.full_like(part, values.numel())
+        else:
+            part = torch.where(mask, values, 0).sum(dtype=torch.float64)
+            count = mask.expand_as(values).sum(dtype=torch.float64)
         return replicated_sum(torch.stack([part, count]), self.group)
 
-    def _counting(self, what: str, values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Return the selected values, checked."""
+    def _counting(
+        self, what: str, values: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return checked values; and on a GPU, whose host need not know how many, which count."""
         with checking(what, self.group) as where:
             _check_values(values, mask, self, where)
         if debugging():
             row = {"dtype": str(values.dtype), "shape of a row": list(values.shape[1:])}
             compare(self.group, {"operation": what} | row)
-        if mask is not None and len(values) == self.counted():
-            return values[mask]
-        return values
+        if mask is None or len(values) != self.counted():
+            return values, None
+        if values.device.type == "cpu":
+            return values[mask], None
+        return values, mask.view(-1, *[1] * (values.dim() - 1))
 
     def _order(self, rank: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the ids of all rows, rank by rank, and the position of each id among them.
@@ -443,22 +462,20 @@ def _check_values(values: Any, mask: Any, shard: Shard, where: str) -> None:
         raise ArgumentError(
             f"{where}mask must be of torch.bool and shape ({owned},); got {described(mask)}."
         )
-    is_fit = (
-        isinstance(values, torch.Tensor)
-        and values.is_floating_point()
-        and values.dim() > 0
-        and (
-            len(values) == owned
-            # counting what a mask lets through waits for the device
-            or (mask is not None and len(values) == int(mask.sum()))
-        )
-    )
-    if not is_fit:
+
+    def error() -> ArgumentError:
         among = "" if mask is None else ", or for each of those that the mask lets through"
-        raise ArgumentError(
+        return ArgumentError(
             f"{where}values must be floats, one row for each of the {owned} owned {shard.noun}"
             f'{among}; got {described(values)}. For a loss: reduction="none".'
         )
+
+    if not (
+        isinstance(values, torch.Tensor) and values.is_floating_point() and values.dim() > 0
+    ) or (mask is None and len(values) != owned):
+        raise error()
+    if mask is not None and len(values) != owned:
+        require(mask.sum() == len(values), error, shard, ("rows of a mask", len(values)))
 
 
 def described(value: Any) -> str:

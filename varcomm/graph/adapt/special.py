@@ -159,7 +159,7 @@ def _han_forward(
         x = nodes[source], nodes[target]
         alpha = (x[0] * self.lin_src[name]).sum(-1), (x[1] * self.lin_dst[name]).sum(-1)
         found[target].append(self.propagate(edges, x=x, alpha=alpha).relu())
-    pairs = {kind: _semantic(self, running, outs) for kind, outs in found.items()}
+    pairs = {kind: _semantic(self, running, kind, outs) for kind, outs in found.items()}
     out = {kind: values for kind, (values, _) in pairs.items()}
     if not return_semantic_attention_weights:
         return out
@@ -167,7 +167,7 @@ def _han_forward(
 
 
 def _semantic(
-    layer: Any, running: Running, outs: list[torch.Tensor]
+    layer: Any, running: Running, kind: str, outs: list[torch.Tensor]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     if not outs:
         return None, None
@@ -175,7 +175,7 @@ def _semantic(
     parts = torch.tanh(layer.k_lin(out)).sum(1)
     count = torch.full_like(parts[:1], out.shape[1])
     total = all_reduce(torch.cat([parts, count]), group=running.graph.group.process_group)
-    if out.shape[-1] == 0 or not bool((total[-1] > 0).any()):
+    if out.shape[-1] == 0 or running.graph.node_shards[kind].sizes.total == 0:
         return out.view(0, out.shape[-1]), None
     score = (layer.q * (total[:-1] / total[-1].detach())).sum(-1)
     weights = torch.softmax(score, dim=0)

@@ -20,6 +20,7 @@ from torch_geometric.utils import scatter
 from varcomm.errors import ArgumentError
 from varcomm.graph.nn.graphs import accumulated
 from varcomm.graph.nn.rows import Rows, Where, rows_of_any_kind
+from varcomm.graph.on_device import require
 from varcomm.ops.compilation import kept_from_compilation
 from varcomm.ops.operator import checking
 
@@ -178,7 +179,7 @@ def _batch_norm(module: torch.nn.BatchNorm1d, rows: Rows, input: torch.Tensor) -
 
 def _pyg_batch_norm(module: norm.BatchNorm, rows: Rows, x: torch.Tensor) -> torch.Tensor:
     """Normalise as :func:`_batch_norm`; a single row, if allowed, as in evaluation."""
-    if module.allow_single_element and rows.total(x) <= 1:
+    if module.allow_single_element and int(rows.total(x)) <= 1:
         return type(module).forward(module, x)  # type: ignore[no-any-return]
     return _batch_norm(module.module, rows, x)
 
@@ -227,7 +228,7 @@ def _instance_norm(
     batch: torch.Tensor | None = None,
     batch_size: int | None = None,
 ) -> torch.Tensor:
-    total = rows.total(x)
+    total = int(rows.total(x))
     if total == 0:
         return x.clone()
     if batch is None:
@@ -270,26 +271,34 @@ def _layer_norm(
 
 
 @torch.no_grad()
-def _track(module: Any, mean: torch.Tensor, var: torch.Tensor, count: int) -> None:
-    """Move the running statistics by those of a call over `count` values."""
+def _track(module: Any, mean: torch.Tensor, var: torch.Tensor, count: int | torch.Tensor) -> None:
+    """Move the running statistics by those of a call over `count` values, unless it is 0."""
     if module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(1)
     factor = module.momentum
-    factor = 1.0 / float(module.num_batches_tracked) if factor is None else factor
-    if count:
-        new = {"running_mean": mean, "running_var": var * (count / (count - 1))}
-        for name, value in new.items():
-            running = getattr(module, name)
-            running.copy_((1 - factor) * running.to(value.dtype) + factor * value)
+    factor = 1.0 / module.num_batches_tracked.double() if factor is None else factor
+    if isinstance(count, int) and count == 0:
+        return
+    new = {"running_mean": mean, "running_var": var * (count / (count - 1))}
+    for name, value in new.items():
+        running = getattr(module, name)
+        moved = (1 - factor) * running.to(value.dtype) + factor * value
+        running.copy_(moved if isinstance(count, int) else torch.where(count == 0, running, moved))
 
 
-def _check_count(count: int, name: str, rows: Rows) -> None:
-    if count == 1:
-        with checking(name, rows.group) as where:
-            raise ArgumentError(
+def _check_count(count: int | torch.Tensor, name: str, rows: Rows) -> None:
+    with checking(name, rows.group) as where:
+
+        def error() -> ArgumentError:
+            return ArgumentError(
                 f"{where}expected more than 1 value per channel when training; the {rows.name} of "
                 "all ranks together have 1."
             )
+
+        if isinstance(count, torch.Tensor):
+            require(count != 1, error, rows, name)
+        elif count == 1:
+            raise error()
 
 
 _FORWARDS: dict[type[torch.nn.Module], Callable[..., torch.Tensor]] = {

@@ -10,8 +10,9 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.edge_shard import EdgeShard
-from varcomm.graph.index import PartitionedIndex, plain
-from varcomm.graph.nn.graphs import Graphs, accumulated, largest
+from varcomm.graph.index import Numbering, PartitionedIndex, plain
+from varcomm.graph.nn.graphs import Graphs, accumulated
+from varcomm.graph.on_device import require
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.shard import Shard
 from varcomm.ops.all_reduce import all_reduce
@@ -62,12 +63,16 @@ class Rows:
         if not any(self.fits(x)):
             raise ArgumentError(where + _refusal(x, [self]))
 
-    def total(self, x: torch.Tensor) -> int:
-        """Return the number of rows on all ranks, of which this rank's are `x`."""
+    def total(self, x: torch.Tensor) -> int | torch.Tensor:
+        """Return the number of rows on all ranks, of which this rank's are `x`.
+
+        If no shard has the number, it is a sum over ranks, fp64 of shape (), and stays on the
+        device of `x`.
+        """
         if self.shard is not None:
             return self.shard.sizes.total
-        count = torch.tensor([len(x)], device=x.device)
-        return int(all_reduce(count, group=self.group.process_group))
+        own = x.new_full((1,), len(x), dtype=torch.float64)
+        return all_reduce(own, group=self.group.process_group)[0]
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Sum floats (rows, *F) over all ranks: (1, *F), narrow ones in fp32."""
@@ -88,10 +93,34 @@ class Rows:
         else:
             ids = plain(index)
             with checking(name, self.group) as where:
-                end = _check_ids(ids, size, x, where, argument)
-            size = largest(end, self.group, x.device) if size is None else size
-        graphs = Graphs(self.group, size, self.num_owned if self.fits(x)[1] else None)
-        return PartitionedIndex.make(ids, graphs, "graph", whole=True), size
+                self._check_ids(ids, size, x, where, argument)
+            if size is None:
+                graphs: Numbering = Graphs(self.group)
+                if isinstance(index, PartitionedIndex) and index.kind == "graph" and index.whole:
+                    graphs = index.of  # which keeps the number
+                size = graphs.count("graph", ids, whole=True)
+        of = Graphs(self.group, size, self.num_owned if self.fits(x)[1] else None)
+        return PartitionedIndex.make(ids, of, "graph", whole=True), size
+
+    def _check_ids(
+        self, ids: torch.Tensor, size: int | None, x: torch.Tensor, where: str, name: str
+    ) -> None:
+        """Raise ArgumentError unless there is a number below `size` for each row of `x`."""
+        checked_tensor(ids, where, name)
+        if ids.dtype != torch.int64 or ids.shape != x.shape[:1]:
+            raise ArgumentError(
+                f"{where}{name} must be of torch.int64, with a number for each of the {len(x)} "
+                f"rows that are given; got {ids.dtype} of shape {tuple(ids.shape)}."
+            )
+        below = "" if size is None else f" and below {size}"
+        wanted = f"{where}numbers in {name} must be at least 0{below}"
+
+        def error() -> ArgumentError:
+            low, high = (int(end) for end in ids.aminmax())
+            return ArgumentError(f"{wanted}; got {low} to {high}.")
+
+        fits = ids >= 0 if size is None else (ids >= 0) & (ids < size)
+        require(fits.all(), error, self, (name, size), f"{wanted}.")
 
 
 def rows_of_any_kind(name: str, x: torch.Tensor, where: Where, in_layer: bool) -> Rows:
@@ -168,22 +197,3 @@ def _refusal(x: torch.Tensor, kinds: Sequence[Rows]) -> str:
         for rows in kinds
     )
     return f"x must have one row {wanted}; got shape {tuple(x.shape)}. Pass the rows of this rank."
-
-
-def _check_ids(
-    index: torch.Tensor, size: int | None, x: torch.Tensor, where: str, name: str
-) -> int:
-    """Return one more than the largest number in `index`, if it fits to `x` and `size`."""
-    checked_tensor(index, where, name)
-    if index.dtype != torch.int64 or index.shape != x.shape[:1]:
-        raise ArgumentError(
-            f"{where}{name} must be of torch.int64, with a number for each of the {len(x)} rows "
-            f"that are given; got {index.dtype} of shape {tuple(index.shape)}."
-        )
-    low, high = (int(end) for end in index.aminmax()) if len(index) else (0, -1)
-    if low < 0 or (size is not None and high >= size):
-        below = "" if size is None else f" and below {size}"
-        raise ArgumentError(
-            f"{where}numbers in {name} must be at least 0{below}; got {low} to {high}."
-        )
-    return high + 1
