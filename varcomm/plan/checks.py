@@ -20,13 +20,13 @@ def checked_index(
 
     While a graph is recorded it has no values: :func:`checked_range` looks at them when it runs.
     """
-    checked = _integers(index, name, where)
+    numbers = checked_integers(index, name, where)
     if not in_graph(index):
         checked_range(index, num_rows, name, rows, where)
-    return checked
+    return numbers
 
 
-def _integers(index: torch.Tensor, name: str, where: str) -> torch.Tensor:
+def checked_integers(index: torch.Tensor, name: str, where: str = "") -> torch.Tensor:
     """Return `index` as int64 if it is one-dimensional and of integers."""
     if not isinstance(index, torch.Tensor):
         raise ArgumentError(f"{where}{name} must be a torch.Tensor; got {type(index).__name__}.")
@@ -65,7 +65,9 @@ def checked_indices(
     """Return the rows for all ranks as one index, and the count for each."""
     names = [f"indices[{rank}]" for rank in range(group.size)]
     given = _per_rank(indices, "indices", group, where)
-    checked = [_integers(index, name, where) for name, index in zip(names, given, strict=True)]
+    checked = [
+        checked_integers(index, name, where) for name, index in zip(names, given, strict=True)
+    ]
     if len({index.device for index in checked}) > 1:
         devices = [str(index.device) for index in checked]
         raise ArgumentError(f"{where}indices must be on one device; got {devices}.")

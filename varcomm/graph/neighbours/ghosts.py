@@ -13,7 +13,7 @@ from varcomm.ops.packing import taken
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.transport.group import Group
 
-__all__ = ["Boxes", "Frame", "Ghosts"]
+__all__ = ["Bounds", "Boxes", "Frame", "Ghosts"]
 
 _BINS = 256  # per period, in which the widest empty part of a rank's nodes is found
 

@@ -10,18 +10,20 @@ import numpy as np
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.neighbours.ghosts import Boxes, Frame, Ghosts
-from varcomm.graph.neighbours.links import Links, has_derivative, tree_of
+from varcomm.graph.neighbours.ghosts import Boxes, Ghosts
+from varcomm.graph.neighbours.links import EdgeCounts, Links, has_derivative, tree_of
 from varcomm.graph.neighbours.positions import (
     FARTHEST,
     SLACK,
     SLACK_AT,
     Own,
     agreed,
+    check_finite,
     checked_positions,
     shards,
 )
 from varcomm.graph.partitioned_graph import PartitionedGraph
+from varcomm.graph.shard import AscendingIds
 from varcomm.sizes import ShardSizes, at_least
 from varcomm.transport.agreement import agree, share
 from varcomm.transport.group import GroupLike, resolve
@@ -89,8 +91,9 @@ def knn(pos: torch.Tensor, k: int, group: GroupLike = None) -> PartitionedGraph:
 
     def check() -> tuple[Own, dict[str, object]]:
         rows = checked_positions(pos, _WHAT, ranks)
+        check_finite(rows, bool(rows.isfinite().all()))
         dims = rows.shape[1]
-        return Own.of(rows, Frame.of(None, [False] * dims, rows.device)), {
+        return Own(rows, None, [False] * dims), {
             "k": at_least(1, k, "k"),
             "shape and dtype of pos": f"(n, {dims}) of {rows.dtype}",
             "the kind of device": rows.device.type,
@@ -132,18 +135,21 @@ def knn(pos: torch.Tensor, k: int, group: GroupLike = None) -> PartitionedGraph:
             break
         needed = tuple(farthest)
 
-    def search() -> Links:
+    def search() -> tuple[Links, EdgeCounts]:
         known = torch.cat([own_ids, ghosts.ids])
-        return _nearest(points, owned, k).limited(inf, k, points, None, known, owned)[0]
+        near = _nearest(points, owned, k)
+        links, _, edge_counts = near.limited(inf, k, points, None, known, owned)
+        return links, edge_counts
 
-    links = agree(_WHAT, search, ranks)
+    links, edge_counts = agree(_WHAT, search, ranks)
     used = links.used(owned, len(ghosts.ids))
     plan, halo_ids = ghosts.plan(used, owned, identity), ghosts.ids[used]
     links.renumber(owned, used)
     full = torch.cat([own.pos, plan(own.pos)]).double()
     displacements = links.displacements(full, None)
     edges = ShardSizes(count * k for count in counts)
-    parts = shards(own, own_ids, links, displacements, (sizes, edges), halo_ids, plan)
+    of_nodes = AscendingIds.of(own_ids)
+    parts = shards(own, of_nodes, links, edge_counts, displacements, (sizes, edges), halo_ids, plan)
     return PartitionedGraph(*parts, "block")
 
 

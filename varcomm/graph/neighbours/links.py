@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any, Self
 
@@ -11,8 +12,11 @@ import torch
 from torch.autograd.forward_ad import unpack_dual
 
 from varcomm.graph.neighbours.ghosts import Boxes
+from varcomm.graph.on_device import positions
 
-__all__ = ["Links", "has_derivative", "tree_of"]
+__all__ = ["EdgeCounts", "Links", "has_derivative", "tree_of"]
+
+EdgeCounts = tuple[int, int]  # of edges whose source is an own node, and of self loops
 
 _ROWS = 1 << 15  # at a time, so that steps on them read from a core's cache
 
@@ -29,6 +33,8 @@ class Links:
     ends: torch.Tensor
     mutual: int
     shift: torch.Tensor | None
+    # of pairs that cross a border of the cell; None until they are counted
+    num_across: int | None = None
 
     @classmethod
     def found(
@@ -89,12 +95,22 @@ class Links:
         out = self._away(slice(self.pairs), pos, cell)
         return torch.cat([out, -out[: self.mutual]])
 
+    @cached_property
+    def across(self) -> torch.Tensor:
+        """Pairs that cross a border of the cell, ascending; int64."""
+        assert self.shift is not None
+        return positions(self.shift[: self.pairs].any(1), self.num_across)
+
     def _away(self, part: slice, pos: torch.Tensor, cell: torch.Tensor | None) -> torch.Tensor:
         source, target = self.ends[:, part]
         out = pos.index_select(0, source).sub_(pos.index_select(0, target))
         if self.shift is None or cell is None:
             return out
-        across = self.shift[part].any(1).nonzero().view(-1)
+        across, first = self.across, part.start
+        if len(out) < self.pairs:
+            borders = torch.tensor([first, part.stop], device=across.device)
+            start, end = torch.searchsorted(across, borders).tolist()
+            across = across[start:end] - first
         shift = self.shift[part][across].to(cell.dtype)
         # a product of matrices may sum in another order for another number of rows
         offset = sum(shift[:, k, None] * vector for k, vector in enumerate(cell))
@@ -106,36 +122,52 @@ class Links:
         most: int | None,
         points: torch.Tensor,
         cell: torch.Tensor | None,
-        ids: torch.Tensor,
+        ids: torch.Tensor | None,
         owned: int,
-    ) -> tuple[Links, torch.Tensor]:
-        """Return the edges up to a squared length, `most` per target, and their displacements.
+    ) -> tuple[Links, torch.Tensor, EdgeCounts]:
+        """Return the edges up to a squared length, `most` per target; displacements; counts.
 
-        `ids` belong to own nodes and ghosts, in the order of `points`.
+        `ids` belong to own nodes and ghosts, in the order of `points`; without `most` they may be
+        None, and the host waits for a GPU once.
         """
         links, out = self, _empty((self.count, points.shape[1]), points)
         inside = points.new_empty(self.pairs, dtype=torch.bool)
-        for first in range(0, self.pairs, _ROWS):
-            part = slice(first, min(first + _ROWS, self.pairs))
+        rows = _ROWS if points.device.type == "cpu" else max(1, self.pairs)
+        for first in range(0, self.pairs, rows):
+            part = slice(first, min(first + rows, self.pairs))
             out[part] = away = self._away(part, points, cell)
             torch.le(_square(away), most_square, out=inside[part])
         torch.neg(out[: self.mutual], out=out[self.pairs :])
-        if not bool(inside.all()):
-            index = inside.nonzero().view(-1)
-            mutual = index[index < self.mutual]
-            links, out = self._at(torch.cat([index, mutual + self.pairs]), len(mutual), out)
+        both, (source, target) = self.mutual, self.ends[:, self.mutual : self.pairs]
+        sums = [
+            inside.sum(),
+            inside[:both].sum(),
+            (inside[both:] & (source < owned)).sum(),
+            (inside[both:] & (source == target)).sum(),
+            inside.sum() if self.shift is None else inside[self.across].sum(),
+        ]
+        pairs, mutual, interior, loops, across = torch.stack(sums).tolist()
+        if pairs < self.pairs:
+            index = positions(inside, pairs)
+            index = torch.cat([index, index[:mutual] + self.pairs])
+            links, out = self._at(index, mutual, out, across)
+        interior += 2 * mutual
         if most is not None:
+            assert ids is not None
             kept = links._nearest(most, _square(out), ids, owned)
             if not bool(kept.all()):
                 links, out = links._at(kept.nonzero().view(-1), 0, out)
-        return links, out
+                source, target = links.ends
+                interior, loops = int((source < owned).sum()), int((source == target).sum())
+        return links, out, (interior, loops)
 
     def _at(
-        self, index: torch.Tensor, mutual: int, away: torch.Tensor
+        self, index: torch.Tensor, mutual: int, away: torch.Tensor, num_across: int | None = None
     ) -> tuple[Links, torch.Tensor]:
         """Return some of the edges, and their displacements."""
         shift = None if self.shift is None else self.shift.index_select(0, index)
-        return Links(self.ends.index_select(1, index), mutual, shift), away.index_select(0, index)
+        links = Links(self.ends.index_select(1, index), mutual, shift, num_across)
+        return links, away.index_select(0, index)
 
     def _nearest(
         self, most: int, square: torch.Tensor, ids: torch.Tensor, owned: int

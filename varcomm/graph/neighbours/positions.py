@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from secrets import randbits
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 from zlib import crc32
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from varcomm.errors import ArgumentError, GroupError, MissingPackageError
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.neighbours.ghosts import Bounds, Frame
-from varcomm.graph.neighbours.links import Links
+from varcomm.graph.neighbours.links import EdgeCounts, Links
 from varcomm.graph.partitioned_graph import EdgeType, NodeType
 from varcomm.graph.shard import AscendingIds, NodeShard, described
 from varcomm.ops.checks import checked_tensor
@@ -23,7 +24,16 @@ from varcomm.transport.agreement import agree_and_share, compare
 from varcomm.transport.engine import engine_for, is_simulated
 from varcomm.transport.group import Group
 
-__all__ = ["FARTHEST", "SLACK", "SLACK_AT", "Own", "agreed", "checked_positions", "shards"]
+__all__ = [
+    "FARTHEST",
+    "SLACK",
+    "SLACK_AT",
+    "Own",
+    "agreed",
+    "check_finite",
+    "checked_positions",
+    "shards",
+]
 
 T = TypeVar("T")
 
@@ -36,23 +46,34 @@ FARTHEST = 1e150
 
 @dataclass(frozen=True, eq=False)
 class Own:
-    """Nodes of this rank: positions as given; and detached, in fp64, as points of a frame.
+    """Nodes of this rank: positions as given, and a cell in fp64 without gradient.
 
-    `home` are the shifts that bring the nodes together.
+    Properties that only a search needs are computed when they are first read.
     """
 
     pos: torch.Tensor
-    frame: Frame
-    points: torch.Tensor
-    coordinates: torch.Tensor
-    home: torch.Tensor
+    cell: torch.Tensor | None
+    pbc: Sequence[bool]
 
-    @classmethod
-    def of(cls, pos: torch.Tensor, frame: Frame) -> Self:
-        """Place positions in a frame."""
-        points = pos.detach().double()
-        coordinates = frame.coordinates(points)
-        return cls(pos, frame, points, coordinates, frame.home(coordinates))
+    @cached_property
+    def points(self) -> torch.Tensor:
+        """Positions in fp64, without gradient."""
+        return self.pos.detach().double()
+
+    @cached_property
+    def frame(self) -> Frame:
+        """The frame of the cell."""
+        return Frame.of(self.cell, self.pbc, self.pos.device)
+
+    @cached_property
+    def coordinates(self) -> torch.Tensor:
+        """Coordinates of the points in the frame."""
+        return self.frame.coordinates(self.points)
+
+    @cached_property
+    def home(self) -> torch.Tensor:
+        """The shifts that bring the nodes together."""
+        return self.frame.home(self.coordinates)
 
     def bounds(self) -> Bounds:
         """Return the least and greatest coordinates at home; of no nodes, those of an empty box."""
@@ -69,7 +90,7 @@ class Own:
 
 
 def checked_positions(pos: torch.Tensor, what: str, group: Group) -> torch.Tensor:
-    """Return valid positions, if neighbours of them can be found here."""
+    """Return positions of which neighbours can be found here, if they are finite."""
     try:
         import scipy.spatial  # type: ignore[import-untyped]  # noqa: F401
     except ImportError as error:
@@ -78,15 +99,19 @@ def checked_positions(pos: torch.Tensor, what: str, group: Group) -> torch.Tenso
     if not pos.is_floating_point() or pos.dim() != 2 or not pos.shape[1]:
         raise ArgumentError(f"pos must be floats of shape (n, D); got {described(pos)}.")
     engine_for(group, pos.device)
-    if not bool(pos.isfinite().all()):
-        row = int((~pos.isfinite()).any(1).nonzero()[0])
-        raise ArgumentError(f"pos must be finite; row {row} is {pos[row].tolist()}.")
     if group.size > 1 and is_simulated(group):
         raise GroupError(
             f"on {group}: in a simulated world no other rank brings positions. Find the edges in "
             "one process, and use varcomm.simulate.partition."
         )
     return pos
+
+
+def check_finite(pos: torch.Tensor, is_finite: bool) -> None:
+    """Raise ArgumentError with the first position that is not finite, if there is one."""
+    if not is_finite:
+        row = int((~pos.isfinite()).any(1).nonzero()[0])
+        raise ArgumentError(f"pos must be finite; row {row} is {pos[row].tolist()}.")
 
 
 def agreed(
@@ -112,41 +137,32 @@ def agreed(
 
 def shards(
     own: Own,
-    ids: torch.Tensor,
+    ids: AscendingIds,
     links: Links,
+    counts: EdgeCounts,
     displacements: torch.Tensor,
-    counts: tuple[ShardSizes, ShardSizes],
+    sizes: tuple[ShardSizes, ShardSizes],
     halo_ids: torch.Tensor,
     plan: ExchangePlan,
 ) -> tuple[Mapping[NodeType, NodeShard], Mapping[EdgeType, EdgeShard], Mapping[str, Any]]:
     """Return the shards of a graph, and its attributes, which are none.
 
-    `counts` are nodes and edges per rank.
+    `sizes` are nodes and edges per rank.
     """
     attributes = {"edge_attr": displacements.to(own.pos.dtype)}
     if links.shift is not None:
         attributes["shift"] = links.shift
-    source, target = links.ends[:, links.mutual : links.pairs]
-    inside = 2 * links.mutual + int((source < len(ids)).sum())
     group = plan.group
-    first = counts[1].offsets[group.rank]
     shard = EdgeShard(
         group=group,
-        sizes=counts[1],
+        sizes=sizes[1],
         attributes=attributes,
-        ids=_consecutive(first, links.count, ids),
+        ids=AscendingIds.consecutive(sizes[1].offsets[group.rank], links.count, own.pos.device),
         local_ids=links.ends,
         plan=plan,
-        num_targets=len(ids),
-        counts=(inside, int((source == target).sum())),
+        num_targets=len(own.pos),
+        counts=counts,
         halo_ids=halo_ids,
     )
-    nodes = NodeShard(group, counts[0], {"pos": own.pos}, AscendingIds.of(ids))
+    nodes = NodeShard(group, sizes[0], {"pos": own.pos}, ids)
     return {None: nodes}, {None: shard}, {}
-
-
-def _consecutive(first: int, count: int, like: torch.Tensor) -> AscendingIds:
-    """Return consecutive ids from the first one on, on the device of `like`."""
-    start = AscendingIds.of(like.new_full((min(count, 1),), first))
-    ones = start.gaps.new_ones(max(count - 1, 0))
-    return AscendingIds(torch.cat([start.gaps, ones]), start.rest)

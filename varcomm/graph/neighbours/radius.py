@@ -11,20 +11,22 @@ import numpy as np
 import torch
 
 from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.graph.neighbours.ghosts import Boxes, Frame, Ghosts
-from varcomm.graph.neighbours.links import Links, has_derivative
+from varcomm.graph.neighbours.ghosts import Bounds, Boxes, Ghosts
+from varcomm.graph.neighbours.links import EdgeCounts, Links, has_derivative
 from varcomm.graph.neighbours.positions import (
     FARTHEST,
     SLACK,
     SLACK_AT,
     Own,
     agreed,
+    check_finite,
     checked_positions,
     shards,
 )
 from varcomm.graph.partitioned_graph import PartitionedGraph
+from varcomm.graph.shard import AscendingIds
 from varcomm.ops.digest import digest
-from varcomm.plan.checks import checked_index
+from varcomm.plan.checks import checked_integers, checked_range
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.sizes import ShardSizes, at_least
 from varcomm.transport.agreement import agree_and_share, share
@@ -34,15 +36,39 @@ __all__ = ["radius"]
 
 _WHAT = "graph.radius"
 
+_ID_END = 2**62
+
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """Pairs within cutoff and skin, with ghosts in the order of the plan, and where nodes stood."""
+    """Pairs within cutoff and skin, with ghosts in the order of the plan, and where nodes stood.
+
+    `cell` is on the device of the nodes, `host_cell` the same on the CPU.
+    """
 
     links: Links
     points: torch.Tensor
     cell: torch.Tensor | None
+    host_cell: torch.Tensor | None
     plan: ExchangePlan
+
+    def moved(self, points: torch.Tensor, cell: torch.Tensor | None) -> torch.Tensor:
+        """Return the largest distance of a node to the place to which the cell alone moved it."""
+        before = self.points
+        if cell is not None and self.cell is not None:
+            # unlike torch.linalg.solve, it does not wait for a GPU; the cell is regular
+            change = torch.linalg.solve_ex(self.cell, cell)[0]
+            same = torch.eye(len(cell), dtype=cell.dtype, device=cell.device)
+            before = before @ torch.where((cell == self.cell).all(), same, change)
+        way: torch.Tensor = (points - before).norm(dim=1)
+        return way.amax() if len(way) else way.new_zeros(())
+
+    def smallest_scale(self, host_cell: torch.Tensor | None) -> float:
+        """Return the factor by which the change of the cell at least scales a distance."""
+        then = self.host_cell
+        if host_cell is None or then is None or torch.equal(host_cell, then):
+            return 1.0
+        return float(torch.linalg.svdvals(torch.linalg.solve(then, host_cell))[-1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,42 +81,34 @@ class _RadiusGraph(PartitionedGraph):
 
 @dataclass(frozen=True, eq=False)
 class _Request:
-    """The checked arguments of one rank; `cell` is fp64 and has its gradient."""
+    """The checked arguments of one rank; `cell` is fp64 and has its gradient.
+
+    `serves` is whether own nodes are so near to where the previous graph had them that no pair is
+    missing; None without a skin or a previous graph.
+    """
 
     own: Own
     ids: torch.Tensor | None
     cell: torch.Tensor | None
+    host_cell: torch.Tensor | None
     cutoff: float
     skin: float
     most: int | None
     settings: Mapping[str, object]
+    serves: bool | None
 
     @property
     def is_differentiable(self) -> bool:
         """Whether derivatives are asked for, as on all ranks."""
         return has_derivative(self.own.pos) or has_derivative(self.cell)
 
-    @property
-    def fixed_cell(self) -> torch.Tensor | None:
-        """The cell without gradient."""
-        return self.own.frame.cell
-
-    def serves(self, kept: _Kept) -> bool:
-        """Return whether own nodes are so near to where they stood that no pair is missing.
-
-        A change of the cell that moves all positions with it does not count as motion: it only
-        scales the distances that the skin guarantees.
-        """
-        points, scale, cell, then = kept.points, 1.0, self.fixed_cell, kept.cell
-        if cell is not None and then is not None and not torch.equal(cell, then):
-            change = torch.linalg.solve(then, cell)
-            points, scale = points @ change, float(torch.linalg.svdvals(change)[-1])
-        moved = (self.own.points - points).norm(dim=1).amax() if len(points) else 0.0
-        return bool(2 * moved <= scale * (self.cutoff + self.skin) - self.cutoff)
+    def extent(self) -> tuple[Bounds, float]:
+        """Return the bounds of own nodes, and their largest coordinate."""
+        return self.own.bounds(), self.own.largest()
 
     def reach(self, largest: float) -> float:
         """Return the reach of a search, for positions up to `largest`; raise if too wide."""
-        reach, cell = self.cutoff + self.skin, self.fixed_cell
+        reach, cell = self.cutoff + self.skin, self.host_cell
         largest += 0.0 if cell is None else float(cell.abs().max())
         if (slack := SLACK_AT * largest) > reach:
             raise ArgumentError(
@@ -100,10 +118,10 @@ class _Request:
         return reach + SLACK * reach + slack
 
     def chosen(
-        self, links: Links, points: torch.Tensor, ids: torch.Tensor
-    ) -> tuple[Links, torch.Tensor]:
-        """Return the pairs that are edges, and their displacements."""
-        cell, owned = self.fixed_cell, len(self.own.pos)
+        self, links: Links, points: torch.Tensor, ids: torch.Tensor | None
+    ) -> tuple[Links, torch.Tensor, EdgeCounts]:
+        """Return the pairs that are edges, their displacements, and counts."""
+        cell, owned = self.own.cell, len(self.own.pos)
         return links.limited(self.cutoff * self.cutoff, self.most, points, cell, ids, owned)
 
 
@@ -182,10 +200,11 @@ def radius(
     `cell` on a rank comes from its own edges: :func:`varcomm.all_reduce` of it is the full
     gradient.
 
-    Communication: two agreements; each node within reach of another rank's box with 8 more bytes,
-    and one byte in return. The positions of the halo are sent in backward, and in forward if a
-    gradient is needed. If the plan of `previous` is kept, ranks send two agreements and the
-    positions of the halo.
+    Communication: two agreements, or three with `previous` and a skin; each node within reach of
+    another rank's box with 8 more bytes, and one byte in return. The positions of the halo are sent
+    in backward, and in forward if a gradient is needed. If the plan of `previous` is kept, ranks
+    send two agreements and the positions of the halo; without `max_neighbours`, the host then waits
+    twice for a GPU.
 
     In one process: ``j, i, D, S = ase.neighborlist.neighbor_list("jiDS", atoms, cutoff)``; j are
     sources and i targets, D is `edge_attr`, S is `shift`.
@@ -208,10 +227,9 @@ def radius(
     def check() -> tuple[_Request, dict[str, object]]:
         rows = checked_positions(pos, _WHAT, ranks)
         reach = _checked_length(cutoff, "cutoff", 1e-150), _checked_length(skin, "skin", 0.0)
-        vectors = _checked_cell(cell, rows)
+        vectors = _checked_cell(cell, rows.shape[1])
         periodic = _checked_pbc(pbc, rows.shape[1], vectors is not None)
         most = None if max_neighbours is None else at_least(1, max_neighbours, "max_neighbours")
-        fixed = None if vectors is None else vectors.detach().clone()
         settings: dict[str, object] = {
             "cutoff": reach[0],
             "skin": reach[1],
@@ -222,27 +240,36 @@ def radius(
             "use of cell": cell is not None,
             "use of ids": ids is not None,
         }
-        own = Own.of(rows, Frame.of(fixed, periodic, rows.device))
-        request = _Request(own, _checked_ids(ids, rows), vectors, *reach, most, settings)
+        own_ids = None if ids is None else _checked_ids(ids, rows)
+        before: _RadiusGraph | None = None
         if previous is not None:
-            _check_previous(previous, request, ranks)
+            before = _checked_previous(previous, settings, len(rows), ranks)
+        own, vectors, host_cell, moved = _read(rows, vectors, periodic, own_ids, before)
+        serves = None
+        if before is not None and before.kept is not None:
+            scale = before.kept.smallest_scale(host_cell)
+            serves = 2 * moved <= scale * (reach[0] + reach[1]) - reach[0]
+        request = _Request(own, own_ids, vectors, host_cell, *reach, most, settings, serves)
         return request, settings | {
-            "cell": repr(digest(fixed)),
+            "cell": repr(digest(host_cell)),
             "use of derivatives": [has_derivative(each) for each in (rows, vectors)],
             "previous": None if previous is None else previous.plan.identity,
         }
 
     def outline(request: _Request) -> list[Any]:
-        kept = None if not isinstance(previous, _RadiusGraph) else previous.kept
-        serves = kept is not None and request.serves(kept)
-        return [len(request.own.pos), request.own.bounds(), request.own.largest(), serves]
+        # while nothing is searched, the extent need not be known
+        extent = request.extent() if request.serves is None else None
+        return [len(request.own.pos), request.serves, extent]
 
     request, outlines, identity = agreed(_WHAT, check, outline, ranks)
-    counts, bounds, largest, serves = zip(*outlines, strict=True)
+    counts, serves, extents = zip(*outlines, strict=True)
     sizes, own = ShardSizes(counts), request.own
     if isinstance(previous, _RadiusGraph) and previous.kept is not None and all(serves):
         found = _continued(request, previous, previous.kept)
     else:
+        if request.serves is not None:  # on all ranks
+            extents = tuple(share(_WHAT, request.extent, ranks))
+        bounds, largest = zip(*extents, strict=True)
         ids_of_own = _agreed_ids(request, sizes, ranks)
         reach = request.reach(max(largest))
         boxes = Boxes.of(own.frame, bounds, [reach] * ranks.size)
@@ -252,7 +279,8 @@ def radius(
         full = torch.cat([own.pos, plan(own.pos)]) if found.full is None else found.full
         displacements = found.links.displacements(full.double(), request.cell)
     counted = sizes, ShardSizes(found.counts)
-    parts = shards(own, found.ids, found.links, displacements, counted, found.halo_ids, plan)
+    links = found.links, found.edge_counts
+    parts = shards(own, found.ids, *links, displacements, counted, found.halo_ids, plan)
     method = "block" if ids is None else "the ranks given"
     return _RadiusGraph(*parts, method, request.settings, found.kept)
 
@@ -264,10 +292,11 @@ class _Found:
     `full` has the halo's positions behind own ones, if the plan has already been called.
     """
 
-    ids: torch.Tensor
+    ids: AscendingIds
     halo_ids: torch.Tensor
     plan: ExchangePlan
     links: Links
+    edge_counts: EdgeCounts
     displacements: torch.Tensor
     counts: list[int]
     kept: _Kept | None
@@ -276,14 +305,17 @@ class _Found:
 
 def _continued(request: _Request, previous: PartitionedGraph, kept: _Kept) -> _Found:
     """Choose among the pairs that a graph has kept; collective."""
-    pos, ids, halo_ids = request.own.pos, previous.owned_ids, previous.halo_ids
+    pos, halo_ids = request.own.pos, previous.halo_ids
     full = torch.cat([pos, kept.plan(pos)])
 
-    def choose() -> tuple[Links, torch.Tensor]:
-        return request.chosen(kept.links, full.detach().double(), torch.cat([ids, halo_ids]))
+    def choose() -> tuple[Links, torch.Tensor, EdgeCounts]:
+        ids = None if request.most is None else torch.cat([previous.owned_ids, halo_ids])
+        return request.chosen(kept.links, full.detach().double(), ids)
 
-    (links, away), counts = agree_and_share(_WHAT, choose, _count, kept.plan.group)
-    return _Found(ids, halo_ids, kept.plan, links, away, counts, kept, full)
+    chosen, counts = agree_and_share(_WHAT, choose, _count, kept.plan.group)
+    links, away, of_edges = chosen
+    ids = previous.nodes.ids
+    return _Found(ids, halo_ids, kept.plan, links, of_edges, away, counts, kept, full)
 
 
 def _searched(
@@ -293,24 +325,71 @@ def _searched(
     own, owned, skin = request.own, len(ids), request.skin
     ghosts = Ghosts.fetched(boxes, own.coordinates, own.pos, ids, group)
 
-    def search() -> tuple[Links, torch.Tensor, Links]:
+    def search() -> tuple[Links, torch.Tensor, EdgeCounts, Links]:
         points = torch.cat([own.points, ghosts.pos.double()])
         coordinates = own.frame.coordinates(points)
         near = Links.found(points, coordinates, own.home, boxes, group.rank)
-        links, away = request.chosen(near, points, torch.cat([ids, ghosts.ids]))
-        return links, away, near if skin else links
+        known = torch.cat([ids, ghosts.ids])
+        links, away, of_edges = request.chosen(near, points, known)
+        return links, away, of_edges, near if skin else links
 
-    (links, away, near), counts = agree_and_share(_WHAT, search, _count, group)
+    (links, away, of_edges, near), counts = agree_and_share(_WHAT, search, _count, group)
     used = near.used(owned, len(ghosts.ids))
     plan = ghosts.plan(used, owned, identity)
     for each in {links, near}:
         each.renumber(owned, used)
-    kept = _Kept(near, own.points.clone(), request.fixed_cell, plan) if skin else None
-    return _Found(ids, ghosts.ids[used], plan, links, away, counts, kept, None)
+    kept = None
+    if skin:
+        kept = _Kept(near, own.points.clone(), own.cell, request.host_cell, plan)
+    halo_ids = ghosts.ids[used]
+    own_ids = AscendingIds.of(ids)
+    return _Found(own_ids, halo_ids, plan, links, of_edges, away, counts, kept, None)
 
 
 def _count(found: Sequence[Any]) -> int:
     return found[0].count  # type: ignore[no-any-return]
+
+
+def _read(
+    pos: torch.Tensor,
+    cell: torch.Tensor | None,
+    pbc: Sequence[bool],
+    ids: torch.Tensor | None,
+    previous: _RadiusGraph | None,
+) -> tuple[Own, torch.Tensor | None, torch.Tensor | None, float]:
+    """Check values of arguments, for all of which the host waits for a GPU once.
+
+    Return own nodes, the cell on the device of the positions and on the CPU, and how far nodes have
+    moved since the pairs of the previous graph were found.
+    """
+    kept = None if previous is None else previous.kept
+    host_cell = cell.detach().clone() if cell is not None and cell.device.type == "cpu" else None
+    if cell is not None and cell.device != pos.device:
+        before = None if kept is None else kept.host_cell
+        same = before is not None and host_cell is not None and torch.equal(host_cell, before)
+        if kept is not None and same and not cell.requires_grad:
+            cell = kept.cell
+        else:
+            cell = cell.to(pos.device)
+    own = Own(pos, None if cell is None else cell.detach().clone(), pbc)
+    flag = torch.ones((), device=pos.device)
+    if ids is not None and previous is not None:
+        flag = (ids == previous.owned_ids).all()
+    elif ids is not None:
+        flag = (ids.diff() > 0).all() & ((ids >= 0) & (ids < _ID_END)).all()
+    values = [pos.isfinite().all(), flag]
+    values.append(flag if kept is None else kept.moved(own.points, own.cell))
+    if own.cell is not None and host_cell is None:
+        values.append(own.cell)
+    read = torch.cat([value.double().view(-1) for value in values]).tolist()
+    check_finite(pos, bool(read[0]))
+    if ids is not None and not read[1]:
+        _refuse_ids(ids, pos, previous)
+    if own.cell is not None and host_cell is None:
+        host_cell = torch.tensor(read[3:], dtype=torch.float64).view(own.cell.shape)
+    if host_cell is not None:
+        _check_regular(host_cell)
+    return own, cell, host_cell, read[2]
 
 
 def _checked_length(value: Any, name: str, least: float) -> float:
@@ -325,29 +404,39 @@ def _checked_length(value: Any, name: str, least: float) -> float:
     return length
 
 
-def _checked_cell(cell: Any, pos: torch.Tensor) -> torch.Tensor | None:
-    """Return the vectors of the cell in fp64, on the device of positions."""
+def _checked_cell(cell: Any, dims: int) -> torch.Tensor | None:
+    """Return the vectors of the cell in fp64, once their number fits."""
     if cell is None:
         return None
     try:
         vectors = cell if isinstance(cell, torch.Tensor) else torch.from_numpy(np.array(cell))
         if vectors.is_complex():
             raise TypeError("these are complex")
-        vectors = vectors.to(pos.device, torch.float64)
+        vectors = vectors.to(torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ArgumentError(f"cell must hold numbers: {error}.") from error
-    if vectors.shape != (pos.shape[1],) * 2 or not bool(vectors.isfinite().all()):
-        raise ArgumentError(
-            f"cell must hold finite vectors as rows, {(pos.shape[1],) * 2}; got shape "
-            f"{tuple(vectors.shape)}. For lengths of a box pass torch.diag(lengths)."
-        )
-    volume = torch.linalg.det(vectors.detach() / vectors.detach().norm(dim=1, keepdim=True))
+    if vectors.shape != (dims, dims):
+        raise _not_vectors(vectors, dims)
+    return vectors
+
+
+def _not_vectors(cell: torch.Tensor, dims: int) -> ArgumentError:
+    return ArgumentError(
+        f"cell must hold finite vectors as rows, {(dims, dims)}; got shape {tuple(cell.shape)}. "
+        "For lengths of a box pass torch.diag(lengths)."
+    )
+
+
+def _check_regular(cell: torch.Tensor) -> None:
+    """Raise ArgumentError if vectors, on the CPU, are not finite or span no volume."""
+    if not bool(cell.isfinite().all()):
+        raise _not_vectors(cell, len(cell))
+    volume = torch.linalg.det(cell / cell.norm(dim=1, keepdim=True))
     if not bool(volume.abs() > SLACK):  # NaN too, of a zero vector
         raise ArgumentError(
             "cell is singular. A direction that is not periodic needs a vector too: pass "
             "ase.geometry.complete_cell(cell)."
         )
-    return vectors
 
 
 def _checked_pbc(pbc: Any, dims: int, has_cell: bool) -> tuple[bool, ...]:
@@ -359,35 +448,54 @@ def _checked_pbc(pbc: Any, dims: int, has_cell: bool) -> tuple[bool, ...]:
     return tuple(np.broadcast_to(given, dims).tolist())
 
 
-def _checked_ids(ids: Any, pos: torch.Tensor) -> torch.Tensor | None:
-    if ids is None:
-        return None
-    found = checked_index(ids, 2**62, "ids", "nodes")
-    if len(found) != len(pos) or found.device != pos.device or bool((found.diff() <= 0).any()):
-        raise ArgumentError(
-            f"ids must be ascending, one for each of the {len(pos)} rows of pos, on its device. "
-            "Sort the rows of pos by their ids."
-        )
+def _checked_ids(ids: Any, pos: torch.Tensor) -> torch.Tensor:
+    """Return ids as int64, if there is one for each row; their values are not read."""
+    found = checked_integers(ids, "ids")
+    if len(found) != len(pos) or found.device != pos.device:
+        raise _not_ascending(pos)
     return found
 
 
-def _check_previous(previous: Any, request: _Request, group: Group) -> None:
-    """Raise unless the graph is a result of :func:`radius` for the same nodes and arguments."""
-    fix = "Leave previous out to build a new graph."
+def _not_ascending(pos: torch.Tensor) -> ArgumentError:
+    return ArgumentError(
+        f"ids must be ascending, one for each of the {len(pos)} rows of pos, on its device. "
+        "Sort the rows of pos by their ids."
+    )
+
+
+def _refuse_ids(ids: torch.Tensor, pos: torch.Tensor, previous: _RadiusGraph | None) -> None:
+    """Raise the error of ids that are not ascending, or not those of the previous graph."""
+    checked_range(ids, _ID_END, "ids", "nodes")
+    if previous is None or bool((ids.diff() <= 0).any()):
+        raise _not_ascending(pos)
+    raise _other_nodes()
+
+
+_WITHOUT = "Leave previous out to build a new graph."
+
+
+def _other_nodes() -> ArgumentError:
+    return ArgumentError(f"previous has other nodes on this rank. {_WITHOUT}")
+
+
+def _checked_previous(
+    previous: Any, settings: Mapping[str, object], count: int, group: Group
+) -> _RadiusGraph:
+    """Return the previous graph, if :func:`radius` made it for as many nodes and these settings."""
     if not isinstance(previous, _RadiusGraph) or (
         previous.kept is not None and previous.kept.plan is not previous.plan
     ):
-        raise ArgumentError(f"previous must be a result of graph.radius as it came. {fix}")
+        raise ArgumentError(f"previous must be a result of graph.radius as it came. {_WITHOUT}")
     if previous.group != group:
-        raise ArgumentError(f"previous is on another group, {previous.group!r}. {fix}")
-    for name, value in request.settings.items():
+        raise ArgumentError(f"previous is on another group, {previous.group!r}. {_WITHOUT}")
+    for name, value in settings.items():
         if previous.settings[name] != value:
             raise ArgumentError(
-                f"previous has another {name}, {previous.settings[name]}; got {value}. {fix}"
+                f"previous has another {name}, {previous.settings[name]}; got {value}. {_WITHOUT}"
             )
-    same = previous.num_owned == len(request.own.pos)
-    if not same or (request.ids is not None and not torch.equal(previous.owned_ids, request.ids)):
-        raise ArgumentError(f"previous has other nodes on this rank. {fix}")
+    if previous.num_owned != count:
+        raise _other_nodes()
+    return previous
 
 
 def _agreed_ids(request: _Request, sizes: ShardSizes, group: Group) -> torch.Tensor:
