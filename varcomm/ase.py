@@ -199,7 +199,7 @@ def _calculated(
         for each in (atoms.numbers[ids], atoms.positions[ids], atoms.cell.array, ids)
     )
     strain = torch.zeros_like(cell).requires_grad_()
-    stretch = torch.eye(3).to(cell) + (strain + strain.T) / 2
+    stretch = torch.eye(3, dtype=cell.dtype, device=cell.device) + (strain + strain.T) / 2
     pos, cell, pbc = own.requires_grad_() @ stretch, cell @ stretch, atoms.pbc.tolist()
     last = part.graph if is_near else None
     graph = radius(pos, part.cutoff, cell=cell, pbc=pbc, skin=part.skin, previous=last, ids=index)

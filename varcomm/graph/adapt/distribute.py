@@ -6,19 +6,20 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.aggr import Aggregation
 
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.graph.adapt.block import exchange_once
 from varcomm.graph.adapt.checks import OVER_ALL_NODES, check_exact, is_readout
-from varcomm.graph.adapt.propagate import Running, attach, is_attached
+from varcomm.graph.adapt.propagate import Digests, Running, attach, is_attached
 from varcomm.graph.adapt.special import replace_methods
 from varcomm.graph.index import PartitionedIndex
 from varcomm.graph.nn.norms import global_norm, is_global_norm
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.ops.digest import differing, digest
-from varcomm.transport.agreement import share
+from varcomm.transport.agreement import debugging, share
 
 __all__ = ["distribute"]
 
@@ -108,7 +109,8 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
             f"{type(graph).__name__}. The order is distribute(model, graph)."
         )
     what = "graph.distribute"
-    given = share(what, lambda: _checked(model, graph), graph.group)
+    digests = getattr(getattr(model, _RUNNING, None), "digests", WeakTensorKeyDictionary())
+    given = share(what, lambda: _checked(model, graph, digests), graph.group)
     others, names = differing(given)
     if others:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -118,6 +120,7 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
             "all ranks: set the same seed before, or broadcast the model of one rank."
         )
     running = _running_of(model, graph)
+    running.digests = digests
     layers = [module for module in model.modules() if isinstance(module, MessagePassing)]
     in_layers = {part for layer in layers for part in layer.modules()}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -204,7 +207,9 @@ def _running_of(model: torch.nn.Module, graph: PartitionedGraph) -> Running:
     return running
 
 
-def _checked(model: torch.nn.Module, graph: PartitionedGraph) -> dict[str, object]:
+def _checked(
+    model: torch.nn.Module, graph: PartitionedGraph, digests: Digests
+) -> dict[str, object]:
     """Check the model; return digests, by name, of everything that must be equal on all ranks."""
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
@@ -218,11 +223,22 @@ def _checked(model: torch.nn.Module, graph: PartitionedGraph) -> dict[str, objec
         # beside uninitialised ones, the others may be uninitialised memory
         lazy = any(torch.nn.parameter.is_lazy(value) for value in own.values())
         for key, value in own.items():
-            state[key] = "uninitialised" if lazy else (value.requires_grad, digest(value))
+            state[key] = "uninitialised" if lazy else (value.requires_grad, _digest(value, digests))
     for name, module in model.named_modules():
         if settings := _settings(module):
             state[f"{name or 'the model'} ({type(module).__name__})"] = settings
     return state
+
+
+def _digest(value: torch.Tensor, digests: Digests) -> object:
+    """Return the digest of a parameter; of one on a GPU, kept until an operation changes it."""
+    if value.device.type == "cpu" or value.is_inference() or debugging():
+        return digest(value)
+    version, kept = digests.get(value, (None, None))
+    if version != value._version:
+        kept = digest(value)
+        digests[value] = value._version, kept
+    return kept
 
 
 def _settings(module: torch.nn.Module) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 from torch_geometric import nn as pyg
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.models.attentive_fp import GATEConv
@@ -19,7 +20,10 @@ from varcomm.graph.index import PartitionedIndex
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.ops.operator import checking
 
-__all__ = ["SCORES_FIRST", "Running", "Scores", "attach", "is_attached"]
+__all__ = ["SCORES_FIRST", "Digests", "Running", "Scores", "attach", "is_attached"]
+
+
+Digests: TypeAlias = MutableMapping[torch.Tensor, tuple[int, object]]
 
 
 @dataclass(eq=False)
@@ -31,6 +35,8 @@ class Running:
 
     graph: PartitionedGraph
     root: torch.nn.Module
+    # of parameters on a GPU, by their versions
+    digests: Digests = field(default_factory=WeakTensorKeyDictionary)
     # None outside a call that exchanges once for several layers
     steps: int | None = None
 
