@@ -645,12 +645,19 @@ def with_edges(model, g):
 add_network("gcn_with_self_loops", lambda: pyg.GCN(4, 6, 2, 2))
 add_network("gcn_without_self_loops", lambda: pyg.GCN(4, 6, 2, 2, add_self_loops=False))
 add_network("gcn_cached", lambda: pyg.GCN(4, 6, 2, 2, cached=True))
+add_network(
+    "gcn_with_edge_weights",
+    lambda: pyg.GCNConv(4, 2),
+    lambda model, g: model(g.x, g.edge_index, g.edge_attr.square().sum(1)),
+)
 add_network("graph_sage", lambda: pyg.GraphSAGE(4, 6, 2, 2))
 add_network("graph_sage_max", lambda: pyg.GraphSAGE(4, 6, 2, 2, aggr="max"))
 add_network("gat_with_self_loops", lambda: pyg.GAT(4, 6, 2, 2, heads=2))
 add_network("gat_v2_with_edges", lambda: pyg.GATv2Conv(4, 2, edge_dim=3), with_edges)
 add_network("gin", lambda: pyg.GIN(4, 6, 2, 2))
 add_network("edge_cnn", lambda: pyg.EdgeCNN(4, 6, 2, 2))
+add_network("edge_cnn_with_batch_norm", lambda: pyg.EdgeCNN(4, 6, 2, 2, norm="batch_norm"))
+add_network("sage_of_targets", lambda: pyg.SAGEConv(4, 2, aggr="max", flow="target_to_source"))
 add_network("transformer_conv", lambda: pyg.TransformerConv(4, 2))
 add_network(
     "pna",
@@ -714,9 +721,10 @@ class Readout(nn.Module):
     def __init__(self, pool):
         super().__init__()
         self.pool, self.conv, self.out = pool, pyg.SAGEConv(4, 5), nn.Linear(5, 2)
+        self.norm = pyg.GraphNorm(5)
 
     def forward(self, x, edge_index, batch):
-        return self.out(self.pool(self.conv(x, edge_index), batch))
+        return self.out(self.pool(self.norm(self.conv(x, edge_index), batch), batch))
 
 
 def add_pool(name, pool):
@@ -756,7 +764,12 @@ def sums_over_nodes_with_a_mask(device, rank, ranks):
 @scenario("graph.PartitionedGraph", "graph.NodeShard")
 def largest_over_nodes(device, rank, ranks):
     g = part(device, ranks)
-    return lambda: [g.max(g.x), g.max(g.x, mask=g.train_mask)]
+
+    def op(x):
+        values = (x * g.x).clamp(max=1)  # which several reach
+        return [g.max(values), g.max(values, mask=g.train_mask)]
+
+    return differentiated(op, drawn(device, 4))
 
 
 @scenario("graph.PartitionedGraph", "graph.EdgeShard")
@@ -938,6 +951,50 @@ def radius_while_nothing_is_searched(device, rank, ranks):
     def step():
         kept[0] = graph.radius(pos, 2.0, cell=cell, pbc=True, skin=0.5, previous=kept[0])
         return [kept[0].edge_attr.sum()]
+
+    return step
+
+
+@scenario(
+    *("graph.radius", "graph.distribute", "models.PaiNN"),
+    looks=2,
+    reason="ranks agree that no atom has moved beyond the skin",
+)
+def forces_on_moving_atoms(device, rank, ranks):
+    """As varcomm.ase.Calculator calls a model in each step."""
+    torch.manual_seed(0)
+    pos, cell = atoms(device, rank, ranks)
+    how = {"cell": cell, "pbc": True, "skin": 0.5}
+    kept = [graph.radius(pos, 2.0, **how)]
+    net = models.PaiNN(1, cutoff=2.0, hidden_channels=4, num_blocks=1, radial_size=4)
+    net = net.double().to(device)
+    types = torch.zeros(len(pos), dtype=torch.long, device=device)
+
+    def step():
+        where = (pos + 0.01).requires_grad_()
+        kept[0] = g = graph.radius(where, 2.0, previous=kept[0], **how)
+        shifts = g.shift.to(cell) @ cell
+        energy = graph.distribute(net, g)(types, where, g.edge_index, shifts)
+        return [energy, *torch.autograd.grad(energy.sum(), where)]
+
+    return step
+
+
+@scenario("graph.radius", looks=2, reason="ranks agree that no atom has moved beyond the skin")
+def radius_in_a_cell_that_changes(device, rank, ranks):
+    pos, cell = atoms(device, rank, ranks)
+    how = {"pbc": True, "skin": 0.5, "ids": torch.arange(len(pos), device=device) + rank * len(pos)}
+    kept = [graph.radius(pos, 2.0, cell=cell, **how)]
+    moves = [drawn(device, len(pos), 3, seed=seed) * 0.02 for seed in range(2)]
+
+    def step():
+        stretch = (torch.eye(3, dtype=pos.dtype, device=device) * 1.001).requires_grad_()
+        at, vectors = (pos + moves[0]) @ stretch, cell @ stretch
+        moves.append(moves.pop(0))
+        g = graph.radius(at, 2.0, cell=vectors, previous=kept[0], **how)
+        kept[0] = g
+        loss = g.edge_attr.square().sum()
+        return [g.edge_attr, g.edges.local_ids, g.owned_ids, *torch.autograd.grad(loss, stretch)]
 
     return step
 
