@@ -18,7 +18,8 @@ You want to know what has run on a GPU, and how often a training step makes the 
 
 **Status.** No GPU was available so far. [Right](gpu/right.md), [fast](gpu/fast.md) and [several
 GPUs](gpu/several.md) hold the results of `make test-gpu`, which needs a machine with a GPU and
-PyTorch for CUDA, and no installation. Until it has run, the NCCL path is tested on CPUs in two ways:
+PyTorch for CUDA, and no installation. Until it has run, the NCCL path is tested on CPUs in two
+ways:
 
 - `make test-nccl` runs `varcomm/transport/nccl.py` over a strict stand-in for NCCL. The stand-in
   checks split sizes, dtypes, devices, contiguity and the order of calls per communicator. It fills
