@@ -28,12 +28,14 @@ from varcomm.plan.indexed_all_to_all_v import indexed_all_to_all_v
 from varcomm.sharding.dtensor import from_dtensor, to_dtensor
 from varcomm.sizes import ShardSizes
 from varcomm.transport.agreement import debug
+from varcomm.transport.capture import CapturedStep, capture
 from varcomm.transport.launch import Ranks, World, init, launch
 from varcomm.transport.trace import Call, Trace, Traffic, trace
 
 __all__ = [
     "ArgumentError",
     "Call",
+    "CapturedStep",
     "CommunicationError",
     "DisagreementError",
     "ExchangePlan",
@@ -52,6 +54,7 @@ __all__ = [
     "all_to_all_v",
     "broadcast",
     "broadcast_module",
+    "capture",
     "debug",
     "from_dtensor",
     "gather_v",

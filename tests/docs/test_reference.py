@@ -22,7 +22,7 @@ MODULES = [
 # Documented with their module, because they are no names of a package.
 FURTHER = {"varcomm.models.generation.generate"}
 # Classes that only varcomm makes: their arguments are not documented.
-MADE_BY_VARCOMM = {"varcomm.Handle", "varcomm.checkpoint.PendingSave"}
+MADE_BY_VARCOMM = {"varcomm.CapturedStep", "varcomm.Handle", "varcomm.checkpoint.PendingSave"}
 # Classes with a group that they do not use for communication of their own.
 SILENT = {"varcomm.graph.EdgeShard", "varcomm.graph.NodeShard", "varcomm.sharding.ShardSpec"}
 # Words about the shape of a tensor: a shape, the things that its entries are, another entry.

@@ -250,7 +250,8 @@ class _Transfers(TorchFunctionMode):
 
 def _is_called_by_backward(frame: FrameType | None) -> bool:
     """Return whether C++ code of autograd calls: its zeros are on the device of the memory."""
-    while frame is not None and os.sep + "torch" + os.sep in frame.f_code.co_filename:
+    between = f"{os.sep}torch{os.sep}", "graph_recorder.py"  # a further dispatch mode
+    while frame is not None and any(part in frame.f_code.co_filename for part in between):
         if frame.f_code.co_name == "_engine_run_backward":
             return True
         frame = frame.f_back

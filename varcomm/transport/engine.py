@@ -133,6 +133,7 @@ class Engine(ABC):
     """
 
     simulated: ClassVar[bool] = False
+    in_cuda_graphs: ClassVar[bool] = False  # a CUDA graph can repeat its messages
     short_by_levels: ClassVar[bool] = False  # many ranks gather short shards by levels
 
     @abstractmethod
@@ -166,7 +167,7 @@ def prepared(route: Route, device: torch.device, name: str | None = None) -> Sta
         assert sent is None or data.nbytes == sent, (route, data.nbytes)
         if name is not None:
             for record in recorders:
-                record(name, route)
+                record(name, route, device)
         try:
             return start(out, data)
         except RuntimeError as error:
@@ -268,14 +269,16 @@ def _found(group: Group, device: torch.device) -> Engine:
     return Pinned(engine)
 
 
-# Functions that record the name and the route of each call. Backward runs in threads of its own, so
-# this is not thread-local.
-recorders: list[Callable[[str, Route], object]] = []
+Record: TypeAlias = Callable[[str, Route, torch.device], object]
+
+# Functions that record the name, the route and the device of each call. Backward runs in threads of
+# its own, so this is not thread-local.
+recorders: list[Record] = []
 
 
 @contextmanager
-def recording(record: Callable[[str, Route], object]) -> Iterator[None]:
-    """Pass the name and the route of each call to `record`."""
+def recording(record: Record) -> Iterator[None]:
+    """Pass the name, the route and the device of each call to `record`."""
     recorders.append(record)
     try:
         yield

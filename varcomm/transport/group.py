@@ -41,6 +41,7 @@ class Group:
         self.given_up = ""  # message of the call in which this rank stopped to wait for others
         self.note: dict[str, Any] = {}  # of the world: note of this rank on its last call
         self.in_flight: list[Any] = []  # of the world: calls of Handles with further rounds
+        self.captured: weakref.WeakSet[Any] = weakref.WeakSet()  # of the world: CUDA graphs
         self.unfinished: list[Any] = []  # buffers and requests of calls that no caller waits for
         self.auxiliary: dict[Any, Any] = {}  # state of other modules; for example further groups
         self._ranks: tuple[int, ...] = ()

@@ -23,6 +23,8 @@ def _broadcast(route: Route, out: Tensor, data: Tensor) -> Works:
 class NCCL(Engine):
     """NCCL, through torch.distributed."""
 
+    in_cuda_graphs = True
+
     def prepare(self, route: Route) -> Start:
         schedule, group, recv, send, _ = route
         pg, counts, out_counts, copies = group.process_group, list(send), list(recv), 1

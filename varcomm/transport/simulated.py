@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -47,7 +48,7 @@ def transfers() -> Iterator[list[Transfer]]:
     """Collect the transfers of simulated groups."""
     found: list[Transfer] = []
 
-    def record(_: str, route: Route) -> None:
+    def record(_: str, route: Route, device: torch.device) -> None:
         group = route.group
         if group.size > 1 and is_simulated(group):
             counts = ((*c[: group.rank], 0, *c[group.rank + 1 :]) for c in (route.send, route.recv))

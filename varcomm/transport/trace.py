@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+
 from varcomm.transport.engine import Route, recording
 
 
@@ -191,7 +193,7 @@ def trace() -> Iterator[Trace]:
     """
     calls = Trace()
 
-    def record(name: str, route: Route) -> None:
+    def record(name: str, route: Route, device: torch.device) -> None:
         group = route.group
         sent, received = (
             {group.ranks[r]: count for r, count in enumerate(counts) if count and r != group.rank}

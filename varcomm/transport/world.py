@@ -247,6 +247,8 @@ def _leave(group: Callable[[], object], owner: int) -> None:
     if forked or failed:
         return
     if dist.is_initialized() and dist.group.WORLD is group():
+        for step in resolve(None).captured:
+            step.reset()  # NCCL waits for the end of each graph with its messages
         dist.destroy_process_group()
     forget_destroyed()  # those that the program has destroyed, too
     gc.collect()  # cycles of a model and its hooks hold the group
