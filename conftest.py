@@ -36,6 +36,11 @@ def pytest_addoption(parser):
         default="gloo",
         help="what the ranks of the fixture `worlds` communicate by",
     )
+    parser.addoption(
+        "--device",
+        default="cpu",
+        help='where the ranks of `worlds` make tensors: cuda:0, or "pretended" with strict-nccl',
+    )
     parser.addoption("--all", action="store_true", help="run the tests marked `slow` as well")
     parser.addoption(
         "--sample",
@@ -62,16 +67,16 @@ def pytest_collection_modifyitems(config, items):
 class Worlds:
     """Pools of 1, 2, 3 and 5 ranks, each started when it is first used."""
 
-    def __init__(self, engine):
-        strict = engine == "strict-nccl"
-        self._backend = "gloo" if strict else engine
-        self._call = _on_strict_nccl if strict else _on_one_thread
+    def __init__(self, engine, device="cpu"):
+        self._strict, self._device = engine == "strict-nccl", device
+        self._backend = "gloo" if self._strict else engine
         self._pools = {}
 
     def run(self, size, fn, *args, timeout=None):
         if size not in self._pools:
             self._pools[size] = Ranks(size, timeout=90, backend=self._backend)
-        return self._pools[size].run(self._call, fn, *args, timeout=timeout)
+        how = self._strict, self._device
+        return self._pools[size].run(_on_device, *how, fn, *args, timeout=timeout)
 
     def close(self):
         """Forget the pools, which ends their ranks at once; a farewell takes each rank seconds."""
@@ -91,11 +96,13 @@ def _on_one_thread(rank, fn, *args):
     return fn(rank, *args)
 
 
-def _on_strict_nccl(rank, fn, *args):
-    from tests.transport.strict_nccl import strict_nccl
-
-    with strict_nccl(["cpu"]):
+def _on_device(rank, strict, device, fn, *args):
+    if not strict and device == "cpu":
         return _on_one_thread(rank, fn, *args)
+    from tests.gpu.device import on_cpu, on_device
+
+    with on_device(device, strict):
+        return on_cpu(_on_one_thread(rank, fn, *args))
 
 
 def _end_groups():
@@ -130,7 +137,7 @@ def _forget_meshes():
 
 @pytest.fixture(scope="session")
 def worlds(request):
-    pools = Worlds(request.config.getoption("--engine"))
+    pools = Worlds(*map(request.config.getoption, ("--engine", "--device")))
     yield pools
     pools.close()
 
