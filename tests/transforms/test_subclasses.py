@@ -1,7 +1,14 @@
 """A user's own subclass of Tensor is as good as a tensor; placeholders and wrappers are refused."""
 
+import warnings
+
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch.masked import masked_tensor
+from torch.optim import SGD
+from torch.testing._internal.two_tensor import TwoTensor
 
 import varcomm
 from tests.graph.graphs import wild
@@ -16,12 +23,39 @@ class Named(torch.Tensor):
     """A subclass that adds nothing."""
 
 
+class Unwrapped(torch.Tensor):
+    """A subclass whose functions return ordinary tensors, as torchvision's do."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class Other(torch.Tensor):
+    """A second subclass, which functions of torch do not combine with the first."""
+
+
+class Mine(torch.nn.Parameter):
+    """A user's own parameters."""
+
+
+class Net(torch.nn.Linear):
+    """A layer whose parameters may be of two subclasses."""
+
+    def forward(self, x):
+        y = torch.nn.functional.linear(x, self.weight)
+        return y.as_subclass(torch.Tensor) + self.bias.as_subclass(torch.Tensor)
+
+
 def model(kind):
     torch.manual_seed(0)
-    made = torch.nn.Linear(3, 4)
-    if kind is Named:
-        for name, parameter in list(made.named_parameters()):
-            setattr(made, name, torch.nn.Parameter(parameter.detach().as_subclass(Named)))
+    made = Net(3, 4)
+    kinds = {Named: (Named, Other), Unwrapped: (Mine, Mine)}.get(kind, ())
+    for (name, parameter), of in zip([*made.named_parameters()], kinds, strict=False):
+        value = parameter.detach()
+        own = Mine(value) if of is Mine else torch.nn.Parameter(value.as_subclass(of))
+        setattr(made, name, own)
     return made
 
 
@@ -38,7 +72,9 @@ def results(rank, kind, folder):
     found = [y, later, x.grad, total, part, plan(x), plan.adjoint(torch.ones(2).as_subclass(kind))]
     summed, sharded = model(kind), model(kind)
     summed(x.detach()).square().sum().backward()
+    summed.bias.grad = summed.bias.grad if rank else None
     data_parallel.sum_gradients(summed)
+    varcomm.broadcast_module(summed)
     found += [p.grad.clone() for p in summed.parameters()]
     found.append(tensor_parallel.clip_grad_norm_(summed.parameters(), 1.0))
     optimizer = data_parallel.ShardedGradients(sharded, lambda p: torch.optim.SGD(p, lr=0.1))
@@ -47,6 +83,7 @@ def results(rank, kind, folder):
         sharded(x.detach()).square().sum().backward()
         optimizer.reduce()
         found.append(optimizer.clip_grad_norm_(1.0))
+        found.append(torch.nn.utils.clip_grad_norm_(sharded.parameters(), 0.5))
         optimizer.step()
     found += sharded.parameters()
     state = {"model": sharded, "own": torch.ones(3).as_subclass(kind)}
@@ -59,10 +96,58 @@ def results(rank, kind, folder):
 
 def test_a_subclass_of_a_user(worlds, tmp_path):
     plain = worlds.run(3, results, torch.Tensor, tmp_path / "plain")
-    named = worlds.run(3, results, Named, tmp_path / "named")
-    for of_plain, of_named in zip(plain, named, strict=True):
-        for value, other in zip(of_plain, of_named, strict=True):
-            assert torch.equal(value, other)
+    for kind in (Named, Unwrapped):
+        found = worlds.run(3, results, kind, tmp_path / kind.__name__)
+        for of_plain, of_kind in zip(plain, found, strict=True):
+            for value, other in zip(of_plain, of_kind, strict=True):
+                assert torch.equal(value, other)
+
+
+def wrappers():
+    x = torch.ones(3, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a prototype
+        return [TwoTensor(x, x.clone()), masked_tensor(x, x > 0), TwoTensor(x[:0], x[:0])]
+
+
+def wrapped(rank, folder):
+    """Refuse wrappers of other tensors, whose memory an engine would read."""
+    for x in wrappers():
+        plan = varcomm.ExchangePlan.from_needed(torch.tensor([0]), [len(x)] + [1] * 2)
+        for call in (
+            lambda x=x: varcomm.all_reduce(x),
+            lambda x=x: varcomm.all_gather_v(x, [len(x)] * 3, async_op=True),
+            lambda x=x: varcomm.broadcast(x, like=x),
+            lambda x=x, plan=plan: plan(x),
+        ):
+            with pytest.raises(varcomm.ArgumentError, match="wraps other tensors"):
+                call()
+        with pytest.raises(varcomm.VarcommError, match="'x' must be a plain dense tensor"):
+            checkpoint.save({"x": x}, folder)
+        trained = torch.nn.Module()
+        trained.weight = torch.nn.Parameter(x, requires_grad=x.requires_grad)
+        for call in (varcomm.broadcast_module, lambda m: data_parallel.ShardedGradients(m, SGD)):
+            with pytest.raises(varcomm.ArgumentError, match=r"wraps other tensors|no parameter"):
+                call(trained)
+
+
+def test_wrappers_are_refused(worlds, tmp_path):
+    worlds.run(3, wrapped, tmp_path)
+
+
+def awaited(rank):
+    """Torch waits for the result of a functional collective in the first operation."""
+    x = functional.all_reduce(torch.full((2, 3), rank + 1.0), "sum", dist.group.WORLD)
+    assert isinstance(x, functional.AsyncCollectiveTensor)
+    x.requires_grad_()
+    y = varcomm.all_gather_v(x, [2, 2])
+    assert torch.equal(y, torch.full((4, 3), 3.0))
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full((2, 3), 2.0))
+
+
+def test_results_of_functional_collectives(worlds):
+    worlds.run(2, awaited)
 
 
 def refused(rank, folder):
@@ -76,8 +161,18 @@ def refused(rank, folder):
     for value in (graph.edge_index, nested, torch.eye(2).to_sparse(), gradient):
         with pytest.raises(varcomm.VarcommError, match="'x' must be a plain dense tensor"):
             checkpoint.save({"x": value}, folder)
-    with pytest.raises(varcomm.ArgumentError, match="to_local"):
-        varcomm.all_reduce(dtensor)
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(dtensor)
+    for call in (
+        lambda: varcomm.all_reduce(dtensor),
+        lambda: data_parallel.sum_gradients(layer),
+        lambda: data_parallel.ShardedGradients(layer, SGD),
+        lambda: varcomm.broadcast_module(layer),
+    ):
+        with pytest.raises(varcomm.ArgumentError, match="to_local"):
+            call()
+    with pytest.raises(varcomm.ArgumentError, match="ids of this rank only"):
+        varcomm.all_reduce(graph.edge_index)
     with pytest.raises(varcomm.ArgumentError, match="ShardedGradients"):
         tensor_parallel.grad_norm(trained.parameters())
     optimizer.close()

@@ -12,6 +12,7 @@ from varcomm.data_parallel.buckets import BUCKET_BYTES, cut, gradient_dtype, is_
 from varcomm.data_parallel.global_count import Reduce, described, divisor_of
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_reduce import AllReduce
+from varcomm.ops.checks import checked_tensor
 from varcomm.ops.digest import digest
 from varcomm.ops.operator import begin, checking
 from varcomm.sizes import at_least
@@ -101,7 +102,8 @@ def sum_gradients(
     divisor = divisor_of(reduce, ranks, "sum_gradients")
     before: tuple[list[torch.nn.Parameter], Pending] | None = None
     unused: list[_Unused] = []
-    with torch.no_grad():
+    # new gradients are ordinary tensors, as those of autograd, for parameters of any class
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         for members in [*cut(dict(enumerate(trained)), range(len(trained)), size), []]:
             bucket = [trained[index] for index in members]
             total = AllReduce(ranks, use_fp32, divisor=divisor)
@@ -126,6 +128,7 @@ def _checked(parameters: Iterable[torch.nn.Parameter], where: str) -> list[torch
     trained = list({id(each): each for each in given if each.requires_grad}.values())
     for number, parameter in enumerate(trained):
         gradient, dtype = parameter.grad, gradient_dtype(parameter)
+        checked_tensor(parameter, where, f"parameter {number}")
         what = f"{where}parameter {number}, of shape {tuple(parameter.shape)},"
         if is_owned(parameter):
             raise ArgumentError(

@@ -8,6 +8,7 @@ import torch
 
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops.broadcast import Broadcast
+from varcomm.ops.checks import checked_tensor
 from varcomm.ops.digest import differing
 from varcomm.ops.operator import apply
 from varcomm.sizes import checked_rank
@@ -81,6 +82,7 @@ def broadcast_module(model: torch.nn.Module, src: int = 0, group: GroupLike = No
                 raise ArgumentError(
                     f"{name} is not initialised, or sparse. Call the model once, or to_empty."
                 )
+            checked_tensor(tensor, "", name)
             strides = zip(tensor.shape, tensor.stride(), strict=True)
             if tensor.is_inference() or any(n > 1 and step == 0 for n, step in strides):
                 raise ArgumentError(f"{name} is expanded, or made in inference mode. Clone it.")

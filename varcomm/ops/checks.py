@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch._subclasses.fake_tensor import is_fake
+from torch._subclasses.fake_tensor import FakeTensor, is_fake
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from varcomm.errors import ArgumentError
@@ -37,6 +37,13 @@ def checked_tensor(tensor: object, where: str, name: str = "tensor") -> None:
             f"{where}{name} must be dense; got {tensor.dtype}, {tensor.layout}. Convert it: "
             "to_dense(), dequantize(), to_padded_tensor(), view(torch.uint8) of float4."
         )
+    # compilers' tensors are recorded; torch waits for a functional collective in the next operation
+    is_known = isinstance(tensor, FakeTensor | FunctionalTensor) or hasattr(tensor, "trigger_wait")
+    if _is_wrapper(tensor) and not is_known:
+        raise ArgumentError(
+            f"{where}{name} must be dense; got {type(tensor).__name__}, which wraps other tensors. "
+            "Pass these."
+        )
 
 
 def holds_values(tensor: torch.Tensor) -> bool:
@@ -45,8 +52,17 @@ def holds_values(tensor: torch.Tensor) -> bool:
     DTensors and other wrappers hold them in further tensors, fake tensors and placeholders nowhere.
     """
     is_placeholder = getattr(type(tensor), "is_placeholder", False)  # of subclasses of varcomm's
-    is_wrapper = hasattr(tensor, "__tensor_flatten__") or isinstance(tensor, FunctionalTensor)
-    return not (is_placeholder or is_wrapper or is_fake(tensor))
+    return not (is_placeholder or is_fake(tensor) or _is_wrapper(tensor))
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is of a class that computes with other tensors; it has no memory."""
+    kind = type(tensor)
+    if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ or torch.compiler.is_compiling():
+        return False
+    if hasattr(kind, "__tensor_flatten__") or isinstance(tensor, FunctionalTensor):
+        return True
+    return tensor.numel() > 0 and tensor.data_ptr() == 0
 
 
 def check_on_device(index: torch.Tensor, stop: int, message: Callable[[], str]) -> None:

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
 from varcomm.errors import ArgumentError, CommunicationError, DisagreementError
-from varcomm.ops.checks import checked_flag, checked_tensor
+from varcomm.ops.checks import checked_flag, checked_tensor, holds_values
 from varcomm.ops.compilation import kept_from_compilation
 from varcomm.sizes import ShardSizes
 from varcomm.transport.debug import debugging
@@ -146,7 +146,7 @@ def call(
     types = tuple(map(type, how))
     if (
         torch.compiler.is_compiling()
-        or type(x) not in _TENSORS
+        or (type(x) not in _TENSORS and not _is_like_ordinary(x))
         or type(async_op) is not bool
         or type(sizes) not in _SIZES
         or not _INT.issuperset(map(type, sizes))  # torch.jit.trace has tensors for ints
@@ -167,6 +167,11 @@ def call(
     if async_op:
         return start(operator, x)  # type: ignore[return-value]
     return _apply(operator, x, is_plain=True)[0]  # type: ignore[return-value]
+
+
+def _is_like_ordinary(x: object) -> bool:
+    """Return whether a tensor of a subclass is served by operators for ordinary tensors."""
+    return isinstance(x, Tensor) and not _is_traced(x) and holds_values(x)
 
 
 def _kept(operator: Operator, x: Tensor) -> Operator:

@@ -75,6 +75,8 @@ def broadcast(name: str, group: Group, values: torch.Tensor, src: int) -> Works:
 
 def plain(x: torch.Tensor) -> torch.Tensor:
     """Return `x` with its elements in logical order in memory; itself if possible."""
+    if type(x) is not torch.Tensor and hasattr(x, "trigger_wait"):
+        x = x.trigger_wait()  # of a functional collective, whose memory is another tensor's
     if x.is_complex() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
     return x.contiguous()

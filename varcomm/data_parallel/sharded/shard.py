@@ -153,7 +153,8 @@ class Shard:
     ) -> None:
         self.split, self.segments = split, split.segments[rank]
         self.parameters = {name: parameters[name] for name in split.members}
-        self.row = parameters[split.members[0]].detach().new_empty(split.sizes.total)
+        first = parameters[split.members[0]]  # whose class the row does not have
+        self.row = torch.empty(split.sizes.total, dtype=first.dtype, device=first.device)
         self._views: dict[str, torch.Tensor] = {}
         place = 0
         for name, parameter in self.parameters.items():
