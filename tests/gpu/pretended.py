@@ -116,6 +116,10 @@ class Pretended(Tensor):
         # indices of x[...] may be on the CPU, from where they are copied
         values = (args[0], *args[2:]) if name in _INDEXING else args
         operands = [x for x in tree_leaves((values, kwargs)) if isinstance(x, Tensor)]
+        located = [x for x in operands if not hasattr(x, "is_anywhere")]
+        if located and not any(isinstance(x, Pretended) for x in located):
+            with torch._C._DisableTorchDispatch():
+                return func(*args, **kwargs)
         _check_devices(name, operands)
         _record(name, args, kwargs, operands)
         if "device" in kwargs:  # that of the memory, in C++
@@ -249,7 +253,7 @@ class _Transfers(TorchFunctionMode):
 
 
 def _is_called_by_backward(frame: FrameType | None) -> bool:
-    """Return whether C++ code of autograd calls: its zeros are on the device of the memory."""
+    """Return whether C++ code of autograd calls: its zeros are for tensors on any device."""
     between = f"{os.sep}torch{os.sep}", "graph_recorder.py"  # a further dispatch mode
     while frame is not None and any(part in frame.f_code.co_filename for part in between):
         if frame.f_code.co_name == "_engine_run_backward":
@@ -275,7 +279,10 @@ class _Factories(TorchDispatchMode):
         kwargs |= {"device": torch.device("cpu"), "pin_memory": False}
         if func is torch.ops.aten._to_copy.default:
             seen("copy of a CPU tensor to the GPU")
-        return tree_map(_on_gpu, func(*args, **kwargs))
+        out = tree_map(_on_gpu, func(*args, **kwargs))
+        if of_backward:
+            out.is_anywhere = True
+        return out
 
 
 # Functions of torch.cuda that a library calls to learn where it is.

@@ -10,6 +10,8 @@ import varcomm
 from tests.gpu.check import second_step
 from tests.gpu.pretended import MixedDevicesError, Pretended, looks, plain, pretended
 from tests.gpu.scenarios import EXCEPTIONS, SCENARIOS
+from tests.ops.comparing import assert_none
+from tests.transport import test_nccl
 from tests.transport.strict_nccl import strict_nccl
 from varcomm import api
 
@@ -41,6 +43,17 @@ def test_looks_and_values(worlds, name):
 def test_other_worlds(worlds, ranks, name):
     for found in worlds.run(ranks, second_step, ranks, name, timeout=40):
         assert len(found) <= SCENARIOS[name].looks
+
+
+def on_pretended(rank, check):
+    with strict_nccl(["cuda"]), pretended() as device:
+        return check(rank, device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", test_nccl.CHECKS)
+def test_primitives_and_plans(worlds, check):
+    assert_none(worlds.run(3, on_pretended, check))
 
 
 @pytest.mark.parametrize("module", EXCEPTIONS)
