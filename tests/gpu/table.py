@@ -1,6 +1,5 @@
 """Write docs/benchmarks/gpu.md from a run of all scenarios: ``python -m tests.gpu.table``."""
 
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -50,15 +49,19 @@ def rows(pool):
         yield name, max(map(len, found)), scenario
 
 
+def _words(name):
+    return name.replace("_", " ")
+
+
 def page(measured):
     """Return the text of the page."""
     measured = list(measured)
     counted = [(name, looks, s) for name, looks, s in measured if s.looks is not None]
     none = sum(looks == 0 for _, looks, _ in counted)
-    others = [f"`{name}` ({looks}: {s.reason})" for name, looks, s in counted if looks]
+    others = [f"- {_words(name)}: {looks}, {s.reason}" for name, looks, s in counted if looks]
     summary = f"Of {len(counted)} scenarios of a training step, {none} have no look."
     if others:
-        summary += f" The others are {', '.join(others)}."
+        summary += " The others are:\n\n" + "\n".join(others)
     lines = [
         HEAD.format(summary=summary, ranks=RANKS),
         f"torch {torch.__version__}, {RANKS} ranks.\n",
@@ -68,7 +71,7 @@ def page(measured):
     for name, looks, s in measured:
         names = ", ".join(f"`{covered}`" for covered in s.covers)
         allowed = "-" if s.looks is None else s.looks
-        lines.append(f"| {name.replace('_', ' ')} | {names} | {looks} | {allowed} |")
+        lines.append(f"| {_words(name)} | {names} | {looks} | {allowed} |")
     return "\n".join(lines) + "\n"
 
 
@@ -76,7 +79,6 @@ def main():
     torch.set_num_threads(1)
     with varcomm.Ranks(RANKS, timeout=600, backend="gloo") as pool:
         PAGE.write_text(page(rows(pool)))
-    print(Counter(s.looks for s in SCENARIOS.values()))
 
 
 if __name__ == "__main__":

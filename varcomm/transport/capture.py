@@ -172,7 +172,7 @@ def _captured(step: Callable[[], T], stream: torch.cuda.Stream) -> CapturedStep[
     except Exception as error:
         first = errors[0] if errors else error
         if isinstance(first, VarcommError):
-            raise first
+            raise first from None
         raise ArgumentError(
             f"the step cannot be captured: {str(first).partition(chr(10))[0]}. A step must not "
             "read values of tensors (item, tolist, print, a mask as an index), copy from the CPU, "
