@@ -1038,7 +1038,7 @@ def neighbours_and_owners_by_position(device, rank, ranks):
 
 
 @scenario("graph.radius", looks=None, reason="a search, which runs on the CPU")
-def radius_searched_anew(device, rank, ranks):
+def radius_with_a_search(device, rank, ranks):
     pos, cell = atoms(device, rank, ranks)
     return lambda: [graph.radius(pos, 2.0, cell=cell, pbc=True).edge_attr.sum()]
 
