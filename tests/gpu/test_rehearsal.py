@@ -59,13 +59,14 @@ def hangs():
     signal.pause()
 
 
+@pytest.mark.timeout(400)
 def test_results_of_cases(tmp_path):
     cases = [
         *(Case("good", passes), Case("measured", makes_a_table), Case("bad", fails)),
         *(Case("left out", is_skipped), Case("gone", crashes), Case("stuck", hangs, 3)),
     ]
     page = Page(tmp_path / "pages" / "page.md", "# Head\n", "cpu")
-    assert run_cases(cases, page, 100) == 3
+    assert run_cases(cases, page, 1000) == 3
     assert run_cases([Case("late", partial(fails))], page, 1) == 3
     text = page.path.read_text()
     results = [(r[0], r[1]) for r in page.rows]
