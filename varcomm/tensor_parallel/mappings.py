@@ -540,12 +540,13 @@ def shard_ends(group: Group, sizes: Sequence[int], like: Tensor) -> Tensor:
         return torch.tensor(list(sizes), device=like.device).cumsum(0)
     kept: dict[Any, Tensor] = group.auxiliary.setdefault("shard ends", {})
     key = tuple(sizes), like.device
-    if key not in kept:
-        if len(kept) >= _MOST_ENDS:  # the parts of a sequence may change with each batch
-            kept.clear()
-        with torch.inference_mode(False):
-            kept[key] = torch.tensor(key[0], dtype=torch.int64, device=like.device).cumsum(0)
-    return kept[key]
+    if key in kept:
+        return kept[key]
+    with torch.inference_mode(False):
+        ends = torch.tensor(key[0], dtype=torch.int64, device=like.device).cumsum(0)
+    if len(kept) < _MOST_ENDS:  # none is dropped, because a CUDA graph may read it
+        kept[key] = ends
+    return ends
 
 
 @uncompiled("a graph cannot ask the ranks for sizes that were left out; pass sizes")

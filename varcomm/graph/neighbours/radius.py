@@ -367,7 +367,7 @@ def _read(
     if cell is not None and cell.device != pos.device:
         before = None if kept is None else kept.host_cell
         same = before is not None and host_cell is not None and torch.equal(host_cell, before)
-        if kept is not None and same and not cell.requires_grad:
+        if kept is not None and same and not has_derivative(cell):
             cell = kept.cell
         else:
             cell = cell.to(pos.device)
