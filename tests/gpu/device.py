@@ -36,7 +36,7 @@ class _OnDevice(TorchFunctionMode):
         if func.__name__ not in FACTORIES or kwargs.get("device") is not None or not _of_tests():
             return func(*args, **kwargs)
         if kwargs.get("generator") is None:
-            return func(*args, **kwargs, device=self.device)
+            return func(*args, **kwargs | {"device": self.device})
         requires_grad = kwargs.pop("requires_grad", False)  # of the leaf on the device
         return func(*args, **kwargs).to(self.device).requires_grad_(requires_grad)
 
