@@ -17,6 +17,7 @@ import varcomm as vc
 from tests.gpu.report import Case, markdown
 from varcomm import graph, models
 from varcomm import tensor_parallel as tp
+from varcomm.cli import bench
 from varcomm.ops.reduction import sum_in_rank_order
 from varcomm.plan.row_sum import RowSum
 
@@ -93,29 +94,10 @@ def started(device: str) -> torch.device:
 
 
 def in_turns(runs: dict[str, Callable], device: torch.device) -> dict[str, list[float]]:
-    """Return the seconds of each function in each turn; a turn runs each for 50 ms or once."""
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def timed(run: Callable, calls: int) -> float:
-        wait()
-        start = time.perf_counter()
-        for _ in range(calls):
-            run()
-        wait()
-        return (time.perf_counter() - start) / calls
-
-    calls = {}
-    for name, run in runs.items():
-        timed(run, 2)
-        calls[name] = max(1, min(100, int(0.05 / max(timed(run, 1), 1e-6))))
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(TURNS):
-        for name in list(runs) if turn % 2 else list(runs)[::-1]:
-            seconds[name].append(timed(runs[name], calls[name]))
-    return seconds
+    """Return the seconds per call of each function in each turn, after a first call of each."""
+    for run in runs.values():
+        run()
+    return bench.in_turns(runs, repetitions=TURNS, device=device)
 
 
 def ratio(seconds: list[float], of: list[float]) -> str:
