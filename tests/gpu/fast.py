@@ -116,24 +116,24 @@ def peak(run: Callable, device: torch.device) -> str:
     return f"{torch.cuda.max_memory_allocated() / 2**20:.0f}"
 
 
-def pair(name: str, edges: int, device: torch.device) -> dict[str, Callable]:
-    """Return the plain and the distributed step of equal models on one mesh."""
+def twins(
+    name: str, edges: int, device: torch.device
+) -> tuple[tuple[nn.Module, Data], tuple[nn.Module, graph.PartitionedGraph]]:
+    """Return a plain and a distributed model with equal parameters, each with its graph."""
     data = mesh(edges)
+    part = graph.partition(data, method="block").to(device)
     torch.manual_seed(0)
     plain = NETWORKS[name]().to(device)
     torch.manual_seed(0)
-    part = graph.partition(data, method="block").to(device)
     model = graph.distribute(NETWORKS[name]().to(device), part)
-    return {
-        "plain": stepper(plain, data.to(device), False),
-        "distributed": stepper(model, part, True),
-    }
+    return (plain, data.to(device)), (model, part)
 
 
 def network(name: str, edges: int, device: str) -> str:
     """Compare a plain, a distributed and a captured step."""
     place = started(device)
-    runs = pair(name, edges, place)
+    plain, split = twins(name, edges, place)
+    runs = {"plain": stepper(*plain, False), "distributed": stepper(*split, True)}
     first = {label: float(run()) for label, run in runs.items()}
     torch.testing.assert_close(first["distributed"], first["plain"], rtol=1e-3, atol=1e-5)
     memory = {label: peak(run, place) for label, run in runs.items()}
@@ -150,20 +150,13 @@ def network(name: str, edges: int, device: str) -> str:
 def compiled(name: str, edges: int, device: str) -> str:
     """Compare compiled steps; the first call compiles."""
     place = started(device)
-    data = mesh(edges)
-    torch.manual_seed(0)
-    plain = NETWORKS[name]().to(place)
-    part = graph.partition(data, method="block").to(place)
-    model = graph.distribute(NETWORKS[name]().to(place), part)
-    data = data.to(place)
-    extra = (data.edge_attr,) if name == "MeshGraphNet" else ()
-    own = (part.edge_attr,) if name == "MeshGraphNet" else ()
-    quick = {"plain": torch.compile(plain), "distributed": torch.compile(model)}
+    pairs = dict(zip(("plain", "distributed"), twins(name, edges, place), strict=True))
+    quick = {label: torch.compile(model) for label, (model, _) in pairs.items()}
 
     def run(label: str) -> None:
-        of = part if label == "distributed" else data
-        more = own if label == "distributed" else extra
-        quick[label](of.x, of.edge_index, *more).square().mean().backward()
+        of = pairs[label][1]
+        edge_attr = (of.edge_attr,) if name == "MeshGraphNet" else ()
+        quick[label](of.x, of.edge_index, *edge_attr).square().mean().backward()
 
     start = time.perf_counter()
     run("plain")
