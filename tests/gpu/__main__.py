@@ -31,7 +31,7 @@ def main() -> int:
     module = importlib.import_module(f"tests.gpu.{options.part}")
     page = Page(folder / f"{options.part}.md", module.HEAD, options.device)
     cases = [case for case in module.cases(options.device) if options.only in case.name]
-    failed = run_cases(cases, page, options.seconds)
+    failed = run_cases(cases, page, options.seconds, getattr(module, "JOBS", 1))
     print(f"{page.path}: {failed} of {len(cases)} cases failed")
     return int(failed > 0)
 

@@ -12,7 +12,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import date
 from multiprocessing.connection import Connection
@@ -83,17 +84,20 @@ def _cell(text: str) -> str:
     return text.strip().replace("\n", " ").replace("|", "/")[-MESSAGE:]
 
 
-def run_cases(cases: Iterable[Case], page: Page, seconds: float) -> int:
-    """Run cases until the time is over; return the number of failures."""
+def run_cases(cases: Sequence[Case], page: Page, seconds: float, jobs: int = 1) -> int:
+    """Run cases, `jobs` at a time, until the time is over; return the number of failures."""
     end = time.monotonic() + seconds
-    for case in cases:
-        left = end - time.monotonic()
-        if left < 10:
-            page.add(case.name, "skipped", 0, "out of time")
-            continue
+
+    def run(case: Case) -> tuple[str, float, str]:
         start = time.monotonic()
-        result, text = _in_a_process(case, min(case.seconds, left))
-        page.add(case.name, result, time.monotonic() - start, text)
+        if end - start < 10:
+            return "skipped", 0, "out of time"
+        result, text = _in_a_process(case, min(case.seconds, end - start))
+        return result, time.monotonic() - start, text
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for case, (result, took, text) in zip(cases, pool.map(run, cases), strict=True):
+            page.add(case.name, result, took, text)
     return page.failed
 
 

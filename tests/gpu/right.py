@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -48,7 +49,8 @@ SHARED = {
     "NCCL_NVLS_ENABLE": "0",
     "NCCL_MAX_CTAS": "2",
 }
-TEN = 10  # scenarios in a process: an error of a kernel fails the others as well
+JOBS = 4  # cases at a time: none of them measures
+SOME = 20  # scenarios in a process: an error of a kernel fails the others as well
 
 
 def cases(device: str) -> Iterator[Case]:
@@ -58,8 +60,8 @@ def cases(device: str) -> Iterator[Case]:
         name = f"NCCL, {ranks} ranks on one GPU"
         yield Case(name, partial(nccl_ranks, ranks, device), 150)
     yield Case("Gloo through pinned memory, 2 ranks", partial(pinned_ranks, device), 120)
-    for first in range(0, len(SCENARIOS), TEN):
-        names = list(SCENARIOS)[first : first + TEN]
+    for first in range(0, len(SCENARIOS), SOME):
+        names = list(SCENARIOS)[first : first + SOME]
         name = f"scenarios without a host wait, {first + 1} to {first + len(names)}"
         yield Case(name, partial(scenarios, names, device), 90)
     yield Case("captured step of MeshGraphNet", partial(captured_graph_network, device), 90)
@@ -147,10 +149,12 @@ def _compare(name: str, place: torch.device) -> None:
     finally:
         if place.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")
+    # a norm in fp64 of gradients in fp32 has their rounding
+    narrow = any(expected is not None and expected.dtype == torch.float32 for expected in want)
+    close = {"rtol": 1e-3, "atol": 1e-4} if narrow else {}
     for value, expected in zip(got, want, strict=True):
         assert (value is None) == (expected is None)
         if expected is not None:
-            close = {"rtol": 1e-3, "atol": 1e-4} if expected.dtype == torch.float32 else {}
             torch.testing.assert_close(value.detach().cpu(), expected.detach().cpu(), **close)
 
 
@@ -223,6 +227,8 @@ def tests(files: Sequence[str], device: str) -> str:
     if ours and device == "cpu":
         raise Skip("these tests need a GPU")
     options = ["-q", "-c", os.devnull, "--rootdir", str(ROOT), "-p", "no:cacheprovider"]
+    if find_spec("xdist") is not None:
+        options += ["-n", "4"]
     if not ours:  # tensors of these tests are on the CPU without the option
         options += ["--device", "cuda:0" if device == "cuda" else "cpu"]
         options += ["-k", "not compiled and not refus and not memory"]

@@ -90,7 +90,7 @@ def peer_finishes_first(rank, name):
     op, x = c.bind(), c.input(rank, torch.float32)
     dist.barrier()
     handle = op(x, async_op=True)
-    news = torch.zeros(1)
+    news = torch.zeros(1, device="cpu")  # Gloo sends no tensor of a GPU
     if rank == 0:
         dist.recv(news, 1)
         result = handle.wait()
@@ -170,11 +170,11 @@ def waits_for_news_before_its_adjoint(rank, name):
     root = 0 if name in TO_ROOT else 1  # whose adjoint sends, or receives, what the other waits for
     c = PRIMITIVES[name](Setting((HUGE, HUGE + 1), 0, (1,), root=root))
     op, x = c.bind(), c.input(rank, torch.float32).requires_grad_()
-    news = torch.zeros(1)
+    news = torch.zeros(1, device="cpu")
 
     def send(gradient):
         if rank == 0:
-            dist.send(torch.ones(1), 1)
+            dist.send(torch.ones(1, device="cpu"), 1)
 
     def listen(gradient):
         if rank == 1:
