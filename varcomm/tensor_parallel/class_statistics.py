@@ -111,16 +111,16 @@ def _of_rows(
     return top, total.masked_fill(none, 1).log().masked_fill(none, -torch.inf), part
 
 
-def _shifted(z: Tensor, top: Tensor, owned: bool) -> Tensor:
-    """Return ``z - top``, in the memory of `z` if that is possible."""
-    return z.sub_(top) if owned and z.dtype == top.dtype else z - top
+def _shifted(z: Tensor, top: Tensor, owned: bool, out: Tensor | None = None) -> Tensor:
+    """Return ``z - top``, in `out`, or in the memory of `z` if that is possible."""
+    return z.sub_(top) if owned and z.dtype == top.dtype else torch.sub(z, top, out=out)
 
 
 def _chunks(values: Tensor, q: Tensor, head: Tensor | None) -> Iterator[tuple[slice, ...]]:
     """Yield the indices of chunks that fit a CPU's cache, or are enough work for a kernel."""
-    most, columns = 2**19 if values.device.type == "cpu" else 2**24, values.shape[-1]
+    most, columns = 2**19 if values.device.type == "cpu" else 2**26, values.shape[-1]
     if head is not None:  # no more logits than hidden states
-        most, columns = max(values.numel(), most), len(head)
+        most, columns = max(values.numel(), min(most, 2**24)), len(head)
     return _blocks(tuple(q.shape), max(1, most // max(1, columns)))
 
 
@@ -215,13 +215,16 @@ def _adjoint(*arguments: Any) -> list[Tensor]:
         top, log, of_log, of_part = (x[at].unsqueeze(-1) for x in of_rows)
         # where no logit is above minus infinity, none gets a gradient: exp(z - top) is 0 there
         scale = of_log * torch.exp(-log.masked_fill(log == -torch.inf, 0))
-        powers = _shifted(z, top, owned=head is not None).exp_().mul_(scale)
+        in_place = head is None and z.dtype == top.dtype
+        out = of_values[at] if in_place else None
+        below = _shifted(z, top, owned=head is not None, out=out)
+        powers = below.exp_().mul_(scale)
         if share:
             powers.sub_(share * of_part if weight is None else share * of_part * weight)
         if z.shape[-1]:
             powers.scatter_add_(-1, column[at].unsqueeze(-1), -q[at].unsqueeze(-1) * of_part)
         of_logits = powers.to(z.dtype)
-        if wanted[0]:
+        if wanted[0] and not in_place:
             of_values[at] = of_logits if head is None else of_logits @ head
         flat, rows = _as_rows(of_logits), _as_rows(values[at])
         if of_head is not None and of_head.dtype == rows.dtype:

@@ -95,8 +95,8 @@ def vocab_parallel_cross_entropy(
     bytes; nothing in backward.
 
     Memory: the call needs some numbers per token and rank in addition to logits and their gradient,
-    and 4 MiB on a CPU. With ``create_graph=True``, ``torch.func`` and forward mode, the call needs
-    a few times the memory of the logits.
+    and 4 MiB on a CPU or 256 MiB on a GPU. With ``create_graph=True``, ``torch.func`` and forward
+    mode, the call needs a few times the memory of the logits.
 
     In one process: :func:`torch.nn.functional.cross_entropy` of all logits, one token per row.
 
