@@ -65,7 +65,9 @@ def cases(device: str) -> Iterator[Case]:
         name = f"scenarios without a host wait, {first + 1} to {first + len(names)}"
         yield Case(name, partial(scenarios, names, device), 90)
     yield Case("captured step of MeshGraphNet", partial(captured_graph_network, device), 90)
+    yield Case("captured step on 2 ranks on one GPU", partial(captured_on_ranks, device), 120)
     yield Case("captured step of a tensor-parallel GPT", partial(captured_gpt, device), 90)
+    yield Case("sharded gradients on 2 ranks on one GPU", partial(sharded_on_ranks, device), 90)
     for name, files in TESTS.items():
         yield Case(name, partial(tests, files, device), 200)
 
@@ -98,15 +100,20 @@ def engine(device: str) -> str:
 
 def nccl_ranks(ranks: int, device: str) -> str:
     """Run primitives and plans on several ranks of NCCL on one GPU."""
-    os.environ |= SHARED
-    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-    with vc.Ranks(ranks, timeout=140, backend=backend) as pool:
+    with _sharing(ranks, 140, device) as pool:
         for check in test_nccl.CHECKS:
             if device == "cpu":
                 assert_none(pool.run(test_nccl.through_nccl, check))
             else:
                 assert_none(pool.run(check, device))
     return f"{len(test_nccl.CHECKS)} checks: primitives, plans, asynchronous calls"
+
+
+def _sharing(ranks: int, seconds: float, device: str) -> vc.Ranks:
+    """Start ranks of NCCL that share the GPU."""
+    os.environ |= SHARED
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    return vc.Ranks(ranks, timeout=seconds, backend=backend)
 
 
 def pinned_ranks(device: str) -> str:
@@ -160,8 +167,20 @@ def _compare(name: str, place: torch.device) -> None:
 
 def captured_graph_network(device: str) -> str:
     """Compare replays of a captured step with a second model that trains step by step."""
-    place = started(device)
-    part = graph.partition(mesh(2000), method="block").to(place)
+    started(device)
+    return _captured_graph_network(0)
+
+
+def captured_on_ranks(device: str) -> str:
+    """The same on two ranks that share the GPU: the graph holds messages of NCCL."""
+    with _sharing(2, 110, device) as pool:
+        return pool.run(_captured_graph_network)[0]
+
+
+def _captured_graph_network(rank: int) -> str:
+    place = vc.init().device
+    data, method = (mesh(2000), "block") if rank == 0 else (None, None)
+    part = graph.partition(data, method=method, src=0).to(place)
 
     def make() -> Callable[[], torch.Tensor]:
         torch.manual_seed(0)
@@ -169,6 +188,22 @@ def captured_graph_network(device: str) -> str:
         return stepper(graph.distribute(net.to(place), part), part, True)
 
     return _replayed(make, place)
+
+
+def sharded_on_ranks(device: str) -> str:
+    """Sum gradients into shards: a second communicator beside that of the world."""
+    with _sharing(2, 80, device) as pool:
+        assert pool.run(_sharded) == [[1.5] * 4, [1.5] * 2]
+    return "gradients of two shards"
+
+
+def _sharded(rank: int) -> list[float]:
+    place = vc.init().device
+    model = nn.Linear(2, 3, bias=False).to(place)
+    optimizer = vc.data_parallel.ShardedGradients(model, torch.optim.SGD, sizes=[4, 2])
+    model(torch.full((1, 2), rank + 1.0, device=place)).sum().backward()
+    optimizer.step()
+    return optimizer.pieces["weight"].value.grad.tolist()
 
 
 def captured_gpt(device: str) -> str:
