@@ -17,7 +17,7 @@ You want to know what has run on a GPU, and how often a training step makes the 
 
 **Status.** On 2026-11-27 `make test-gpu` ran on one NVIDIA H200 with torch 2.11.0, CUDA 13.0 and
 NCCL 2.28.9, without an installation. All 17 cases of [right](gpu/right.md) passed. Two and three
-ranks of NCCL shared the GPU, and 99 scenarios gave the values of the CPU without a wait of the host.
+ranks of NCCL shared the GPU. 99 scenarios gave the values of the CPU without a wait of the host.
 Captured steps replayed, also with messages of NCCL in the graph. [Fast](gpu/fast.md) has times and
 memory. No machine with several GPUs was available, so [several GPUs](gpu/several.md) has not
 run.
