@@ -72,9 +72,10 @@ demo-text: $(STAMP)  ## train a GPT on Python's documentation, on 2 ranks, and c
 demo-resume: $(STAMP)  ## kill one of three ranks in training: two go on, and lose nothing
 	@$(BIN)/python examples/resume/kill_and_resume.py
 
-lint: $(STAMP)  ## ruff and codespell
+lint: $(STAMP)  ## ruff and codespell; habits of style in changed lines, which stop nothing
 	@$(BIN)/ruff check .
 	@$(BIN)/codespell
+	-@$(BIN)/python docs/check_prose.py
 
 types: $(STAMP)  ## mypy, strict
 	@$(BIN)/mypy

@@ -39,6 +39,13 @@ def test_links_lead_somewhere(page):
     assert not broken, "\n".join(broken)
 
 
+def test_installation_starts_from_a_clone():
+    """The name varcomm is not on a package index: another project could register it."""
+    files = [*PAGES, *ROOT.glob("docs/**/*.rst"), *ROOT.glob("varcomm/**/*.py")]
+    found = [file for file in files if 'install "varcomm' in file.read_text()]
+    assert not [file for file in found if not BUILT & set(file.parts)]
+
+
 def test_broken_links_are_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# Title\n[a](missing.md) [b](page.md#gone) [c](page.md#title)\n")
