@@ -14,7 +14,7 @@ import varcomm
 from varcomm.testing import Ranks
 
 # It imports mpi4py without starting MPI; ASE calls MPI where mpi4py is imported, and would abort.
-collect_ignore = ["varcomm/transport/mpi.py"]
+collect_ignore = ["varcomm/transport/engines/mpi.py"]
 
 ALLOWED = (
     # of torch_geometric and Inductor, of torch; of torch_geometric, of Python 3.13

@@ -25,7 +25,7 @@ import varcomm
 from varcomm import ExchangePlan
 from varcomm.checkpoint import save
 from varcomm.graph import PartitionedGraph, RowWriter, distribute, partition
-from varcomm.transport.engine import engine_for
+from varcomm.transport.engines.choose import engine_for
 from varcomm.transport.group import resolve
 
 RANKS = 3

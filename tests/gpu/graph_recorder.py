@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.gpu.pretended import Pretended, _recorders, plain
 from tests.transport import strict_nccl
-from varcomm.transport import nccl
+from varcomm.transport.engines import nccl
 
 NOT_PERMITTED = "CUDA error: operation not permitted when stream is capturing"
 FAILED_BEFORE = "CUDA error: operation failed due to a previous error during capture"

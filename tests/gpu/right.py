@@ -26,8 +26,8 @@ from varcomm import graph, models
 from varcomm import tensor_parallel as tp
 from varcomm.errors import MissingPackageError
 from varcomm.transport.engine import Route, broadcast_route
+from varcomm.transport.engines.nccl import NCCL
 from varcomm.transport.group import resolve
-from varcomm.transport.nccl import NCCL
 
 HEAD = """# Right on one GPU
 

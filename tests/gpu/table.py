@@ -41,9 +41,10 @@ The first run showed:
 
 On machines without a GPU, the NCCL path is tested in two ways:
 
-- `make test-nccl` runs `varcomm/transport/nccl.py` over a strict stand-in for NCCL. The stand-in
-  checks split sizes, dtypes, devices, contiguity and the order of calls per communicator. It fills
-  an output with garbage until `wait()`, and raises an error if a sent tensor changes before.
+- `make test-nccl` runs `varcomm/transport/engines/nccl.py` over a strict stand-in for NCCL. The
+  stand-in checks split sizes, dtypes, devices, contiguity and the order of calls per communicator.
+  It fills an output with garbage until `wait()`, and raises an error if a sent tensor changes
+  before.
 - `tests/gpu` runs every public function with tensors that say they are on `cuda:0`. An operation
   that mixes them with CPU tensors raises an error. Values and gradients are compared with a run on
   the CPU.

@@ -8,7 +8,7 @@ import torch
 import varcomm as vc
 from varcomm import GroupError
 from varcomm.simulate import Machine
-from varcomm.transport.simulated import Transfer
+from varcomm.transport.engines.simulated import Transfer
 
 RATES = {"flops": 1e9, "memory_bandwidth": 1e8, "launch": 1e-3, "memory": 1e9}
 LINKS = {"bandwidth_within": 1e9, "bandwidth_between": 1e8, "gap": 1e-7, "call": 1e-4}

@@ -1,7 +1,7 @@
 """NCCL's process group for tests: its checks and its rules, with messages over Gloo.
 
-:func:`strict_nccl` puts these functions below ``varcomm/transport/nccl.py``, which runs unchanged.
-Other calls of torch.distributed stay as they are.
+:func:`strict_nccl` puts these functions below ``varcomm/transport/engines/nccl.py``, which runs
+unchanged. Other calls of torch.distributed stay as they are.
 """
 
 import ctypes
@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.gpu import pretended
-from varcomm.transport import engine, group, nccl
+from varcomm.transport import group
 from varcomm.transport.engine import NO_LIMIT
+from varcomm.transport.engines import choose, nccl
 
 GARBAGE = 0xFF  # each byte of an output until `wait()`
 
@@ -67,7 +68,7 @@ def strict_nccl(device_types: Sequence[str] = ("cpu", "cuda")) -> Iterator[None]
         mock.patch.object(nccl, "dist", functions),
         mock.patch.object(nccl, "_all_gather_single", all_gather_single),
         mock.patch.object(group.Group, "backends", replaced),
-        mock.patch.dict(engine._SERVED, nccl=tuple(device_types)),
+        mock.patch.dict(choose._SERVED, nccl=tuple(device_types)),
         mock.patch.object(_state, "served", tuple(device_types)),
     ):
         _forget_engines()

@@ -10,10 +10,11 @@ import torch.distributed as dist
 import varcomm
 from tests.ops.comparing import Failures, assert_none
 from tests.ops.primitives import PATTERNS, PRIMITIVES, case
-from varcomm.transport.engine import Route, engine_for
-from varcomm.transport.gloo import Gloo
+from varcomm.transport.engine import Route
+from varcomm.transport.engines.choose import engine_for
+from varcomm.transport.engines.gloo import Gloo
+from varcomm.transport.engines.pinned import Pinned
 from varcomm.transport.group import resolve
-from varcomm.transport.pinned import Pinned
 
 RANKS = 3
 CPU = torch.device("cpu")

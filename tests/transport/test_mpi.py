@@ -17,7 +17,8 @@ import varcomm
 from tests.transport.groups import ordered_group
 from tests.transport.processes import all_end, script
 from varcomm.errors import CommunicationError, LaunchError
-from varcomm.transport.engine import Route, broadcast_route, engine_for, prepared
+from varcomm.transport.engine import Route, broadcast_route
+from varcomm.transport.engines.choose import engine_for, prepared
 from varcomm.transport.group import resolve
 
 MPIEXEC = [str(Path(sys.executable).parent / "mpiexec"), "-n"]
@@ -221,7 +222,7 @@ def test_ends_of_mpiexec(start):
 
 DEFAULT = """
 import os, torch, varcomm
-from varcomm.transport.engine import engine_for
+from varcomm.transport.engines.choose import engine_for
 from varcomm.transport.group import resolve
 world = varcomm.init(timeout=40)
 total = varcomm.all_reduce(torch.tensor(world.rank + 1)).item()
@@ -283,7 +284,7 @@ import sys
 import varcomm
 varcomm.init("gloo")
 print([name for name in sys.modules if "mpi" in name.split(".")[0]])
-print([name for name in sys.modules if name.startswith("varcomm.transport.mpi")])
+print([name for name in sys.modules if name.startswith("varcomm.transport.engines.mpi")])
 """
     with script(tmp_path, code) as parent:
         assert parent.communicate(timeout=60) == ("[]\n[]\n", "")

@@ -12,8 +12,8 @@ import varcomm
 from tests.ops.primitives import PATTERNS, PRIMITIVES, Setting, setting
 from varcomm.data_parallel import sum_gradients
 from varcomm.ops.levels import levels
+from varcomm.transport.engines.simulated import Simulated, alone
 from varcomm.transport.group import MANY, resolve
-from varcomm.transport.simulated import Simulated, alone
 
 # Rows of more than 16 KiB, beyond which sums go by pieces.
 LARGE = 1500

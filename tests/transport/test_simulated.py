@@ -8,8 +8,8 @@ import varcomm
 from varcomm import ArgumentError, DisagreementError, GroupError
 from varcomm.transport.agreement import agree, compare, share
 from varcomm.transport.auxiliary_group import aside, free_lanes, take_lane
+from varcomm.transport.engines.simulated import alone, transfers
 from varcomm.transport.group import resolve
-from varcomm.transport.simulated import alone, transfers
 
 
 def test_received_data_are_zeros_except_the_ranks_own():

@@ -28,7 +28,7 @@ from tests.transport.twin import compare
 from varcomm.data_parallel import ShardedGradients, sum_gradients
 from varcomm.graph import distribute, partition
 from varcomm.testing import gradgradcheck
-from varcomm.transport.engine import engine_for
+from varcomm.transport.engines.choose import engine_for
 from varcomm.transport.group import resolve
 
 RANKS = 3

@@ -17,7 +17,8 @@ from varcomm.ops.reduction import checked_summable
 from varcomm.ops.root_input import compare_like, known_input, root_input
 from varcomm.sizes import checked_rank
 from varcomm.transport.debug import debugging
-from varcomm.transport.engine import Pending, broadcast_route, prepared
+from varcomm.transport.engine import Pending, broadcast_route
+from varcomm.transport.engines.choose import prepared
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["Broadcast", "Reduce", "broadcast", "reduce"]

@@ -18,7 +18,8 @@ import torch
 from varcomm.ops import packing
 from varcomm.ops.reduction import BLOCK, accumulation_dtype
 from varcomm.sizes import ShardSizes
-from varcomm.transport.engine import EngineFailure, Pending, Works, engine_for, wait_for
+from varcomm.transport.engine import EngineFailure, Pending, Works, wait_for
+from varcomm.transport.engines.choose import engine_for
 from varcomm.transport.group import MANY, Group, resolve
 
 # Mean bytes per shard up to which many ranks gather by levels: more messages cost more than the

@@ -28,7 +28,8 @@ from varcomm.ops.checks import checked_flag, checked_tensor, holds_values
 from varcomm.ops.compilation import kept_from_compilation
 from varcomm.sizes import ShardSizes
 from varcomm.transport.debug import debugging
-from varcomm.transport.engine import EngineFailure, Pending, engine_for, recorders, span
+from varcomm.transport.engine import EngineFailure, Pending, recorders, span
+from varcomm.transport.engines.choose import engine_for
 from varcomm.transport.group import Group, named
 
 Kind = TypeVar("Kind", bound=type["Operator"])

@@ -11,7 +11,8 @@ from math import prod
 
 import torch
 
-from varcomm.transport.engine import Route, Schedule, Start, Works, broadcast_route, prepared
+from varcomm.transport.engine import Route, Schedule, Start, Works, broadcast_route
+from varcomm.transport.engines.choose import prepared
 from varcomm.transport.group import Group
 
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}

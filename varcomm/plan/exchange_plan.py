@@ -21,7 +21,7 @@ from varcomm.plan.exchange import Exchange, ExchangeAdjoint, Routes, numbered
 from varcomm.plan.packed import exchange_packed
 from varcomm.sizes import ShardSizes, checked_dim, checked_sizes
 from varcomm.transport.agreement import agree_and_share
-from varcomm.transport.engine import Pending, Schedule, is_simulated
+from varcomm.transport.engine import Pending, Schedule
 from varcomm.transport.failure import explained
 from varcomm.transport.group import Group, GroupLike, resolve
 
@@ -357,7 +357,7 @@ def _agreed(
 
 def _exchanged_counts(counts: Sequence[int], device: torch.device, group: Group) -> tuple[int, ...]:
     """Send each rank one count, and return the count from each; collective."""
-    if group.size > 1 and is_simulated(group):
+    if group.size > 1 and group.simulated:
         raise GroupError(
             f"on {group}: in a simulated world no other rank says which rows it needs. Use the "
             "plan of varcomm.simulate.partition, or pass sizes to ExchangePlan.from_indices."

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from varcomm.simulate.work import Work
-from varcomm.transport.simulated import Transfer
+from varcomm.transport.engines.simulated import Transfer
 
 __all__ = ["MACHINES", "Machine", "Times"]
 

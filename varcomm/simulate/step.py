@@ -15,7 +15,7 @@ from varcomm.simulate.parts import Counts, Parts, sums
 from varcomm.simulate.table import aligned
 from varcomm.simulate.work import Work, count, world
 from varcomm.sizes import checked_rank
-from varcomm.transport.simulated import Transfer
+from varcomm.transport.engines.simulated import Transfer
 
 if TYPE_CHECKING:  # which needs PyTorch Geometric
     from varcomm.graph.partitioned_graph import PartitionedGraph

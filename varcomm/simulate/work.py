@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from varcomm.errors import GroupError
-from varcomm.transport.simulated import Transfer, alone, transfers
+from varcomm.transport.engines.simulated import Transfer, alone, transfers
 from varcomm.transport.trace import Call, Trace, trace
 from varcomm.transport.world import World, init
 

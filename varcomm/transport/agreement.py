@@ -20,17 +20,11 @@ import varcomm.errors as errors
 from varcomm.errors import ArgumentError, CommunicationError, DisagreementError, VarcommError
 from varcomm.transport import failure
 from varcomm.transport.debug import debug, debug_timeout, debugging
-from varcomm.transport.engine import (
-    NO_LIMIT,
-    EngineFailure,
-    Route,
-    broadcast_route,
-    is_simulated,
-    prepared,
-    wait_for,
-)
+from varcomm.transport.engine import NO_LIMIT, EngineFailure, Route, broadcast_route, wait_for
+from varcomm.transport.engines.choose import prepared
 from varcomm.transport.failure import explained
 from varcomm.transport.group import Group
+from varcomm.transport.notes import brief, leave_note, notes, user_line
 from varcomm.transport.serialization import from_bytes, to_bytes
 
 __all__ = [
@@ -123,7 +117,7 @@ def compare(group: Group, call: Mapping[str, Any]) -> int:
     _require_equal(group, ["operation"], calls)  # a difference here explains all others
     _require_equal(group, [word for word in call if word not in ("send", "recv")], calls)
     number: int = calls[0].get("number", 0)
-    if "send" not in call or is_simulated(group):
+    if "send" not in call or group.simulated:
         return number
     for i, j in product(range(group.size), repeat=2):
         sent, expected = calls[i]["send"][j], calls[j]["recv"][i]
@@ -147,7 +141,7 @@ def announce(
 
     If `local` raises ArgumentError on `src`, every rank raises it.
     """
-    if is_simulated(group):
+    if group.simulated:
         return local()
     device = group.device()
     cause: ArgumentError | None = None
@@ -181,7 +175,7 @@ def all_gather_object(value: Any, group: Group, timeout: timedelta = NO_LIMIT) -
     torch.distributed's function of this name pickles values and pads them to the longest.
     """
     whole = to_bytes(value)
-    if is_simulated(group):
+    if group.simulated:
         return [from_bytes(whole)] * group.size
     message = len(whole).to_bytes(_HEAD, "little") + whole
     first = message[:_LENGTH].ljust(_LENGTH, b"\0")
@@ -224,10 +218,10 @@ def _gathered(call: dict[str, Any], group: Group) -> list[dict[str, Any]]:
     if group.given_up:
         raise CommunicationError(f"{what}: this group has been given up: {group.given_up}")
     group.compared_calls += 1
-    call |= {"number": group.compared_calls, "at": failure.user_line()}
+    call |= {"number": group.compared_calls, "at": user_line()}
     here = {"group": group.name, "call": call["number"]}
     more = {"operation": what, "at": call["at"], "left with": ""}
-    failure.leave_note({**here, "of ranks": failure.spans(group.ranks), **more})
+    leave_note({**here, "of ranks": failure.spans(group.ranks), **more})
     try:
         return all_gather_object(call, group, debug_timeout())
     except EngineFailure as error:
@@ -238,7 +232,7 @@ def _gathered(call: dict[str, Any], group: Group) -> list[dict[str, Any]]:
 
 def _absent(here: Mapping[str, Any], group: Group, began: float, error: RuntimeError) -> str:
     """Return the ranks missing in a call, and the last place of all ranks."""
-    after, (found, _) = time.monotonic() - began, failure.notes(group)
+    after, (found, _) = time.monotonic() - began, notes(group)
     missing = [rank for rank, note in enumerate(found) if not here.items() <= note.items()]
     have = "rank {} has" if len(missing) == 1 else "ranks {} have"
     have = have.format(failure.spans(missing))
@@ -246,7 +240,7 @@ def _absent(here: Mapping[str, Any], group: Group, began: float, error: RuntimeE
     rows = (note or {"at": "no note: is it inside varcomm.debug?"} for note in found)
     return (
         f"{reason} call {here['call']} of the group inside varcomm.debug "
-        f"({failure.brief(error)}).{_numbering(group)} Where ranks were last:\n"
+        f"({brief(error)}).{_numbering(group)} Where ranks were last:\n"
         f"{failure.table(rows)}\n"
         "If a rank is only slow, raise the timeout: varcomm.debug(timeout=...)."
     )

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from varcomm.transport.agreement import share
-from varcomm.transport.engine import is_simulated
 from varcomm.transport.group import Group, resolve, weakly
 
 __all__ = ["Lane", "aside", "free_lanes", "take_lane", "weakly"]
@@ -25,7 +24,7 @@ def aside(group: Group) -> Group:
     """Return a second group of the ranks of `group` for one thread; collective at first."""
     if "aside" not in group.auxiliary:
         name = share("a second group", _new_name, group)[0]
-        backends = _kind(group)[0] if is_simulated(group) else "gloo"
+        backends = _kind(group)[0] if group.simulated else "gloo"
         group.auxiliary["aside"] = _made(group, backends, name)
     found: Group = group.auxiliary["aside"]()
     return found

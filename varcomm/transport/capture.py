@@ -11,7 +11,8 @@ import torch
 from varcomm.errors import ArgumentError, GroupError, VarcommError, at_least
 from varcomm.transport.agreement import agree
 from varcomm.transport.debug import debugging
-from varcomm.transport.engine import Route, engine_for, recording
+from varcomm.transport.engine import Route, recording
+from varcomm.transport.engines.choose import engine_for
 from varcomm.transport.group import GroupLike, resolve
 
 T = TypeVar("T")

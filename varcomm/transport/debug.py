@@ -10,6 +10,7 @@ from numbers import Real
 
 from varcomm.errors import ArgumentError, CommunicationError
 from varcomm.transport.environment import is_on
+from varcomm.transport.notes import brief, leave_note
 
 DEFAULT_TIMEOUT = 30.0  # seconds
 
@@ -79,8 +80,6 @@ def debug(timeout: float | timedelta = DEFAULT_TIMEOUT) -> Iterator[None]:
         yield
     except BaseException as error:
         if not (getattr(error, "on_all_ranks", False) or isinstance(error, CommunicationError)):
-            from varcomm.transport.failure import brief, leave_note
-
             leave_note({"left with": f"{type(error).__name__}: {brief(error)}"})
         raise
     finally:

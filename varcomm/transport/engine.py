@@ -1,4 +1,4 @@
-"""Engines, which move bytes of uneven length between ranks: their interface and their choice.
+"""Engines, which move bytes of uneven length between ranks: their interface.
 
 An engine has no notion of rows, dtypes or gradients. All its tensors are contiguous; all counts
 are bytes per rank.
@@ -14,14 +14,9 @@ from itertools import accumulate
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from varcomm.errors import GroupError
-from varcomm.transport.group import Group, resolve
-
-# Backends of torch.distributed that have an engine, and its kinds of devices.
-_SERVED = {"gloo": ("cpu", "cuda"), "fake": ("cpu", "cuda"), "nccl": ("cuda",)}
+from varcomm.transport.group import Group
 
 NO_LIMIT = timedelta(0)  # the timeout of the group holds
 
@@ -126,13 +121,8 @@ def wait_for(works: Works, timeout: timedelta = NO_LIMIT) -> None:
 
 
 class Engine(ABC):
-    """Uneven collectives on bytes.
+    """Uneven collectives on bytes."""
 
-    A `simulated` engine answers in place of the other ranks: each repeats the metadata of this
-    rank, and its data are zeros.
-    """
-
-    simulated: ClassVar[bool] = False
     in_cuda_graphs: ClassVar[bool] = False  # a CUDA graph can repeat its messages
     short_by_levels: ClassVar[bool] = False  # many ranks gather short shards by levels
 
@@ -142,49 +132,6 @@ class Engine(ABC):
 
     def leave(self, group: Group) -> None:  # noqa: B027, an engine may have no way to do it
         """End the waiting of other ranks for this one, after a failure."""
-
-
-def prepared(route: Route, device: torch.device, name: str | None = None) -> Start:
-    """Return the function that starts a route by the engine for `device`, or raises EngineFailure.
-
-    Its tensors are contiguous. Calls with a `name` are recorded.
-    """
-    group = route.group
-    engine = engine_for(group, device)
-    start: Start
-    if group.size == 1:
-        start = _keep if route.recv[0] else _nothing
-    elif route.schedule == "broadcast" and not any((*route.recv, *route.send)):
-        start = _nothing
-    else:
-        start = engine.prepare(route)
-
-    received, sent = route.nbytes()
-
-    def begin(out: Tensor, data: Tensor) -> Works:
-        # NCCL refuses other lengths on this rank alone, and the other ranks wait
-        assert out.nbytes == received, (route, out.nbytes)
-        assert sent is None or data.nbytes == sent, (route, data.nbytes)
-        if name is not None:
-            for record in recorders:
-                record(name, route, device)
-        try:
-            return start(out, data)
-        except RuntimeError as error:
-            raise EngineFailure(str(error)) from error
-
-    return begin
-
-
-def _keep(out: Tensor, data: Tensor) -> Works:
-    """Move the data of a single rank."""
-    if data.data_ptr() != out.data_ptr():
-        (out if out.shape == data.shape else out.view(data.shape)).copy_(data)
-    return ()
-
-
-def _nothing(out: Tensor, data: Tensor) -> Works:
-    return ()
 
 
 def broadcast_route(group: Group, count: int, src: int) -> Route:
@@ -218,55 +165,6 @@ def as_bytes(values: Tensor) -> Tensor:
     if values.numel() <= 1:  # contiguous at any stride, but seen as bytes only at stride 1
         values = values.as_strided((values.numel(),), (1,))
     return (values if values.dim() == 1 else values.view(-1)).view(torch.uint8)
-
-
-def engine_for(group: Group, device: torch.device) -> Engine:
-    """Return the engine for bytes on `device`, or raise GroupError."""
-    engine: Engine | None = group.engines.get(device)
-    if engine is None:
-        engine = group.engines[device] = _found(group, device)
-    return engine
-
-
-def is_simulated(group: Group) -> bool:
-    """Return whether the engine of the group answers for ranks that do not exist."""
-    return engine_for(group, group.device()).simulated
-
-
-def _found(group: Group, device: torch.device) -> Engine:
-    """Import and return the engine: a process imports only the engines that its groups use."""
-    backends = group.backends()
-    backend = backends.get(device.type, "")
-    if device.type not in _SERVED.get(backend, ()):
-        served = [kind for kind, backend in backends.items() if kind in _SERVED.get(backend, ())]
-        raise GroupError(
-            f"{group}: the tensor is on {device}, but this group has an engine for "
-            f"{' and '.join(served) or 'no device'} only (torch.distributed's backends: "
-            f"{dist.get_backend_config(group.process_group)}). Move the tensor, or call "
-            "varcomm.init with a backend for its device: gloo or mpi for cpu, nccl for cuda."
-        )
-    if backend == "nccl":
-        from varcomm.transport.nccl import NCCL
-
-        return NCCL()
-    if backend == "fake":
-        from varcomm.transport.simulated import Simulated
-
-        return Simulated()
-    engine: Engine
-    if resolve(None).over_mpi:
-        from varcomm.transport.mpi import MPIEngine  # mpi4py is an optional package
-
-        engine = MPIEngine()
-    else:
-        from varcomm.transport.gloo import Gloo
-
-        engine = Gloo()
-    if device.type == "cpu":
-        return engine
-    from varcomm.transport.pinned import Pinned
-
-    return Pinned(engine)
 
 
 Record: TypeAlias = Callable[[str, Route, torch.device], object]

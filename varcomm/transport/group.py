@@ -7,6 +7,7 @@ import os
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -80,6 +81,14 @@ class Group:
         except (TypeError, ValueError) as error:
             raise GroupError(f"the group of {self.label} was destroyed.") from error
         return dict(pair.split(":", 1) for pair in config.split(","))
+
+    @cached_property
+    def simulated(self) -> bool:
+        """Whether its engine answers for the other ranks, which do not exist.
+
+        Each of them repeats the metadata of this rank, and its data are zeros.
+        """
+        return self.backends().get(self.device().type) == "fake"
 
     def timeout(self) -> timedelta:
         """Return the timeout of calls; a simulated group has the default."""

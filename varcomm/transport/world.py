@@ -33,8 +33,8 @@ from varcomm.errors import ArgumentError, LaunchError, MissingPackageError, Varc
 from varcomm.transport import environment
 from varcomm.transport.debug import checked_seconds
 from varcomm.transport.environment import Place, is_on
-from varcomm.transport.failure import note_exceptions
 from varcomm.transport.group import MANY, forget_destroyed, resolve
+from varcomm.transport.notes import note_exceptions
 
 logger = logging.getLogger("varcomm")
 
@@ -140,7 +140,7 @@ def _has_mpi(timeout: float | timedelta) -> bool:
     if place.launcher not in ("Open MPI", "MPICH") or torch.cuda.is_available():
         return False
     try:
-        from varcomm.transport import mpi  # mpi4py is an optional package
+        from varcomm.transport.engines import mpi  # mpi4py is an optional package
 
         mpi.start(place, timedelta(seconds=checked_seconds(timeout)))
     except (MissingPackageError, LaunchError) as error:
@@ -173,7 +173,10 @@ def join(place: Place, backend: str | None, timeout: float | timedelta) -> None:
     node_size = 0
     try:
         if mpi:
-            from varcomm.transport.mpi import start, store_of  # mpi4py is an optional package
+            from varcomm.transport.engines.mpi import (  # mpi4py is an optional package
+                start,
+                store_of,
+            )
 
             start(place, limit)
             store = store_of(limit)

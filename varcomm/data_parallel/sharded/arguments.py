@@ -13,7 +13,7 @@ from varcomm.data_parallel.buckets import gradient_dtype, is_owned
 from varcomm.errors import ArgumentError
 from varcomm.ops.checks import checked_tensor
 from varcomm.sharding.sharded import refuse_unwritable
-from varcomm.transport.engine import engine_for
+from varcomm.transport.engines.choose import engine_for
 from varcomm.transport.group import Group
 
 __all__ = ["ANOTHER", "NAME", "Given"]

@@ -27,7 +27,7 @@ from varcomm.ops.packing import taken
 from varcomm.plan.checks import checked_index
 from varcomm.sizes import ShardSizes, checked_sizes
 from varcomm.transport.agreement import agree, agree_and_share, compare
-from varcomm.transport.engine import engine_for
+from varcomm.transport.engines.choose import engine_for
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["from_edges"]

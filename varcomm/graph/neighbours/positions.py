@@ -21,7 +21,7 @@ from varcomm.ops.checks import checked_tensor
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.sizes import ShardSizes
 from varcomm.transport.agreement import agree_and_share, compare
-from varcomm.transport.engine import engine_for, is_simulated
+from varcomm.transport.engines.choose import engine_for
 from varcomm.transport.group import Group
 
 __all__ = [
@@ -99,7 +99,7 @@ def checked_positions(pos: torch.Tensor, what: str, group: Group) -> torch.Tenso
     if not pos.is_floating_point() or pos.dim() != 2 or not pos.shape[1]:
         raise ArgumentError(f"pos must be floats of shape (n, D); got {described(pos)}.")
     engine_for(group, pos.device)
-    if group.size > 1 and is_simulated(group):
+    if group.size > 1 and group.simulated:
         raise GroupError(
             f"on {group}: in a simulated world no other rank brings positions. Find the edges in "
             "one process, and use varcomm.simulate.partition."

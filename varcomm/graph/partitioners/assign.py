@@ -25,7 +25,7 @@ from varcomm.graph.partitioners.coordinates import (
 )
 from varcomm.sizes import at_least
 from varcomm.transport.agreement import agree, compare, share
-from varcomm.transport.engine import engine_for
+from varcomm.transport.engines.choose import engine_for
 from varcomm.transport.group import GroupLike, resolve
 
 __all__ = ["METHODS", "assign", "assign_sharded", "method_used"]

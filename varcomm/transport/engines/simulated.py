@@ -17,16 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from varcomm.errors import GroupError, at_least, checked_rank
-from varcomm.transport.engine import (
-    Engine,
-    Route,
-    Schedule,
-    Start,
-    Works,
-    as_bytes,
-    is_simulated,
-    recording,
-)
+from varcomm.transport.engine import Engine, Route, Schedule, Start, Works, as_bytes, recording
 from varcomm.transport.group import forget_destroyed, resolve
 
 NODE = 8  # ranks on a simulated node
@@ -50,7 +41,7 @@ def transfers() -> Iterator[list[Transfer]]:
 
     def record(_: str, route: Route, device: torch.device) -> None:
         group = route.group
-        if group.size > 1 and is_simulated(group):
+        if group.size > 1 and group.simulated:
             counts = ((*c[: group.rank], 0, *c[group.rank + 1 :]) for c in (route.send, route.recv))
             found.append(Transfer(route.schedule, group.rank, group.ranks, *counts))
 
@@ -60,8 +51,6 @@ def transfers() -> Iterator[list[Transfer]]:
 
 class Simulated(Engine):
     """Fills the parts of other ranks with zeros, and keeps this rank's own."""
-
-    simulated = True
 
     def prepare(self, route: Route) -> Start:
         schedule, group, recv, send, _ = route
