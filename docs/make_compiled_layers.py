@@ -1,6 +1,6 @@
 """Write ``reference/compiled_layers.md``: the table of layers under torch.compile.
 
-After a change of PyG, PyTorch or ``varcomm/graph/adapt``, run ``python
+After a change of PyG, PyTorch or ``varcomm/graph/layers``, run ``python
 docs/make_compiled_layers.py`` in the root of the repository. The script compiles each layer of the
 tests on two ranks, which takes minutes.
 """

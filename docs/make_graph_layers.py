@@ -1,6 +1,6 @@
 """Write ``reference/graph_layers.md``: the tables of PyG layers and functions that are exact.
 
-After a change of PyG, of the lists in ``varcomm.graph.adapt.checks`` or of the tables below, run
+After a change of PyG, of the lists in ``varcomm.graph.layers.refused`` or of the tables below, run
 ``python docs/make_graph_layers.py`` in the root of the repository. ``tests/graph`` compares the
 tables with the library.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch_geometric.nn import conv
 
-from varcomm.graph.adapt.checks import EXACT_AGGREGATIONS, REFUSED
+from varcomm.graph.layers.refused import EXACT_AGGREGATIONS, REFUSED
 
 PAGE = Path(__file__).with_name("reference") / "graph_layers.md"
 

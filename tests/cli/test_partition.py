@@ -13,7 +13,7 @@ from torch_geometric.data import Data
 import varcomm as vc
 from tests.worlds import WORLDS
 from varcomm.cli.main import main
-from varcomm.graph.files.graph_file import read_graph
+from varcomm.graph.graph_file import read_graph
 
 RING = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "command_line.md").read_text()

@@ -106,10 +106,11 @@ def summary_problems(doc):
         yield "no summary"
 
 
-def argument_problems(value):
+def argument_problems(value, is_method=False):
     """Yield problems of the arguments; those of a dataclass may be among its attributes."""
-    of, names = sections(value.__doc__), inspect.signature(value).parameters
-    arguments = {name for name in names if not name.startswith("_") and name not in ("self", "cls")}
+    of, names = sections(value.__doc__), [*inspect.signature(value).parameters]
+    names = names[1:] if is_method else names
+    arguments = {name for name in names if not name.startswith("_")}
     described = names_in(of.get("Parameters", ""))
     attributes = names_in(of.get("Attributes", "")) if inspect.isclass(value) else []
     yield from (f"{name} not described" for name in arguments - {*described, *attributes})
@@ -167,7 +168,8 @@ def problems(name, value):
             if not method.startswith("_") and inspect.isfunction(function):
                 found = [*summary_problems(function.__doc__)]
                 if "Parameters" in sections(function.__doc__ or ""):
-                    found += argument_problems(function)
+                    is_static = isinstance(member, staticmethod)
+                    found += argument_problems(function, is_method=not is_static)
                 yield from (f"{method}: {problem}" for problem in found)
         return
     if ("Raises" in of) == (name in CANNOT_FAIL):

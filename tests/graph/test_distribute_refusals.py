@@ -15,8 +15,8 @@ import varcomm
 from tests.graph.layers import example
 from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import distribute, partition
-from varcomm.graph.adapt.checks import EXACT_AGGREGATIONS
-from varcomm.graph.adapt.checks import REFUSED as LAYERS_REFUSED
+from varcomm.graph.layers.refused import EXACT_AGGREGATIONS
+from varcomm.graph.layers.refused import REFUSED as LAYERS_REFUSED
 
 DATA = example()
 

@@ -9,7 +9,7 @@ from torch_geometric.nn import aggr, conv
 from tests.graph import functions
 from tests.graph.against_one import assert_verdicts, data_of, graph_of, verdict
 from tests.graph.layers_beyond import LAYERS
-from varcomm.graph.adapt.checks import EXACT_AGGREGATIONS
+from varcomm.graph.layers.refused import EXACT_AGGREGATIONS
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -12,7 +12,7 @@ from tests.graph.layers import example
 from tests.graph.layers_beyond import LAYERS
 from tests.ops.comparing import assert_none
 from varcomm.graph import partition
-from varcomm.graph.adapt.checks import EXACT_AGGREGATIONS, REFUSED
+from varcomm.graph.layers.refused import EXACT_AGGREGATIONS, REFUSED
 
 
 @cache

@@ -12,7 +12,7 @@ import torch
 import varcomm
 from tests.graph.test_mesh import box, saved
 from varcomm.graph import read_mesh
-from varcomm.graph.files.openfoam import _check, read_case
+from varcomm.graph.mesh.openfoam import _check, read_case
 
 NAMES = ("points", "faces", "owner", "neighbour", "boundary")
 

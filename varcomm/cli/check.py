@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Make model and data, compare, and print the result."""
-    from varcomm.graph.files.graph_file import read_graph
+    from varcomm.graph.graph_file import read_graph
     from varcomm.testing import same_as_one_process
 
     file = options.model.partition(":")[0]

@@ -60,7 +60,7 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 def _partition(folder: Path) -> tuple[str, dict[str, Any]]:
     """Return the content of a saved partition."""
-    from varcomm.graph.files.saved import Outline
+    from varcomm.graph.saved_partition import Outline
 
     outline = Outline.open(folder)
     outline.verify()

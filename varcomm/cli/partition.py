@@ -64,9 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Check the targets, cut, write and report."""
     from varcomm import simulate
-    from varcomm.graph.files.graph_file import read_graph_and_mesh
-    from varcomm.graph.files.plot import check_target
-    from varcomm.graph.files.saved import check_place
+    from varcomm.graph.graph_file import read_graph_and_mesh
+    from varcomm.graph.plot import check_target
+    from varcomm.graph.saved_partition import check_place
 
     if options.plot is not None:
         check_target(options.plot)

@@ -6,23 +6,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.index import How, Kind, Numbering, PartitionedIndex, ordinary
-from varcomm.graph.nn.graphs import STARTS_FROM_ZERO
+from varcomm.graph.index.batch import STARTS_FROM_ZERO
+from varcomm.graph.index.partitioned_index import How, Kind, Numbering, PartitionedIndex, ordinary
+from varcomm.graph.node_shard import NodeShard, Shard
 from varcomm.graph.on_device import require
-from varcomm.graph.shard import Shard
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_to_all_v import all_to_all_v
 from varcomm.ops.compilation import count_in, extent_of, kept_from_compilation, varying
 from varcomm.ops.operator import checking, in_graph
 from varcomm.plan.exchange_plan import ExchangePlan
-
-if TYPE_CHECKING:
-    from varcomm.graph.shard import NodeShard
 
 __all__ = ["EdgeShard"]
 
@@ -236,7 +233,7 @@ class EdgeShard(Numbering, Shard):
             plan=self.plan.to(device),
         )
 
-    # Methods that operations on edge_index call: see varcomm.graph.index.
+    # Methods that operations on edge_index call: see varcomm.graph.index.partitioned_index.
 
     def selected_from(self, kind: Kind, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return `x`, with the halo's rows appended if sources select."""

@@ -13,16 +13,13 @@ from torch_geometric.data import Data, HeteroData
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.edge_shard import EdgeShard
-from varcomm.graph.index import PartitionedIndex
-from varcomm.graph.nn.graphs import Graphs
-from varcomm.graph.shard import NodeShard, Shard, moved
+from varcomm.graph.index.batch import Graphs
+from varcomm.graph.index.partitioned_index import PartitionedIndex
+from varcomm.graph.node_shard import NodeShard, Shard, moved
+from varcomm.graph.report import Report
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.sizes import ShardSizes
 from varcomm.transport.group import Group, GroupLike
-
-if TYPE_CHECKING:
-    from varcomm.graph.files.mesh import Mesh
-    from varcomm.graph.report import Report
 
 __all__ = ["EdgeType", "NodeType", "PartitionedGraph"]
 
@@ -317,162 +314,28 @@ class PartitionedGraph:
             attributes=moved(self.attributes, device),
         )
 
-    def plot(
-        self,
-        path: str | os.PathLike[str],
-        node_type: NodeType = None,
-        mesh: Mesh | None = None,
-    ) -> None:
-        """Draw each node in the colour of its owner, darker if another rank has a copy.
-
-        Collective: rank 0 draws with matplotlib. With ``mesh``, the picture shows cells: the cells
-        that are nodes, or for each point the nearest part of its cells. Volumes are drawn by their
-        outer faces, with a second picture of the cells between ranks. Without ``mesh``, the picture
-        shows nodes as dots at the attribute ``pos``, (n, 2) or (n, 3). If there are more than
-        200,000 nodes, each rank draws the same random share of its nodes.
-        Communication: at most 32 bytes per drawn node.
-
-        Parameters
-        ----------
-        path : path
-            File that rank 0 writes or replaces, in the format of its suffix: .png, .pdf, .svg, ...
-        node_type : str, optional
-            The type of nodes to draw, in a graph with several types.
-        mesh : Mesh, optional
-            The mesh of the graph, which only rank 0 needs.
-
-        Raises
-        ------
-        ArgumentError
-            On every rank, if positions are missing or invalid, `mesh` has another number of nodes,
-            or rank 0 cannot write the file.
-        DisagreementError
-            On every rank, if `node_type` differs across ranks; the `path` of rank 0 counts.
-        MissingPackageError
-            On every rank, if matplotlib is not installed on rank 0.
-        """
-        from varcomm.graph.files.plot import plot
-
-        plot(self, path, node_type, mesh)
-
-    def migrate(
-        self,
-        owner: str | torch.Tensor | Mapping[str, torch.Tensor],
-        node_attrs: Mapping[str, Any] | None = None,
-    ) -> PartitionedGraph:
-        """Return the graph with new owners of its nodes; this graph does not change.
-
-        Collective; an error on one rank is raised on all ranks. A node moves with its attributes,
-        the edges into it, and the attributes of these edges. The result equals :func:`partition`
-        with these owners. Attributes are not differentiable: :func:`transfer` moves any tensor with
-        its gradient.
-        Communication: each node and edge that moves is sent once, and a few numbers per halo node
-        and per rank.
-
-        Parameters
-        ----------
-        owner : torch.Tensor or str
-            New rank of each owned node, int64 of shape (n,). With several types of nodes, pass a
-            dict by type; nodes of a missing type stay. ``"rcb"`` or ``"hilbert"`` assign owners as
-            in :func:`assign_sharded`, from the attribute ``pos``.
-        node_attrs : mapping of str to torch.Tensor, optional
-            New or changed attributes, (n, *F), such as the current positions; a dict by type if
-            there are several types of nodes.
-
-        Returns
-        -------
-        PartitionedGraph
-            This rank's new part, on the same device, with the same hops.
-
-        Raises
-        ------
-        ArgumentError
-            On every rank, if an owner is out of range, or an attribute does not have one row per
-            node.
-        DisagreementError
-            On every rank, if attributes differ in name, dtype or row shape.
-
-        Examples
-        --------
-        >>> import torch, varcomm
-        >>> from torch_geometric.data import Data
-        >>> def fn(rank):
-        ...     edge_index = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
-        ...     ring = Data(x=torch.arange(4.0), edge_index=edge_index)
-        ...     old = varcomm.graph.partition(ring, method="block")
-        ...     new = old.migrate(torch.tensor([[0, 1], [1, 1]][rank]))
-        ...     return new.x.tolist(), new.halo_ids.tolist()
-        >>> varcomm.launch(fn, 2)
-        [([0.0], [3]), ([1.0, 2.0, 3.0], [0])]
-        """
-        from varcomm.graph.moving.migrate import migrate
-
-        return migrate(self, owner, node_attrs)
-
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write each rank's part into a folder on a shared file system; collective.
-
-        The folder has one safetensors file per rank with its owned rows, and one JSON index.
-
-        Parameters
-        ----------
-        folder : path
-            Made if it is missing. One rename replaces an earlier partition in the folder.
-
-        Raises
-        ------
-        ArgumentError
-            On every rank, if a rank cannot write, or if the folder has other content, which is
-            kept. Also raised if a value of the full graph is not a tensor, number, string, or list,
-            set, tuple or dict of them.
-        """
-        from varcomm.graph.files.saved import save
-
-        save(self, folder)
-
-    @staticmethod
-    def load(folder: str | os.PathLike[str], group: GroupLike = None) -> PartitionedGraph:
-        """Read a saved partition, on the same or on another number of ranks; collective.
-
-        Each rank reads its own rows. On another number of ranks, the nodes are split evenly in the
-        order of the saved parts.
-
-        Parameters
-        ----------
-        folder : path
-            As for :meth:`save`.
-        group : ProcessGroup or DeviceMesh, optional
-            Ranks that take part; None means the whole world.
-
-        Returns
-        -------
-        PartitionedGraph
-            On the CPU.
-
-        Raises
-        ------
-        ArgumentError
-            On every rank, if a file is missing, incomplete, altered, or of another graph.
-
-        Examples
-        --------
-        >>> import tempfile, torch, varcomm
-        >>> from torch_geometric.data import Data
-        >>> def save(rank, folder):
-        ...     ring = Data(x=torch.arange(4.0), edge_index=torch.tensor([[0, 1, 2], [1, 2, 3]]))
-        ...     varcomm.graph.partition(ring, method="block").save(folder)
-        >>> def load(rank, folder):
-        ...     return varcomm.graph.PartitionedGraph.load(folder).x.tolist()
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     varcomm.launch(save, 2, folder), varcomm.launch(load, 1, folder)
-        ([None, None], [[0.0, 1.0, 2.0, 3.0]])
-        """
-        from varcomm.graph.files.saved import load
-
-        return load(folder, group)
-
     def report(self) -> Report:
         """Return the balance of the parts and the volume of an exchange; collective."""
-        from varcomm.graph.report import Report
+        return Report.of(self.node_shards.values(), self.edge_shards.values(), self.method)
 
-        return Report.of(self)
+    if TYPE_CHECKING:  # functions of modules above this one, which varcomm/graph/__init__.py sets
+
+        def plot(
+            self, /, path: str | os.PathLike[str], node_type: NodeType = None, mesh: object = None
+        ) -> None:
+            """Draw each node in the colour of its owner, darker if another rank has a copy."""
+
+        def migrate(
+            self,
+            /,
+            owner: str | torch.Tensor | Mapping[str, torch.Tensor],
+            node_attrs: Mapping[str, Any] | None = None,
+        ) -> PartitionedGraph:
+            """Return the graph with new owners of its nodes."""
+
+        def save(self, /, folder: str | os.PathLike[str]) -> None:
+            """Write each rank's part into a folder on a shared file system."""
+
+        @staticmethod
+        def load(folder: str | os.PathLike[str], group: GroupLike = None) -> PartitionedGraph:
+            """Read a saved partition, on the same or on another number of ranks."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from varcomm.errors import ArgumentError
+from varcomm.graph.edge_shard import EdgeShard
+from varcomm.graph.node_shard import NodeShard
 from varcomm.sizes import at_least
 from varcomm.transport.agreement import share
-
-if TYPE_CHECKING:
-    from varcomm.graph.partitioned_graph import PartitionedGraph
 
 __all__ = ["Report"]
 
@@ -69,11 +68,13 @@ class Report:
     neighbours: tuple[int, ...]
 
     @classmethod
-    def of(cls, graph: PartitionedGraph) -> Report:
+    def of(
+        cls, node_shards: Iterable[NodeShard], edge_shards: Iterable[EdgeShard], method: str
+    ) -> Report:
         """Collect the numbers of all ranks; collective, about 48 bytes per rank."""
-        shards = graph.edge_shards.values()
+        nodes, shards = [*node_shards], [*edge_shards]
         own = (
-            sum(nodes.num_owned for nodes in graph.node_shards.values()),
+            sum(shard.num_owned for shard in nodes),
             sum(edges.num_halo for edges in shards),
             sum(edges.num_owned for edges in shards),
             # with halos of several hops, edges into the halo follow the owned edges
@@ -81,8 +82,8 @@ class Report:
             sum(sum(edges.plan.send_counts) for edges in shards),
             len({rank for edges in shards for rank in edges.plan.neighbours}),
         )
-        columns = zip(*share("graph.report", lambda: own, graph.group), strict=True)
-        return cls(graph.method, *columns)
+        columns = zip(*share("graph.report", lambda: own, nodes[0].group), strict=True)
+        return cls(method, *columns)
 
     @property
     def edge_cut(self) -> float:

@@ -18,9 +18,9 @@ from varcomm.sizes import ShardSizes, at_least
 from varcomm.transport.group import GroupLike, resolve
 
 if TYPE_CHECKING:  # which needs PyTorch Geometric
-    from varcomm.graph.building.assemble import Numbering
-    from varcomm.graph.building.partition import Method
-    from varcomm.graph.files.mesh import Mesh
+    from varcomm.graph.build.assemble import Numbering
+    from varcomm.graph.build.partition import Method
+    from varcomm.graph.mesh.mesh import Mesh
     from varcomm.graph.partitioned_graph import PartitionedGraph
     from varcomm.graph.report import Report
 
@@ -171,10 +171,10 @@ class Parts(Counts):
 
         Call this method inside :func:`world`, or on P real ranks that have the same graph.
         """
-        from varcomm.graph.building.assemble import localised, owned_edges
+        from varcomm.graph.build.assemble import localised, owned_edges
         from varcomm.graph.edge_shard import EdgeShard
+        from varcomm.graph.node_shard import AscendingIds
         from varcomm.graph.partitioned_graph import PartitionedGraph
-        from varcomm.graph.shard import AscendingIds
 
         ranks = resolve(group)
         if ranks.size != self.size:
@@ -220,7 +220,7 @@ class Parts(Counts):
 
         `progress` is called with the number of each rank whose part has been written.
         """
-        from varcomm.graph.files.saved import Staging, part_of
+        from varcomm.graph.saved_partition import Staging, part_of
 
         staging, digests = Staging(folder, self._tables.attributes), list[str]()
         try:
@@ -241,8 +241,8 @@ class Parts(Counts):
 
     def plot(self, path: str | os.PathLike[str], mesh: Mesh | None = None) -> None:
         """Draw :meth:`varcomm.graph.PartitionedGraph.plot`, for a graph with one type of nodes."""
-        from varcomm.graph.building.tables import rows_at
-        from varcomm.graph.files.plot import check_target, draw, draw_cells, lists_to_draw, places
+        from varcomm.graph.build.pyg_data import rows_at
+        from varcomm.graph.plot import check_target, draw, draw_cells, lists_to_draw, places
 
         check_target(path)
         (numbered,), (table,) = self._numbered.values(), self._tables.nodes.values()
@@ -306,9 +306,9 @@ def partition(data: Any, size: int, method: Method = None) -> Parts:
     ...     parts.part().halo_ids
     tensor([3])
     """
-    from varcomm.graph.building.assemble import Numbering
-    from varcomm.graph.building.partition import assigned, checked_method
-    from varcomm.graph.building.tables import ends, read
+    from varcomm.graph.build.assemble import Numbering
+    from varcomm.graph.build.partition import assigned, checked_method
+    from varcomm.graph.build.pyg_data import ends, read
 
     count = at_least(1, size, "simulate.partition: size")
     tables, name = read(data), "the ranks given"

@@ -22,8 +22,8 @@ from varcomm.graph.neighbours.positions import (
     checked_positions,
     shards,
 )
+from varcomm.graph.node_shard import AscendingIds
 from varcomm.graph.partitioned_graph import PartitionedGraph
-from varcomm.graph.shard import AscendingIds
 from varcomm.sizes import ShardSizes, at_least
 from varcomm.transport.agreement import agree, share
 from varcomm.transport.group import GroupLike, resolve

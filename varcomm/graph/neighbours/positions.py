@@ -15,8 +15,8 @@ from varcomm.errors import ArgumentError, GroupError, MissingPackageError
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.neighbours.ghosts import Bounds, Frame
 from varcomm.graph.neighbours.links import EdgeCounts, Links
+from varcomm.graph.node_shard import AscendingIds, NodeShard, described
 from varcomm.graph.partitioned_graph import EdgeType, NodeType
-from varcomm.graph.shard import AscendingIds, NodeShard, described
 from varcomm.ops.checks import checked_tensor
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.sizes import ShardSizes

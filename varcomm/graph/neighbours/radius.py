@@ -23,8 +23,8 @@ from varcomm.graph.neighbours.positions import (
     checked_positions,
     shards,
 )
+from varcomm.graph.node_shard import AscendingIds
 from varcomm.graph.partitioned_graph import PartitionedGraph
-from varcomm.graph.shard import AscendingIds
 from varcomm.ops.digest import digest
 from varcomm.plan.checks import checked_integers, checked_range
 from varcomm.plan.exchange_plan import ExchangePlan

@@ -13,7 +13,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.utils import remove_self_loops, to_undirected
 
 from varcomm.errors import ArgumentError, MissingPackageError
-from varcomm.graph.building.tables import edge_indices, ends, label, node_counts, stores
+from varcomm.graph.build.pyg_data import edge_indices, ends, label, node_counts, stores
 from varcomm.graph.partitioners.coordinates import (
     AllRows,
     by_bisection,

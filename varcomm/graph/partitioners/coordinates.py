@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.shard import described
+from varcomm.graph.node_shard import described
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_reduce import all_reduce
 from varcomm.ops.all_to_all_v import all_to_all_v

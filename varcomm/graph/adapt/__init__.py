@@ -1,1 +1,0 @@
-"""Adaptation of PyTorch Geometric models to partitioned graphs."""

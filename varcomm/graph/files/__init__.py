@@ -1,1 +1,0 @@
-"""Saved partitions, mesh files and pictures."""

@@ -1,0 +1,167 @@
+"""Graphs of a batch whose nodes are spread over ranks, and reductions over the nodes of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from varcomm.errors import ArgumentError
+from varcomm.graph.index.partitioned_index import How, Kind, Numbering, PartitionedIndex
+from varcomm.graph.replicated_values import of_all_ranks
+from varcomm.ops.all_gather_v import all_gather_v
+from varcomm.ops.all_reduce import all_reduce
+from varcomm.ops.all_to_all_v import all_to_all_v
+from varcomm.ops.reduction import accumulation_dtype, pieces
+from varcomm.transport.group import Group
+
+__all__ = [
+    "STARTS_FROM_ZERO",
+    "Graphs",
+    "accumulated",
+    "extreme",
+    "largest",
+]
+
+Extreme = Literal["amax", "amin"]
+
+#: whether an extreme of 0 shares its gradient with the 0 that PyG's scatter starts from, and loses
+#: that share: it does in torch 2.13
+STARTS_FROM_ZERO = True
+
+
+@dataclass(eq=False)
+class Graphs(Numbering):
+    """The graphs that the nodes of all ranks belong to; see :class:`PartitionedIndex`."""
+
+    group: Group
+    #: the number of graphs, once known
+    size: int | None = None
+
+    #: rows that count, of which halo rows may follow; all, if None
+    num_owned: int | None = None
+
+    def selected_from(self, kind: Kind, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return the rows of all graphs, which every rank has."""
+        return x
+
+    def reduced(
+        self, index: PartitionedIndex, how: How, src: torch.Tensor, size: int
+    ) -> torch.Tensor:
+        """Reduce the rows of all ranks' nodes, (n, *F) here, to the rows of their graphs."""
+        if self.size is not None and size < self.size and index.whole:
+            raise ArgumentError(f"the batch has {self.size} graphs, more than dim_size={size}.")
+        if self.num_owned is not None and not index.whole:
+            raise ArgumentError(
+                "readouts of some nodes need halos of one hop: partition the graph with hops=1."
+            )
+        assert index.line is not None
+        rows, src = index.line[: self.num_owned], src[: self.num_owned]
+        if how in ("amax", "amin"):
+            return extreme(how, src, rows, size, self.group)
+        wide = src.to(accumulated(src.dtype))
+        if how == "sum":
+            part = wide.new_zeros(size, *src.shape[1:]).index_add(0, rows, wide)
+            total = all_reduce(part, group=self.group.process_group)
+            return of_all_ranks(total, self.group).to(src.dtype)
+        ones = wide.new_ones(size, *src.shape[1:])
+        local = ones.scatter_reduce(0, _index(rows, wide), wide, "prod")
+        return _across_ranks([local], lambda values: values.prod(0), self.group).to(src.dtype)
+
+    def count(self, kind: Kind, index: torch.Tensor, whole: bool) -> int:
+        """Return the number of graphs: one more than the largest number on any rank."""
+        if whole and self.size is not None:
+            return self.size
+        end = int(index.max()) + 1 if index.numel() else 0
+        count = largest(end, self.group, index.device)
+        if whole:
+            self.size = count
+        return count
+
+
+def largest(number: int, group: Group, device: torch.device) -> int:
+    """Return the largest of all ranks' numbers; 8 bytes per rank."""
+    own = torch.tensor([number], device=device)
+    return int(all_gather_v(own, [1] * group.size, group=group.process_group).max())
+
+
+def accumulated(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which statistics of values of `dtype` are computed."""
+    return accumulation_dtype(dtype, use_fp32=True)
+
+
+def extreme(
+    how: Extreme,
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    size: int,
+    group: Group,
+    from_zero: bool = STARTS_FROM_ZERO,
+) -> torch.Tensor:
+    """Return the extreme of (n, *F) in each of `size` graphs, (G, *F), where `rows` are of them.
+
+    Nodes with the extreme share its gradient evenly. The extreme of no nodes is 0.
+    """
+    start = x.new_full((size, *x.shape[1:]), _beyond(how, x.dtype))
+    local = start.scatter_reduce(0, _index(rows, x), x.detach(), how)
+    equal = _equal(x.detach(), local.index_select(0, rows))
+    times = torch.zeros_like(local, dtype=torch.int32).index_add(0, rows, equal.int())
+    if x.is_floating_point():
+        share = (1 / times.clamp(min=1).double()).to(x.dtype).index_select(0, rows)
+        parts = x.masked_fill(~equal, 0) * share
+        local = _exactly(local, torch.zeros_like(local).index_add(0, rows, parts))
+
+    def combine(values: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+        values = values.masked_fill(times == 0, _beyond(how, values.dtype))
+        result: torch.Tensor = getattr(values.detach(), how)(0)
+        if values.is_floating_point():
+            times = times.masked_fill(~_equal(values.detach(), result), 0)
+            count = times.sum(0) + (result == 0).mul(from_zero)
+            share = (times / count.clamp(min=1).double()).to(values.dtype)
+            parts = values.masked_fill(times == 0, 0) * share
+            result = _exactly(result, parts.sum(0))
+        return result.masked_fill((times == 0).all(0), 0)
+
+    return _across_ranks([local, times], combine, group)
+
+
+def _across_ranks(
+    parts: Sequence[torch.Tensor], combine: Callable[..., torch.Tensor], group: Group
+) -> torch.Tensor:
+    """Combine tensors of all ranks elementwise, on every rank.
+
+    `combine` maps each part as (P, elements) to (elements,), for any elements. These are of a
+    piece, which is sent to the others, or few on every rank, as in :func:`varcomm.all_reduce`.
+    """
+    shape, pg = parts[0].shape, group.process_group
+    flat = [part.reshape(-1) for part in parts]
+    counts = pieces(flat[0], group, one_round=False)
+    if counts is None:
+        every = [len(flat[0])] * group.size
+        all_of = [all_gather_v(part, every, group=pg).view(group.size, -1) for part in flat]
+        return of_all_ranks(combine(*all_of).view(shape), group)
+    mine = [counts[group.rank]] * group.size
+    own = [all_to_all_v(part, counts, mine, group=pg).view(group.size, -1) for part in flat]
+    return of_all_ranks(all_gather_v(combine(*own), counts, group=pg).view(shape), group)
+
+
+def _exactly(value: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+    """Give `value` the derivatives of `parts`, which equal it except for rounding."""
+    return parts + torch.where(value.isfinite(), value - parts, 0).detach()
+
+
+def _equal(values: torch.Tensor, extreme: torch.Tensor) -> torch.Tensor:
+    return (values == extreme) | values.isnan()
+
+
+def _beyond(how: Extreme, dtype: torch.dtype) -> float | int:
+    """Return the extreme of no values."""
+    if dtype.is_floating_point:
+        return float("-inf") if how == "amax" else float("inf")
+    return torch.iinfo(dtype).min if how == "amax" else torch.iinfo(dtype).max
+
+
+def _index(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return rows.view(-1, *[1] * (x.dim() - 1)).expand_as(x)

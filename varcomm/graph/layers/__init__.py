@@ -1,0 +1,1 @@
+"""Layers and models of PyTorch Geometric on partitioned graphs."""

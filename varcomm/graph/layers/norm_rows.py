@@ -1,0 +1,199 @@
+"""Rows that a normalisation runs over, as the numbers of all ranks show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from varcomm.errors import ArgumentError
+from varcomm.graph.edge_shard import EdgeShard
+from varcomm.graph.index.batch import Graphs, accumulated
+from varcomm.graph.index.partitioned_index import Numbering, PartitionedIndex, plain
+from varcomm.graph.node_shard import Shard
+from varcomm.graph.on_device import require
+from varcomm.graph.partitioned_graph import PartitionedGraph
+from varcomm.ops.all_reduce import all_reduce
+from varcomm.ops.checks import checked_tensor
+from varcomm.ops.digest import digest
+from varcomm.ops.operator import checking
+from varcomm.transport.agreement import share
+from varcomm.transport.group import Group
+
+__all__ = ["Rows", "Where", "rows_of_any_kind"]
+
+# A graph with rows of several kinds, or the rows themselves.
+Where: TypeAlias = PartitionedGraph | Shard
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows of one kind: the owned ones, and the number of halo rows behind them.
+
+    `name` stands for the rows in messages, `key` is their expression in code. Without a shard, the
+    rows are all those that a call is given on any rank; `replicated` ones are equal on all ranks.
+    """
+
+    group: Group
+    name: str
+    key: str = ""
+    shard: Shard | None = None
+    num_halo: int = 0
+    replicated: bool = False
+
+    @property
+    def num_owned(self) -> int | None:
+        """Rows that count, of which halo rows may follow; None if all do."""
+        return self.shard.num_owned if self.shard is not None else None
+
+    def fits(self, x: torch.Tensor) -> tuple[bool, bool]:
+        """Return whether `x` has a row for each owned one, and whether for these and the halo."""
+        if self.num_owned is None:
+            return x.dim() > 0, False
+        given = len(x) if x.dim() else -1
+        return given == self.num_owned, given == self.num_owned + self.num_halo
+
+    def check(self, x: torch.Tensor, where: str) -> None:
+        """Raise ArgumentError unless `x` is of floats, for each owned row or with the halo's."""
+        checked_tensor(x, where, "x")
+        if not x.is_floating_point():
+            raise ArgumentError(f"{where}x must be of floats; got {x.dtype}.")
+        if not any(self.fits(x)):
+            raise ArgumentError(where + _refusal(x, [self]))
+
+    def total(self, x: torch.Tensor) -> int | torch.Tensor:
+        """Return the number of rows on all ranks, of which this rank's are `x`.
+
+        If no shard has the number, it is a sum over ranks, fp64 of shape (), and stays on the
+        device of `x`.
+        """
+        if self.shard is not None:
+            return self.shard.sizes.total
+        own = x.new_full((1,), len(x), dtype=torch.float64)
+        return all_reduce(own, group=self.group.process_group)[0]
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum floats (rows, *F) over all ranks: (1, *F), narrow ones in fp32."""
+        part = x[: self.num_owned].sum(0, keepdim=True, dtype=accumulated(x.dtype))
+        return all_reduce(part, group=self.group.process_group)
+
+    def index(
+        self,
+        name: str,
+        x: torch.Tensor,
+        index: torch.Tensor | None,
+        size: int | None,
+        argument: str = "batch",
+    ) -> tuple[PartitionedIndex, int]:
+        """Return the graph of each row of `x`, checked, and the number of graphs on all ranks."""
+        if index is None:
+            ids, size = torch.zeros(len(x), dtype=torch.int64, device=x.device), 1
+        else:
+            ids = plain(index)
+            with checking(name, self.group) as where:
+                self._check_ids(ids, size, x, where, argument)
+            if size is None:
+                graphs: Numbering = Graphs(self.group)
+                if isinstance(index, PartitionedIndex) and index.kind == "graph" and index.whole:
+                    graphs = index.of  # which keeps the number
+                size = graphs.count("graph", ids, whole=True)
+        of = Graphs(self.group, size, self.num_owned if self.fits(x)[1] else None)
+        return PartitionedIndex.make(ids, of, "graph", whole=True), size
+
+    def _check_ids(
+        self, ids: torch.Tensor, size: int | None, x: torch.Tensor, where: str, name: str
+    ) -> None:
+        """Raise ArgumentError unless there is a number below `size` for each row of `x`."""
+        checked_tensor(ids, where, name)
+        if ids.dtype != torch.int64 or ids.shape != x.shape[:1]:
+            raise ArgumentError(
+                f"{where}{name} must be of torch.int64, with a number for each of the {len(x)} "
+                f"rows that are given; got {ids.dtype} of shape {tuple(ids.shape)}."
+            )
+        below = "" if size is None else f" and below {size}"
+        wanted = f"{where}numbers in {name} must be at least 0{below}"
+
+        def error() -> ArgumentError:
+            low, high = (int(end) for end in ids.aminmax())
+            return ArgumentError(f"{wanted}; got {low} to {high}.")
+
+        fits = ids >= 0 if size is None else (ids >= 0) & (ids < size)
+        require(fits.all(), error, self, (name, size), f"{wanted}.")
+
+
+def rows_of_any_kind(name: str, x: torch.Tensor, where: Where, in_layer: bool) -> Rows:
+    """Return the rows that a normalisation is given, as all ranks agree.
+
+    These are nodes, or else edges, or else rows that are equal on all ranks, as pools return them;
+    on all ranks without halos, or on all with them. Inside a layer they are the edges that it
+    computes with.
+    """
+    kinds = _kinds(where)
+    group = kinds[0].group
+    if group.size == 1:
+        return Rows(group, "rows of one process", replicated=True)
+    if len(kinds) == 1:
+        return kinds[0]
+    if in_layer and isinstance(where, PartitionedGraph) and where.hops == 1:
+        return Rows(group, "rows of a layer")
+
+    def local() -> tuple[object, list[tuple[bool, bool]], str]:
+        checked_tensor(x, "", "x")
+        fits = [rows.fits(x) for rows in kinds]
+        known = digest(x) if x.dim() and len(x) else group.rank
+        return known, fits, "" if any(map(any, fits)) else _refusal(x, kinds)
+
+    digests, fits, refusals = zip(*share(name, local, group), strict=True)
+    found = [
+        rows
+        for rows, of_ranks in zip(kinds, zip(*fits, strict=True), strict=True)
+        if any(map(all, zip(*of_ranks, strict=True)))
+    ]
+    equal = all(one == digests[0] for one in digests)
+    if equal and found:  # rows that do not vary have one mean in either case
+        equal = bool((x != x[:1]).any())
+    if equal and not found:
+        return Rows(group, "rows that are equal on all ranks", replicated=True)
+    if not found:
+        wrong = next((rank for rank, text in enumerate(refusals) if text), 0)
+        text = refusals[wrong] or "x has no rows of the same kind on all ranks."
+        raise ArgumentError(f"{name}: refused on rank {wrong} of {group.size}: {text}")
+    if equal or len({tuple(rows.shard.sizes) for rows in found if rows.shard is not None}) > 1:
+        names = [rows.name for rows in found] + ["what is equal on all ranks"] * equal
+        raise ArgumentError(
+            f"{name}: on every rank, x may have rows of {' or of '.join(names)}, some with the "
+            "halo's. Choose one: module.forward = varcomm.graph.global_norm(module, "
+            f"{found[0].key})."
+        )
+    return found[0]
+
+
+def _kinds(where: Where) -> list[Rows]:
+    """Return the rows that there are: nodes of each type, then edges of each type."""
+    found: list[tuple[Any, Shard]]
+    if isinstance(where, Shard):
+        found = [(None, where)]
+    else:
+        found = [*where.node_shards.items(), *where.edge_shards.items()]
+    rows = []
+    for kind, shard in found:
+        halo = 0
+        if isinstance(shard, EdgeShard):
+            halo = shard.local_ids.shape[1] - shard.num_owned
+        elif kind is None and isinstance(where, PartitionedGraph):
+            halo = where.num_halo
+        name = shard.noun if kind is None else f"{shard.noun} of {kind!r}"
+        key = f"graph.{shard.noun}" if kind is None else f"graph[{kind!r}]"
+        rows.append(Rows(shard.group, name, key, shard, halo))
+    return rows
+
+
+def _refusal(x: torch.Tensor, kinds: Sequence[Rows]) -> str:
+    wanted = ", or ".join(
+        f"for each of the {rows.num_owned} owned {rows.name}"
+        + (f", or for these and the {rows.num_halo} in the halo" if rows.num_halo else "")
+        for rows in kinds
+    )
+    return f"x must have one row {wanted}; got shape {tuple(x.shape)}. Pass the rows of this rank."

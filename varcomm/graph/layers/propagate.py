@@ -1,0 +1,230 @@
+"""``propagate`` and ``edge_updater`` of a layer on a partitioned graph: checks, one exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+from torch_geometric import nn as pyg
+from torch_geometric.nn import MessagePassing
+from torch_geometric.nn.models.attentive_fp import GATEConv
+
+from varcomm.errors import ArgumentError
+from varcomm.graph.edge_shard import EdgeShard
+from varcomm.graph.index.partitioned_index import PartitionedIndex
+from varcomm.graph.partitioned_graph import PartitionedGraph
+from varcomm.ops.operator import checking
+
+__all__ = ["SCORES_FIRST", "Digests", "Running", "Scores", "attach", "is_attached"]
+
+
+Digests: TypeAlias = MutableMapping[torch.Tensor, tuple[int, object]]
+
+
+@dataclass(eq=False)
+class Running:
+    """The graph that a model runs on, and how often layers propagated since the last exchange.
+
+    All modules of a distributed model, `root`, share it.
+    """
+
+    graph: PartitionedGraph
+    root: torch.nn.Module
+    # of parameters on a GPU, by their versions
+    digests: Digests = field(default_factory=WeakTensorKeyDictionary)
+    # None outside a call that exchanges once for several layers
+    steps: int | None = None
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count how often layers propagate after one exchange for several of them."""
+        before, self.steps = self.steps, 0
+        try:
+            yield
+        finally:
+            self.steps = before
+
+    def step(self, where: str) -> None:
+        """Count one propagation; raise ArgumentError if the halo does not reach that far."""
+        if self.steps is None:
+            return
+        self.steps += 1
+        if self.steps > self.graph.hops:
+            raise ArgumentError(
+                f"{where}the model propagates more than {self.graph.hops} times, for which the "
+                f"halos of {self.graph.hops} hops do not suffice; parallel layers count one by "
+                "one. Partition the graph with more hops, or distribute parts of the model, each "
+                "with at most this number of layers, instead of the model."
+            )
+
+    def check(self, edge_index: Any, where: str) -> None:
+        """Raise ArgumentError unless these are edges of the graph."""
+        if not isinstance(edge_index, PartitionedIndex):
+            raise ArgumentError(
+                f"{where}edges must be given as graph.edge_index, of shape (2, E), or as what "
+                f"operations of torch and PyG make of it; got {type(edge_index).__name__}."
+            )
+        if edge_index.kind not in ("edges", "reversed"):
+            raise ArgumentError(
+                f"{where}these are numbers of another kind than edges: {edge_index.kind}."
+            )
+        known = self.graph.edge_shards.values()
+        if not torch.compiler.is_compiling() and not any(edge_index.of is one for one in known):
+            raise ArgumentError(
+                f"{where}these are the edges of another graph than the one that the model is "
+                "distributed on. If the model is to run on another graph, call "
+                "distribute(model, graph) again."
+            )
+
+
+def attach(layer: MessagePassing, running: Running) -> None:
+    """Let a layer check the edges that it propagates along, and exchange once to propagate.
+
+    The instance's methods are replaced, because torch.compile skips PyG's hooks.
+    """
+    take = layer.inspector.get_param_names
+    names = [name for of in ("message", "aggregate", "update") for name in take(of)]
+    layer.propagate = _Adapted(layer, "propagate", running, names)
+    if layer.inspector.implements("edge_update"):
+        layer.edge_updater = _Adapted(layer, "edge_updater", running, take("edge_update"))
+
+
+def is_attached(layer: MessagePassing) -> bool:
+    """Return whether a layer checks its edges; PyG replaces its methods to explain a model."""
+    return isinstance(vars(layer).get("propagate"), _Adapted)
+
+
+# Layers whose forward only passes the result of edge_updater to propagate, and return it.
+SCORES_FIRST = (pyg.GATConv, pyg.GATv2Conv, GATEConv)
+
+
+@dataclass(eq=False)
+class Scores:
+    """A call of ``edge_updater``, which ``propagate`` makes after the exchange of both."""
+
+    own: Callable[..., Any]
+    values: dict[str, Any]
+    read: list[torch.Tensor]
+    result: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Adapted:
+    """A method of a layer after a check of the edges and one exchange for all that it reads."""
+
+    layer: MessagePassing
+    method: str
+    running: Running
+    names: list[str]  # of the parameters that the method collects for the layer's functions
+
+    def __call__(self, edge_index: PartitionedIndex, size: Any = None, **values: Any) -> Any:
+        with checking(self.method, self.running.graph.group) as where:
+            self.running.check(edge_index, where)
+            if self.method == "propagate":
+                self.running.step(where)
+        layer, edges = self.layer, edge_index.of
+        assert isinstance(edges, EdgeShard)
+        read = self._at_sources(edge_index, values)
+        own = partial(getattr(type(layer), self.method), layer, size=size)
+        forward = type(layer).forward
+        if self.method == "edge_updater" and any(forward is one.forward for one in SCORES_FIRST):
+            return Scores(own, values, read)
+        waiting = {name: one for name, one in values.items() if isinstance(one, Scores)}
+        for scores in waiting.values():
+            read += scores.read
+
+        def run() -> Any:
+            known = edges.fetched(edge_index, read, layer.node_dim)
+            for name, scores in waiting.items():
+                values[name] = scores.result = scores.own(known, **scores.values)
+            return own(known, **values)
+
+        if torch.compiler.is_compiling():
+            return run()
+        with edges.exchanges() as exchanged:
+            out = run()
+
+        def depending(out: torch.Tensor) -> torch.Tensor:
+            if edge_index.plain.shape[1] == 0:
+                # backward is collective: it must contain all tensors that a message reads
+                given = [*values.values(), *(one.values for one in waiting.values())]
+                out = sum(_nothing_of(given), out)
+            return _depending(out, exchanged) if exchanged else out
+
+        return _with_first(out, depending)
+
+    def _at_sources(
+        self, edge_index: PartitionedIndex, values: dict[str, Any]
+    ) -> list[torch.Tensor]:
+        """Return the tensors that the method takes rows of at the sources of edges."""
+        layer, place = self.layer, 0 if edge_index.kind == "edges" else 1
+        # a decomposed layer takes rows of parts of these
+        names = [] if layer.decomposed_layers > 1 else self.names
+        end = "_j" if (layer.flow == "source_to_target") == (place == 0) else "_i"
+        found = [values.get(name[:-2]) for name in names if name.endswith(end)]
+        found = [one[place] if isinstance(one, tuple | list) else one for one in found]
+        return [
+            one
+            for one in found
+            if isinstance(one, torch.Tensor) and not isinstance(one, PartitionedIndex)
+        ]
+
+
+def _depending(out: torch.Tensor, exchanged: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return `out`, whose backward contains these exchanges even if no value of theirs is used.
+
+    Backward is collective: a rank whose edges ignore the rows would leave the others waiting.
+    """
+    if not (out.is_floating_point() or out.is_complex()) or not torch.is_grad_enabled():
+        return out
+    if torch._C._are_functorch_transforms_active():
+        return sum(_nothing_of(exchanged), out)
+    return _Depending.apply(out, *exchanged)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _with_first(out: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a result of a layer with its first floating tensor changed."""
+    if isinstance(out, torch.Tensor):
+        return change(out)
+    if type(out) in (tuple, list):
+        for place, one in enumerate(out):
+            if isinstance(one, torch.Tensor) and (one.is_floating_point() or one.is_complex()):
+                return type(out)([*out[:place], change(one), *out[place + 1 :]])
+    return out
+
+
+class _Depending(torch.autograd.Function):
+    """The identity of its first tensor; the others get an undefined gradient, which costs nothing.
+
+    The version counter is shared, so that changes in place are checked as those of the tensor.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, *exchanged: torch.Tensor) -> torch.Tensor:
+        ctx.others = len(exchanged)
+        return out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return gradient, *[None] * ctx.others
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: torch.Tensor | None) -> torch.Tensor:
+        return tangent
+
+
+def _nothing_of(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield a zero that depends on each tensor among these, and in pairs of them."""
+    for value in values:
+        if isinstance(value, dict):
+            yield from _nothing_of(value.values())
+        elif isinstance(value, tuple | list):
+            yield from _nothing_of(value)
+        elif isinstance(value, torch.Tensor) and value.requires_grad:
+            rows = value.reshape(-1)[:0]
+            yield (rows.real if rows.is_complex() else rows).sum()  # keeps the dtype of a sum

@@ -1,0 +1,293 @@
+"""Layers of PyG that look at all nodes past the edges, and what they do on a partitioned graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import dropout
+from torch_geometric import nn as pyg
+from torch_geometric.utils import add_remaining_self_loops, get_laplacian, one_hot, scatter
+
+from varcomm.errors import ArgumentError
+from varcomm.graph.edge_shard import EdgeShard
+from varcomm.graph.index.batch import extreme, largest
+from varcomm.graph.index.partitioned_index import PartitionedIndex, plain
+from varcomm.graph.layers.propagate import SCORES_FIRST, Running, Scores
+from varcomm.ops.all_gather_v import all_gather_v
+from varcomm.ops.all_reduce import all_reduce
+from varcomm.ops.compilation import kept_from_compilation
+from varcomm.ops.operator import checking
+
+__all__ = ["replace_methods"]
+
+
+def replace_methods(module: torch.nn.Module, running: Running) -> None:
+    """Replace the methods of an instance that look at all nodes."""
+    for kind, methods in _METHODS.items():
+        if isinstance(module, kind):
+            for name, function in methods.items():
+                if getattr(type(module), name) is getattr(kind, name):
+                    method = _Method(function, module, running)
+                    if vars(module).get(name) != method:  # compiled code holds the former one
+                        vars(module)[name] = method
+
+    if isinstance(module, pyg.HeteroDictLinear | pyg.GMMConv) and hasattr(module, "_hook"):
+        module.register_forward_pre_hook(_initialize, prepend=True)
+
+
+def _initialize(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Make lazy parameters from the width of x; PyG looks at its first row, which may be absent."""
+    if isinstance(module, pyg.GMMConv):
+        pair = (args[0], args[0]) if isinstance(args[0], torch.Tensor) else args[0]
+        module.rel_in_channels = pair[0].shape[-1]  # which PyG leaves at -1
+        return pair, *args[1:]
+    for key, x in args[0].items():
+        linear = module.lins[key]
+        if torch.nn.parameter.is_lazy(linear.weight):
+            linear.initialize_parameters(None, x.new_empty(1, x.shape[1]))
+            linear.reset_parameters()
+    return None
+
+
+@dataclass(frozen=True)
+class _Method:
+    """A method of an instance, copied with it."""
+
+    function: Callable[..., Any]
+    module: torch.nn.Module
+    running: Running
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self.module, self.running, *args, **kwargs)
+
+
+def _attend(self: Any, running: Running, *args: Any, **kwargs: Any) -> Any:
+    """Return the scores that ``propagate`` has computed, if they are asked for."""
+    out = type(self).forward(self, *args, **kwargs)
+    if isinstance(out, tuple) and isinstance(out[1][1], Scores):
+        return out[0], (out[1][0], out[1][1].result)
+    return out
+
+
+def _gcn_forward(
+    self: Any,
+    running: Running,
+    x: torch.Tensor,
+    edge_index: Any,
+    edge_weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Scale rows before they travel, and sums behind them: degrees need no exchange of their own.
+
+    Each edge counts by the inverse roots of the degrees of both ends: Kipf and Welling, 2017.
+    """
+    is_plain = type(self) is pyg.GCNConv and self.normalize and not self.cached
+    summed = is_plain and self.aggr == "add" and self.flow == "source_to_target"
+    edges = edge_index.of if isinstance(edge_index, PartitionedIndex) else None
+    one_hop = isinstance(edges, EdgeShard) and edges.hops == 1 and edge_index.kind == "edges"
+    if not (summed and one_hop):
+        return pyg.GCNConv.forward(self, x, edge_index, edge_weight)  # type: ignore[no-any-return]
+    nodes = x.size(self.node_dim)
+    if self.add_self_loops:
+        weight_of_loops = 2.0 if self.improved else 1.0
+        edge_index, edge_weight = add_remaining_self_loops(
+            edge_index, edge_weight, weight_of_loops, nodes
+        )
+    if edge_weight is None:
+        edge_weight = x.new_ones(edge_index.shape[1])
+    degrees = scatter(edge_weight, edge_index[1], dim=0, dim_size=nodes, reduce="sum")
+    scale = degrees.pow(-0.5)
+    scale = scale.masked_fill(scale == float("inf"), 0).unsqueeze(1)
+    rows = self.lin(x) * scale
+    out = self.propagate(edge_index, x=rows, edge_weight=edge_weight) * scale
+    return out if self.bias is None else out + self.bias  # type: ignore[no-any-return]
+
+
+def _gps_forward(
+    self: Any,
+    running: Running,
+    x: torch.Tensor,
+    edge_index: torch.Tensor,
+    batch: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Attend from this rank's nodes to all nodes: every rank receives the features of all nodes."""
+
+    def normalised(norm: Any, h: torch.Tensor) -> torch.Tensor:
+        if norm is None:
+            return h
+        return norm(h, batch=batch) if self.norm_with_batch else norm(h)  # type: ignore[no-any-return]
+
+    parts = []
+    if self.conv is not None:
+        h = dropout(self.conv(x, edge_index, **kwargs), self.dropout, self.training)
+        parts.append(normalised(self.norm1, h + x))
+    group = running.graph.group
+    sizes, pg = tuple(running.graph.node_sizes), group.process_group
+    with checking("GPSConv", group) as where:
+        if len(x) != sizes[group.rank]:
+            raise ArgumentError(
+                f"{where}x has {len(x)} rows, but this rank owns {sizes[group.rank]} nodes."
+            )
+    everyone, others = all_gather_v(x, sizes, group=pg), None
+    if batch is not None:
+        graphs = plain(batch)
+        others = graphs.view(-1, 1) != all_gather_v(graphs, sizes, group=pg)
+    rows = (x[None], everyone[None], everyone[None])
+    h = self.attn(*rows, attn_mask=others, need_weights=False)[0][0]
+    h = dropout(h, self.dropout, self.training)
+    parts.append(normalised(self.norm2, h + x))
+    out = torch.stack(parts).sum(0)
+    return normalised(self.norm3, out + self.mlp(out))
+
+
+def _han_forward(
+    self: Any,
+    running: Running,
+    x_dict: dict[str, torch.Tensor],
+    edge_index_dict: dict[Any, torch.Tensor],
+    return_semantic_attention_weights: bool = False,
+) -> Any:
+    """Weigh types of edges by a mean over the nodes of all ranks: Wang et al., 2019."""
+    heads = self.heads
+    nodes = {kind: self.proj[kind](x).unflatten(-1, (heads, -1)) for kind, x in x_dict.items()}
+    found: dict[str, list[torch.Tensor]] = {kind: [] for kind in nodes}
+    for (source, relation, target), edges in edge_index_dict.items():
+        name = "__".join((source, relation, target))
+        x = nodes[source], nodes[target]
+        alpha = (x[0] * self.lin_src[name]).sum(-1), (x[1] * self.lin_dst[name]).sum(-1)
+        found[target].append(self.propagate(edges, x=x, alpha=alpha).relu())
+    pairs = {kind: _semantic(self, running, kind, outs) for kind, outs in found.items()}
+    out = {kind: values for kind, (values, _) in pairs.items()}
+    if not return_semantic_attention_weights:
+        return out
+    return out, {kind: weights for kind, (_, weights) in pairs.items()}
+
+
+def _semantic(
+    layer: Any, running: Running, kind: str, outs: list[torch.Tensor]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    if not outs:
+        return None, None
+    out = torch.stack(outs)
+    parts = torch.tanh(layer.k_lin(out)).sum(1)
+    count = torch.full_like(parts[:1], out.shape[1])
+    total = all_reduce(torch.cat([parts, count]), group=running.graph.group.process_group)
+    if out.shape[-1] == 0 or running.graph.node_shards[kind].sizes.total == 0:
+        return out.view(0, out.shape[-1]), None
+    score = (layer.q * (total[:-1] / total[-1].detach())).sum(-1)
+    weights = torch.softmax(score, dim=0)
+    return (weights.view(len(outs), 1, -1) * out).sum(0), weights
+
+
+def _hgt_forward(
+    self: Any, running: Running, x_dict: dict[str, torch.Tensor], edge_index_dict: dict[Any, Any]
+) -> Any:
+    """Attend over edges of all types into a node: Hu et al., 2020.
+
+    PyG joins the types by offsets of local ids. Targets are owned and stay so; rows of sources are
+    fetched type by type.
+    """
+    with checking("HGTConv", running.graph.group) as where:
+        for edges in edge_index_dict.values():
+            running.check(edges, where)
+        running.step(where)
+
+    def propagate(
+        joined: torch.Tensor, k: torch.Tensor, q: torch.Tensor, v: torch.Tensor, **values: Any
+    ) -> torch.Tensor:
+        of_types = torch.stack([k, v], 1).split([len(x_dict[key[0]]) for key in edge_index_dict])
+        pairs = zip(of_types, edge_index_dict.values(), strict=True)
+        at_edges, index = torch.cat([rows[edges[0]] for rows, edges in pairs]), joined[1]
+        messages: torch.Tensor = self.message(
+            at_edges[:, 0], q[index], at_edges[:, 1], index=index, ptr=None, size_i=len(q), **values
+        )
+        return messages.new_zeros(len(q), self.out_channels).index_add(0, index, messages)
+
+    # PyG's forward then calls the function above; attach() has put the other one into the instance
+    checked, self.propagate = self.propagate, propagate
+    try:
+        local = {key: plain(edges) for key, edges in edge_index_dict.items()}
+        return pyg.HGTConv.forward(self, x_dict, local)
+    finally:
+        self.propagate = checked
+
+
+@kept_from_compilation
+def _cheb_norm(
+    self: Any,
+    running: Running,
+    edge_index: torch.Tensor,
+    num_nodes: int | None,
+    edge_weight: torch.Tensor | None,
+    normalization: str | None,
+    lambda_max: Any = None,
+    dtype: torch.dtype | None = None,
+    batch: torch.Tensor | None = None,
+) -> Any:
+    """Scale the Laplacian by its largest weight on any rank, unless `lambda_max` is given."""
+    if lambda_max is None:
+        weights = get_laplacian(edge_index, edge_weight, normalization, dtype, num_nodes)[1]
+        all_of_one = torch.zeros(len(weights), dtype=torch.int64, device=weights.device)
+        greatest = extreme("amax", weights, all_of_one, 1, running.graph.group, from_zero=False)
+        lambda_max = 2.0 * greatest[0]
+    own: Any = pyg.ChebConv.__norm__
+    return own(self, edge_index, num_nodes, edge_weight, normalization, lambda_max, dtype, batch)
+
+
+def _label_propagation(
+    self: Any, running: Running, y: torch.Tensor, edge_index: torch.Tensor, *args: Any, **more: Any
+) -> torch.Tensor:
+    """Propagate the classes of all ranks' labels, of which this rank may lack the last ones."""
+    if y.dtype == torch.int64 and len(y) == y.numel():
+        end = int(y.max()) + 1 if len(y) else 0
+        y = one_hot(y.view(-1), num_classes=largest(end, running.graph.group, y.device))
+    return pyg.LabelPropagation.forward(self, y, edge_index, *args, **more)  # type: ignore[no-any-return]
+
+
+def _no_edges(self: Any, running: Running, edge_index: torch.Tensor, *_: Any) -> torch.Tensor:
+    return edge_index[:, :0]  # for the loss of attention
+
+
+def _of_this_rank(self: Any, running: Running, *_: Any, **__: Any) -> Any:
+    with checking(type(self).__name__, running.graph.group) as where:
+        raise ArgumentError(
+            f"{where}this method is a mean over the nodes or edges that it is given, which are "
+            "this rank's, or samples among them. Compute the values of nodes or edges, and take "
+            "graph.mean or graph.edges.mean of them."
+        )
+
+
+def _attention_loss(self: Any, running: Running) -> torch.Tensor:
+    if self.training:
+        return _of_this_rank(self, running)  # type: ignore[no-any-return]
+    return pyg.SuperGATConv.get_attention_loss(self)  # type: ignore[no-any-return]
+
+
+def _these(names: str) -> dict[str, Callable[..., Any]]:
+    return dict.fromkeys(names.split(), _of_this_rank)
+
+
+_METHODS: dict[type[torch.nn.Module], dict[str, Callable[..., Any]]] = {
+    **{kind: {"forward": _attend} for kind in SCORES_FIRST},
+    pyg.GCNConv: {"forward": _gcn_forward},
+    pyg.GPSConv: {"forward": _gps_forward},
+    pyg.HANConv: {"forward": _han_forward},
+    pyg.HGTConv: {"forward": _hgt_forward},
+    pyg.ChebConv: {"__norm__": _cheb_norm},
+    pyg.SuperGATConv: {
+        "get_attention_loss": _attention_loss,
+        "negative_sampling": _no_edges,
+        "positive_sampling": _no_edges,
+    },
+    pyg.LabelPropagation: {"forward": _label_propagation},
+    pyg.GAE: _these("recon_loss test"),
+    pyg.VGAE: _these("kl_loss"),
+    pyg.ARGA: _these("reg_loss discriminator_loss"),
+    pyg.InnerProductDecoder: _these("forward_all"),
+    pyg.SignedGCN: _these("nll_loss pos_embedding_loss neg_embedding_loss loss test"),
+    pyg.LightGCN: _these("link_pred_loss recommendation_loss recommend"),
+    pyg.RECT_L: _these("get_semantic_labels"),
+}

@@ -1,0 +1,1 @@
+"""Mesh files: their cells, and results on a mesh."""

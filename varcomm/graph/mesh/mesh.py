@@ -1,0 +1,393 @@
+"""``read_mesh``: a mesh file as a graph of its points or cells; results as VTU."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from keyword import kwlist
+from pathlib import Path
+from textwrap import shorten
+from typing import Any, Literal, overload
+from xml.sax.saxutils import escape
+
+import numpy as np
+import torch
+from torch_geometric.data import Data
+
+from varcomm.errors import ArgumentError, MissingPackageError
+from varcomm.graph.build.pyg_data import IDS, members
+from varcomm.graph.mesh.cell_lists import CellLists
+from varcomm.graph.mesh.cells import both_directions, cell_edges, cells_of, geometry, shape_of
+from varcomm.graph.mesh.openfoam import PolyMesh, read_case
+from varcomm.graph.mesh.vtu import Piece, stored, write_piece
+from varcomm.graph.node_shard import described
+from varcomm.sizes import checked_rank
+from varcomm.transport.agreement import agree
+from varcomm.transport.group import GroupLike, resolve
+
+__all__ = ["Mesh", "cell_lists", "read_mesh"]
+
+logger = logging.getLogger("varcomm")
+
+Array = np.ndarray[Any, Any]
+Nodes = Literal["points", "cells"]
+
+# Attributes of PyG that users set.
+_SET_BY_USERS = {"x", "y", "edge_weight", "batch", "time"}
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """A mesh as a graph, with the contents of its file; returned by :func:`read_mesh`.
+
+    Attributes
+    ----------
+    data : torch_geometric.data.Data
+        The graph, whose nodes are points or cells of the mesh.
+    nodes : {"points", "cells"}
+        The nodes of the graph.
+    source : meshio.Mesh or object
+        The contents of the file. For an OpenFOAM case, this is an object with the attributes
+        `points`, `faces`, `owner`, `neighbour`, `patches`, `cell_data` and `point_data`.
+
+    See Also
+    --------
+    read_mesh, MeshWriter
+    """
+
+    data: Data = field(repr=False)
+    nodes: str
+    source: Any = field(repr=False)
+    _blocks: tuple[int, ...] = field(repr=False)
+
+    def write(self, path: str | os.PathLike[str], /, **fields: Any) -> None:
+        """Write the mesh as VTU, with its fields and with values of the graph's nodes.
+
+        Not collective: call it on a rank that has the values of all nodes. If cells are the nodes,
+        cells of fewer dimensions, as on a boundary, are omitted.
+
+        Parameters
+        ----------
+        path : path
+            Path of the ``.vtu`` file; an existing file is replaced. The folder must exist.
+        **fields : torch.Tensor or numpy.ndarray
+            Values of all nodes, (N, *F), by name. Further dimensions are flattened. A field of the
+            file with the same name is replaced.
+
+        Raises
+        ------
+        ArgumentError
+            If a field has another number of rows or is not of real numbers, or if the file cannot
+            be written.
+        """
+        where = Path(path)
+        if where.suffix.lower() != ".vtu":
+            raise ArgumentError(f"mesh.write: path must end in .vtu; got {os.fspath(path)!r}.")
+        values = {name: self._checked(name, value) for name, value in fields.items()}
+        source = self.source
+        if isinstance(source, PolyMesh):
+            at_points = {name: stored(value) for name, value in source.point_data.items()}
+            at_cells = {name: stored(value) for name, value in source.cell_data.items()}
+            lists = cell_lists(self)
+            piece = Piece.of(lists, np.arange(len(lists.types)), np.arange(len(lists.points)))
+            (at_points if self.nodes == "points" else at_cells).update(values)
+            try:
+                write_piece(where, piece, at_points, at_cells)
+            except OSError as error:
+                raise ArgumentError(f"mesh.write: {where} cannot be written: {error}.") from error
+        else:
+            self._write_by_meshio(where, values)
+
+    def _write_by_meshio(self, where: Path, values: dict[str, Array]) -> None:
+        import meshio
+
+        source, cells = self.source, [self.source.cells[i] for i in self._blocks]
+        point_data = {name: stored(value) for name, value in source.point_data.items()}
+        cell_data = {
+            name: [stored(v[i]) for i in self._blocks] for name, v in source.cell_data.items()
+        }
+        if self.nodes == "points":
+            point_data |= values
+        else:
+            ends = np.cumsum([len(block.data) for block in cells])[:-1]
+            cell_data |= {name: [*np.split(value, ends)] for name, value in values.items()}
+
+        def xml(fields: dict[str, Any]) -> dict[str, Any]:
+            # meshio does not escape names
+            return {escape(name, {'"': "&quot;"}): values for name, values in fields.items()}
+
+        points = np.zeros((len(source.points), 3))
+        points[:, : source.points.shape[1]] = source.points
+        mesh = meshio.Mesh(
+            points,
+            [(block.type, block.data) for block in cells],
+            xml({name: v for name, v in point_data.items() if v is not None}),
+            xml({name: v for name, v in cell_data.items() if all(p is not None for p in v)}),
+        )
+        try:
+            mesh.write(where, file_format="vtu")
+        except (OSError, KeyError) as error:
+            raise ArgumentError(f"mesh.write: {where} cannot be written: {error!r}.") from error
+
+    def _checked(self, name: str, value: Any) -> Array:
+        rows = stored(value)
+        if rows is None or len(rows) != self.data.num_nodes:
+            raise ArgumentError(
+                f"mesh.write: {name} must be real numbers, one row for each of the "
+                f"{self.data.num_nodes} {self.nodes}; got {described(value)}. After "
+                "graph.gather(x, dst=0), only rank 0 has them."
+            )
+        return rows
+
+
+@overload
+def read_mesh(
+    path: str | os.PathLike[str],
+    nodes: Nodes = "points",
+    dtype: torch.dtype | None = None,
+    src: None = None,
+    group: GroupLike = None,
+) -> Mesh: ...
+
+
+@overload
+def read_mesh(
+    path: str | os.PathLike[str],
+    nodes: Nodes = "points",
+    dtype: torch.dtype | None = None,
+    *,
+    src: int,
+    group: GroupLike = None,
+) -> Mesh | None: ...
+
+
+def read_mesh(
+    path: str | os.PathLike[str],
+    nodes: Nodes = "points",
+    dtype: torch.dtype | None = None,
+    src: int | None = None,
+    group: GroupLike = None,
+) -> Mesh | None:
+    """Read a mesh file as a graph of its points, or of its cells.
+
+    Without ``src``, the function does not communicate: all ranks read the file. With `src`, one
+    rank reads it, and ``partition(mesh.data if mesh else None, src=src)`` sends each rank its part.
+
+    Parameters
+    ----------
+    path : path
+        A file in any format that meshio reads: VTU, VTK, Gmsh, Abaqus, Nastran, SU2, STL, ... Or an
+        OpenFOAM case: its folder, its file ``.foam``, or the folder of a time. The fields of that
+        time are then read as well.
+    nodes : {"points", "cells"}
+        - ``"points"``: all points, with an edge between two points that an edge of a cell connects.
+          Cells are linear.
+        - ``"cells"``: the cells of the highest dimension, with an edge between two cells that share
+          a facet: a face, or in two dimensions an edge.
+    dtype : torch.dtype, optional
+        The dtype of floats; None keeps the dtype of the file.
+    src : int, optional
+        Group rank that reads the file. With src, the call is collective: an error is raised on
+        every rank.
+    group : ProcessGroup or DeviceMesh, optional
+        Ranks that take part with `src`; None means the whole world.
+
+    Returns
+    -------
+    Mesh or None
+        None on ranks other than `src`. ``mesh.data`` is the graph, on the CPU, with
+
+        - ``pos`` (N, D): the points, or the means of the cells' corners. D is 2 if all z are zero.
+        - ``edge_index`` (2, E): both directions of each edge, sorted, without duplicates.
+        - ``edge_attr`` (E, D + 1): the displacement from source to target, and its length.
+        - ``volume`` (N,), of cells only: length, area or volume.
+        - every numeric field of the nodes, (N, *F), by its name: ``_`` replaces characters that
+          are invalid in names, ``number`` replaces ``index`` and ``idx``, and reserved names get
+          ``field_``.
+        - ``patches`` (N, B), of an OpenFOAM case only: whether a node has a face on each of the B
+          patches in ``mesh.source.patches``.
+
+    Raises
+    ------
+    ArgumentError
+        If the file is missing or cannot be read completely, such as a VTU file of several pieces.
+        Also raised if the file has no cells, or cells of an unsupported kind, or if files of a case
+        contradict each other.
+    MissingPackageError
+        If meshio is not installed; OpenFOAM cases do not need it.
+
+    See Also
+    --------
+    Mesh, MeshWriter, partition
+
+    Notes
+    -----
+    Communication: none without `src`; with it, an agreement on errors, 1 KiB per rank.
+    In one process: the same call.
+
+    Examples
+    --------
+    Two triangles that share an edge; a value per triangle is written back.
+
+    >>> import meshio, tempfile
+    >>> square = meshio.Mesh([[0, 0, 0], [1, 0, 0], [1, 1, 0], [0, 1, 0]],
+    ...     {"triangle": [[0, 1, 2], [0, 2, 3]]})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     square.write(f"{folder}/square.vtu")
+    ...     cells = read_mesh(f"{folder}/square.vtu", nodes="cells")
+    ...     cells.write(f"{folder}/out.vtu", heat=torch.tensor([0.5, 1.5]))
+    >>> cells.data.edge_index, cells.data.volume
+    (tensor([[0, 1],
+            [1, 0]]), tensor([0.5000, 0.5000], dtype=torch.float64))
+    """
+    if nodes not in ("points", "cells"):
+        raise ArgumentError(f'read_mesh: nodes must be "points" or "cells"; got {nodes!r}.')
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ArgumentError(f"read_mesh: dtype must be one of floats; got {dtype!r}.")
+    if src is None:
+        return _mesh_of(Path(path), nodes, dtype)
+    ranks = resolve(group)
+    reader = checked_rank(src, ranks.size, "src", "read_mesh: ")
+    is_reader = ranks.rank == reader
+    return agree(
+        "read_mesh", lambda: _mesh_of(Path(path), nodes, dtype) if is_reader else None, ranks
+    )
+
+
+def _mesh_of(path: Path, nodes: str, dtype: torch.dtype | None) -> Mesh:
+    case = read_case(path)
+    source = _read(path) if case is None else case
+    try:
+        mesh = _graph(source, nodes) if case is None else _graph_of_case(case, nodes)
+    except ArgumentError as error:
+        raise ArgumentError(f"read_mesh: {path}: {error}") from error
+    if dtype is not None:
+        mesh.data.apply(lambda x: x.to(dtype) if x.is_floating_point() else x)
+    return mesh
+
+
+def _graph(source: Any, nodes: str) -> Mesh:
+    points = np.asarray(source.points)
+    if points.ndim != 2:
+        raise ArgumentError("it has no points.")
+    points = _native(points if points.dtype.kind == "f" else points.astype(np.float64))
+    if points.shape[1] == 3 and not points[:, 2].any():
+        points = points[:, :2]
+    blocks = [(i, block) for i, block in enumerate(source.cells) if len(block.data)]
+    dim = max((shape_of(block.type).dim for _, block in blocks), default=0)
+    if dim == 0:
+        raise ArgumentError("it has no cells with edges.")
+    if nodes == "cells":
+        blocks = [(i, block) for i, block in blocks if shape_of(block.type).dim == dim]
+    cells = cells_of([(block.type, block.data) for _, block in blocks], len(points))
+    count = sum(len(block.data) for _, block in blocks)
+    if nodes == "cells":
+        pos, volume = geometry(cells, points, count)
+        edges = cell_edges(cells, count, len(points))
+        fields = {n: [parts[i] for i, _ in blocks] for n, parts in source.cell_data.items()}
+    else:
+        joined = [group.points[:, pair].T for group in cells for pair in group.joined]
+        pos, edges = points, both_directions(np.concatenate(joined, axis=1), len(points))
+        fields = {name: [values] for name, values in source.point_data.items()}
+    flat = {name: np.concatenate([*map(np.asarray, parts)]) for name, parts in fields.items()}
+    if nodes == "points":
+        return Mesh(_data(pos, edges, None, flat), nodes, source, tuple(i for i, _ in blocks))
+    return Mesh(_data(pos, edges, volume, flat), nodes, source, tuple(i for i, _ in blocks))
+
+
+def _graph_of_case(case: PolyMesh, nodes: str) -> Mesh:
+    if nodes == "cells":
+        pos, volume = case.geometry()
+        inner = case.owner[: len(case.neighbour)]
+        edges = both_directions(np.stack([inner, case.neighbour]), case.num_cells)
+        data = _data(pos, edges, volume, case.cell_data)
+    else:
+        edges = both_directions(case.edges(), len(case.points))
+        data = _data(case.points, edges, None, case.point_data)
+    data[_attribute_name("patches", data)] = torch.from_numpy(case.on_patches(nodes))
+    return Mesh(data, nodes, case, ())
+
+
+def _data(
+    pos: Array, edges: torch.Tensor, volume: Array | None, fields: Mapping[str, Array]
+) -> Data:
+    start, end = edges.numpy()
+    far = pos[end] - pos[start]
+    far = np.concatenate([far, np.linalg.norm(far, axis=1, keepdims=True)], axis=1)
+    data = Data(pos=_tensor(pos), edge_index=edges, edge_attr=_tensor(far))
+    if volume is not None:
+        data.volume = _tensor(volume)
+    for name, values in fields.items():
+        if values.dtype.kind in "fiub":
+            data[_attribute_name(name, data)] = _tensor(values)
+    return data
+
+
+def cell_lists(mesh: Mesh) -> CellLists:
+    """Return the cells of a mesh by their corners; if cells are the nodes, these cells."""
+    if isinstance(mesh.source, PolyMesh):
+        return CellLists.of_case(mesh.source)
+    blocks = [mesh.source.cells[i] for i in mesh._blocks]
+    points = _native(np.asarray(mesh.source.points))
+    points = points if points.dtype.kind == "f" else points.astype(np.float64)
+    return CellLists.of_groups(cells_of([(b.type, b.data) for b in blocks], len(points)), points)
+
+
+def _read(path: Path) -> Any:
+    """Return the file as meshio reads it, or raise if meshio prints, exits or omits cells."""
+    try:
+        import meshio
+    except ImportError as error:
+        raise MissingPackageError("read_mesh needs meshio: pip install meshio.") from error
+    if not path.is_file():
+        raise ArgumentError(f"read_mesh: there is no file {path}.")
+    if path.suffix.lower() == ".vtu":
+        with path.open("rb") as file:
+            pieces = sum(line.count(b"<Piece") for line in file)
+        if pieces > 1:
+            raise ArgumentError(
+                f"read_mesh: {path} is in {pieces} pieces, of which meshio would read the last "
+                "alone. Merge them first, with ParaView's filters Merge Blocks or Clean to Grid."
+            )
+    said = io.StringIO()
+    failure: BaseException | None = None
+    try:
+        with redirect_stdout(said), redirect_stderr(said), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # NumPy, while meshio tries formats
+            source = meshio.read(path)
+    except (Exception, SystemExit) as error:
+        failure = error
+    printed = " ".join(said.getvalue().split())
+    if failure or "cannot handle" in printed:
+        # the message of a parser may quote the file
+        reason = shorten(f"{failure!r} {printed}" if failure else printed, 300)
+        raise ArgumentError(f"read_mesh: {path} cannot be read: {reason}.") from failure
+    if printed:
+        logger.warning("read_mesh: %s: %s", path, printed)
+    return source
+
+
+def _attribute_name(name: str, data: Data) -> str:
+    """Return a similar name that Data and PartitionedGraph do not use."""
+    taken = {*IDS, *members(), *kwlist, *dir(Data)} - _SET_BY_USERS
+    name = re.sub("index|idx", "number", re.sub(r"\W+", "_", name)).strip("_")
+    while not name.isidentifier() or name in taken or name in data:
+        name = f"field_{name}"
+    return name
+
+
+def _tensor(values: Array) -> torch.Tensor:
+    """Return an array as a tensor of a dtype with operations."""
+    if values.dtype.kind == "u" and values.dtype.itemsize > 1:
+        values = values.astype(np.int64)
+    return torch.from_numpy(np.ascontiguousarray(_native(values)))
+
+
+def _native(values: Array) -> Array:
+    return values.astype(values.dtype.newbyteorder("="), copy=False)

@@ -1,1 +1,0 @@
-"""Normalisations, pools and readouts over the nodes of all ranks."""

@@ -1,0 +1,396 @@
+"""``Rows``: samples of an array of which each rank reads the rows of its nodes."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from varcomm.errors import ArgumentError, at_least, exact_int
+from varcomm.graph.edge_shard import EdgeShard
+from varcomm.graph.node_shard import NodeShard, described
+from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
+from varcomm.graph.samples.sources import StoredArray
+from varcomm.ops.digest import digest, require_equal
+from varcomm.plan.checks import checked_index
+from varcomm.transport.agreement import agree, agree_and_share, compare, debugging
+from varcomm.transport.group import Group
+
+__all__ = ["Rows", "shard_of"]
+
+_WHAT = "graph.Rows"
+
+
+class Rows(Dataset[torch.Tensor]):
+    """Samples of a stored array; each rank reads the rows of its nodes.
+
+    ``rows[t]`` is a tensor (n, *F), the owned rows of sample t in the order of local ids. A dataset
+    for :class:`torch.utils.data.DataLoader`, whose batches are (B, n, *F). The constructor is
+    collective, and an error on one rank is raised on all ranks. Reading is not collective, except
+    with ``halo="exchange"``.
+
+    Each rank reads the chunks that hold its rows, each chunk once per sample. One request reads
+    neighbouring chunks. A chunk of several samples is read once for consecutive samples. The
+    partition determines how many chunks are read by more than one rank: see the argument `chunk` of
+    :func:`partition`.
+
+    Communication: the constructor sends a description of a few hundred bytes per rank, and the
+    halo's entries of `rows`. With ``halo="exchange"``, each sample sends the halo's rows, and one
+    small message per rank, so that read errors are raised on all ranks. Otherwise reading sends
+    nothing.
+
+    In one process: ``torch.from_numpy(array[t])``.
+
+    Parameters
+    ----------
+    source : path, numpy.ndarray, torch.Tensor or zarr.Array
+        An array of shape (T, N, *F). A path is a zarr folder or URL, an HDF5, NetCDF or ``.npy``
+        file. Arrays in memory include ``numpy.memmap``.
+    graph : PartitionedGraph
+        The graph whose nodes the rows belong to.
+    variable : str or sequence of str, optional
+        Name of the array, in a file with several arrays. Several arrays of shape (T, N) or (T, N,
+        C) become the columns of one array, in this order.
+    node_type : str, optional
+        The type of nodes, in a graph with several types.
+    halo : {"exchange", "read"}, optional
+        Append the rows of the halo, (n + h, *F), with one exchange per sample or by reading the
+        source. With an exchange, all ranks read samples in the same order. By default, only owned
+        rows are returned.
+    edge_type : tuple of str, optional
+        The type of edges that has the halo, in a graph with several types.
+    axis : int
+        The axis of the rows, such as -1 for (T, C, N). The first axis counts samples.
+    rows : torch.Tensor, optional
+        The row of the source for each owned node, (n,), of integers. By default, the ids of the
+        nodes. Pass `rows` if the source has additional rows, such as cells of land, or another
+        order.
+    dtype : torch.dtype, optional
+        The dtype of the tensors; None keeps the dtype of the source. Integers with
+        ``scale_factor``, ``add_offset`` or ``_FillValue`` are unpacked to floats, with NaN for
+        missing values.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        (T, N, *F), as if one rank read all rows.
+    chunk : int
+        Rows that are stored together, for :func:`partition`; 1 if each row can be read alone, or
+        if one chunk holds all rows.
+    bytes_read : int
+        Uncompressed bytes of the chunks that this process has read.
+
+    Raises
+    ------
+    ArgumentError
+        On every rank, if a source cannot be read or does not hold numbers, or if `rows` is invalid.
+        Without `rows`, it is also raised if the source does not have one row per node of the graph.
+    DisagreementError
+        On every rank, if the sources of ranks have different shapes or dtypes.
+    MissingPackageError
+        On every rank, if zarr, h5py or SciPy is needed and not installed.
+
+    See Also
+    --------
+    RowWriter : Write samples from shards.
+    partition : The argument `chunk` keeps chunks together.
+
+    Notes
+    -----
+    A worker process of a DataLoader opens the file itself, cannot exchange, and returns tensors on
+    the CPU. Elsewhere tensors are on the device of the graph.
+
+    Examples
+    --------
+    >>> import numpy, torch, varcomm
+    >>> from torch_geometric.data import Data
+    >>> def fn(rank):
+    ...     edge_index = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
+    ...     ring = Data(edge_index=edge_index, num_nodes=4)
+    ...     graph = varcomm.graph.partition(ring, method="block")
+    ...     rows = varcomm.graph.Rows(numpy.arange(8).reshape(2, 4), graph)
+    ...     return [x.tolist() for x in rows.samples([1, 0])], rows.bytes_read
+    >>> varcomm.launch(fn, 2)
+    [([[4, 5], [0, 1]], 32), ([[6, 7], [2, 3]], 32)]
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        graph: PartitionedGraph,
+        *,
+        variable: str | Sequence[str] | None = None,
+        node_type: NodeType = None,
+        halo: Literal["exchange", "read"] | None = None,
+        edge_type: EdgeType = None,
+        axis: int = 1,
+        rows: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if not isinstance(graph, PartitionedGraph):
+            raise ArgumentError(f"graph must be a PartitionedGraph; got {described(graph)}.")
+        self._group: Group | None = graph.group
+        self._home, self._dtype, self.bytes_read = os.getpid(), dtype, 0
+        names = [variable] if variable is None or isinstance(variable, str) else list(variable)
+
+        def check() -> tuple[NodeShard, EdgeShard | None]:
+            shard = shard_of(graph, node_type if edge_type is None else edge_type[0])
+            if halo not in (None, "exchange", "read"):
+                raise ArgumentError(f'halo must be "exchange", "read" or None; got {halo!r}.')
+            if halo and edge_type not in graph.edge_shards:
+                raise ArgumentError(f"edge_type must be one of {graph.edge_types}.")
+            self._arrays = [StoredArray(source, name, axis) for name in names]
+            self._row = _joined([array.row for array in self._arrays], dtype)
+            samples, count = self._arrays[0].shape[0], shard.sizes.total
+            for array in self._arrays:
+                if rows is not None:
+                    place = checked_index(rows, array.shape[1], "rows", f"rows of {array.name}")
+                    if len(place) != shard.num_owned:
+                        raise ArgumentError(
+                            f"rows must have the row of each of the {shard.num_owned} owned nodes; "
+                            f"got {len(place)}."
+                        )
+                elif array.shape[1] != count:
+                    raise ArgumentError(
+                        f"{array.name} has {array.shape[1]} rows along axis {axis}, and the graph "
+                        f"has {count} nodes. Pass their axis, another file, or rows=."
+                    )
+                if array.shape[0] != samples:
+                    raise ArgumentError(
+                        f"variables have {samples} and {array.shape[0]} samples. Pass variables "
+                        "with equal numbers of samples, or make one Rows for each."
+                    )
+            self.shape: tuple[int, ...] = (samples, count, *self._row.shape[1:])
+            return shard, graph.edge_shards[edge_type] if halo else None
+
+        def outline(_: object) -> dict[str, object]:
+            return {
+                "shape": list(self.shape),
+                "rows of the source": [array.shape[1] for array in self._arrays],
+                "rows=": rows is not None,
+                "dtype": str(self._row.dtype),
+                "halo": halo,
+                "variable": str(names),
+            }
+
+        (shard, edges), outlines = agree_and_share(_WHAT, check, outline, graph.group)
+        require_equal(_WHAT, outlines)
+        # a chunk of all rows must not place all nodes on one rank
+        chunks = (array.chunk for array in self._arrays if array.chunk < array.shape[1])
+        self.chunk = max(chunks, default=1) if rows is None else 1
+        self._device = shard.ids.gaps.device
+        self._edges = edges if halo == "exchange" else None
+        self._exchanges = halo == "exchange"
+        ids = shard.owned_ids if rows is None else rows.to(self._device, torch.int64)
+        if edges is not None and halo == "read":
+            ids = torch.cat([ids, edges.halo_ids]) if rows is None else edges.rows_and_halo(ids)
+        needed, place = ids.cpu().unique(return_inverse=True)
+        in_order = bool((place == torch.arange(len(place))).all())
+        self._place = None if in_order else place
+        self._count = len(ids) + (edges.num_halo if edges is not None and self._exchanges else 0)
+        self._pieces = [array.pieces(needed.numpy()) for array in self._arrays]
+
+    def __len__(self) -> int:
+        """Return the number of samples, T."""
+        return self.shape[0]
+
+    def __getitem__(self, sample: int | slice) -> torch.Tensor:
+        """Return this rank's rows of a sample, (n, *F), or of a slice of samples, (k, n, *F)."""
+        if isinstance(sample, slice):
+            chosen = range(*sample.indices(len(self)))
+            if not chosen:
+                return self._row.new_empty(0, self._count, *self.shape[2:])
+            return torch.stack([self[i] for i in chosen])
+        return self._delivered(sample, lambda: self._read(sample))
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        """Iterate over all samples in order; see :meth:`samples`."""
+        return self.samples()
+
+    def samples(
+        self, order: Iterable[int] | None = None, *, ahead: int = 2
+    ) -> Iterator[torch.Tensor]:
+        """Iterate over samples, which a thread reads ahead.
+
+        Every rank passes the same order; :func:`varcomm.debug` compares it. An error of the thread
+        is raised here. The thread ends with the iterator: at the last sample, at an error, or if
+        the iterator is closed or dropped.
+
+        Parameters
+        ----------
+        order : iterable of int, optional
+            Samples to read, which may repeat; None means all of them in order.
+        ahead : int
+            Samples that may be read ahead and kept in memory.
+
+        Yields
+        ------
+        torch.Tensor
+            This rank's rows of each sample, as ``rows[t]``.
+        """
+        ahead = at_least(1, ahead, "ahead")
+        return self._samples(range(len(self)) if order is None else order, ahead)
+
+    def _samples(self, order: Iterable[int], ahead: int) -> Iterator[torch.Tensor]:
+        pending: deque[tuple[int, Future[torch.Tensor]]] = deque()
+        thread = ThreadPoolExecutor(1, "varcomm.graph.Rows")
+
+        def first() -> torch.Tensor:
+            sample, future = pending.popleft()
+            if debugging() and self._group is not None and not self._exchanges:
+                compare(self._group, {"operation": _WHAT, "sample": sample})
+            return self._delivered(sample, future.result)
+
+        try:
+            for sample in order:
+                pending.append((sample, thread.submit(self._read, sample)))
+                if len(pending) > ahead:
+                    yield first()
+            while pending:
+                yield first()
+        finally:
+            thread.shutdown(wait=True, cancel_futures=True)
+
+    def loader(
+        self,
+        batch_size: int = 1,
+        samples: Sequence[int] | None = None,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        **options: Any,
+    ) -> DataLoader[torch.Tensor]:
+        """Return a DataLoader that draws the same samples on every rank; collective.
+
+        All ranks of the graph compute on the same samples, so a DistributedSampler is refused,
+        because its samples differ between ranks. For several graphs in data parallelism, pass each
+        group its own `samples`.
+
+        Parameters
+        ----------
+        batch_size : int
+            Samples per batch; a batch is (B, n, *F).
+        samples : sequence of int, optional
+            The samples to draw from, such as those for training; None means all.
+        shuffle : bool
+            Draw in a random order, which differs in each epoch.
+        seed : int
+            Seed of the orders of all epochs.
+        **options
+            Passed to :class:`torch.utils.data.DataLoader`, such as `num_workers`.
+
+        Raises
+        ------
+        ArgumentError
+            On every rank, for an invalid batch size or seed, a sampler, a generator, a sample out
+            of range, or worker processes with ``halo="exchange"``.
+        DisagreementError
+            On every rank, if arguments differ across ranks.
+        """
+        what = f"{_WHAT}.loader"
+        if self._group is None:
+            raise ArgumentError(f"{what}: call it in the process that made the Rows.")
+
+        def check() -> list[int]:
+            at_least(1, batch_size, "batch_size")
+            if exact_int(seed) is None:
+                raise ArgumentError(f"seed must be an integer; got {seed!r}.")
+            for name in ("sampler", "batch_sampler", "generator"):
+                if options.get(name) is not None:
+                    raise ArgumentError(
+                        f"{name} would draw other samples on each rank. Use shuffle= and seed=, "
+                        "or pass samples= in an order of your own."
+                    )
+            if self._exchanges and options.get("num_workers"):
+                raise ArgumentError(
+                    "a worker process cannot exchange the halo. Call "
+                    'graph.edges.with_halo(batch, dim=1) on each batch, or use halo="read".'
+                )
+            chosen = range(len(self)) if samples is None else samples
+            return [self._checked(sample) for sample in chosen]
+
+        chosen = agree(what, check, self._group)
+        same = {
+            "batch_size": batch_size,
+            "shuffle": shuffle,
+            "seed": seed,
+            "samples": digest(np.array(chosen)),
+            "drop_last": options.get("drop_last"),
+        }
+        compare(self._group, {"operation": what, **same})
+        generator = torch.Generator().manual_seed(seed)
+        subset = Subset(self, chosen)
+        return DataLoader(subset, batch_size, shuffle, generator=generator, **options)
+
+    def close(self) -> None:
+        """Close the file; a later read opens it again."""
+        for array in self._arrays:
+            array.close()
+
+    def _checked(self, sample: Any) -> int:
+        exact = exact_int(sample)
+        if exact is None:
+            raise ArgumentError(f"{_WHAT}: a sample must be an integer; got {sample!r}.")
+        if not -len(self) <= exact < len(self):
+            raise IndexError(f"{_WHAT}: sample {exact} is out of range for {len(self)} samples.")
+        return exact % len(self)
+
+    def _read(self, sample: int) -> torch.Tensor:
+        """Return the rows of a sample on the CPU; in any thread or process."""
+        sample = self._checked(sample)  # here, so that all ranks raise before an exchange
+        found = []
+        for array, pieces in zip(self._arrays, self._pieces, strict=True):
+            values, touched = array.read(sample, pieces)
+            self.bytes_read += touched
+            found.append(torch.from_numpy(values))
+        rows = _joined(found, self._dtype)
+        rows = rows if self._place is None else rows[self._place]
+        return rows.pin_memory() if self._device.type == "cuda" and self._at_home() else rows
+
+    def _delivered(self, sample: int, read: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return rows on the graph's device, with the halo from an exchange."""
+        if not self._at_home():
+            if self._exchanges:
+                raise ArgumentError(
+                    f"{_WHAT}: another process cannot exchange the halo. Call "
+                    'graph.edges.with_halo(batch, dim=1) on each batch, or use halo="read".'
+                )
+            return read()
+        if self._edges is None:
+            return read().to(self._device, non_blocking=True)
+        # a rank that cannot read must not leave others waiting in the exchange
+        rows = agree(_WHAT, read, self._edges.group).to(self._device, non_blocking=True)
+        if debugging():
+            compare(self._edges.group, {"operation": _WHAT, "sample": sample})
+        return self._edges.with_halo(rows)
+
+    def _at_home(self) -> bool:
+        return self._group is not None and self._home == os.getpid()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_group": None, "_edges": None}
+
+
+def shard_of(graph: PartitionedGraph, node_type: NodeType) -> NodeShard:
+    """Return the nodes of a type, or raise ArgumentError."""
+    if node_type not in graph.node_shards:
+        raise ArgumentError(f"node_type must be one of {graph.node_types}; got {node_type!r}.")
+    return graph.node_shards[node_type]
+
+
+def _joined(arrays: Sequence[torch.Tensor], dtype: torch.dtype | None) -> torch.Tensor:
+    """Return an array, or several as columns."""
+    if len({array.dtype for array in arrays}) > 1 and dtype is None:
+        kinds = ", ".join(str(array.dtype) for array in arrays)
+        raise ArgumentError(f"variables have the dtypes {kinds}. Pass dtype=.")
+    arrays = [array if dtype is None else array.to(dtype) for array in arrays]
+    if len(arrays) == 1:
+        return arrays[0]
+    return torch.cat([array.reshape(len(array), prod(array.shape[1:])) for array in arrays], dim=1)
