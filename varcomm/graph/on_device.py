@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 
+from varcomm._torch_private import assert_on_device
 from varcomm.errors import ArgumentError
 from varcomm.transport.debug import debugging
 
@@ -30,7 +31,7 @@ def require(
     if on_gpu and owner is not None:
         read = vars(owner).setdefault("conditions", read)
     if on_gpu and not debugging() and (owner is None or key in read):
-        torch._assert_async(holds, text or str(error()))
+        assert_on_device(holds, text or str(error()))
         return
     if not bool(holds):
         raise error()

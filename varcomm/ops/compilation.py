@@ -10,6 +10,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from varcomm._torch_private import let_vary
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -73,9 +75,7 @@ def extent_of(*counts: int, device: torch.device | None = None) -> torch.Tensor:
 
 def varying(tensor: torch.Tensor, *dims: int) -> torch.Tensor:
     """Let compiled code take a tensor whose sizes along these dimensions vary."""
-    # the mark of torch._dynamo.maybe_mark_dynamic, which would import the compiler
-    vars(tensor)["_dynamo_weak_dynamic_indices"] = set(dims)
-    return tensor
+    return let_vary(tensor, dims)
 
 
 def count_in(extent: torch.Tensor, place: int) -> int:

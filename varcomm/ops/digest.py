@@ -7,8 +7,8 @@ from zlib import crc32
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import is_fake
 
+from varcomm._torch_private import is_fake
 from varcomm.errors import DisagreementError
 from varcomm.ops import packing
 from varcomm.transport.engine import as_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.autograd.forward_ad as forward_ad
 
+from varcomm._torch_private import transforms_active
 from varcomm.errors import ArgumentError
 from varcomm.ops.operator import records_graph
 
@@ -18,7 +19,7 @@ def refuse_linearize(where: str, writers: str) -> None:
         return
     x = torch.empty(0)
     has_level = forward_ad.unpack_dual(x).primal is not x  # of forward mode, without torch.func
-    if has_level and not torch._C._are_functorch_transforms_active():
+    if has_level and not transforms_active():
         raise ArgumentError(
             f"{where}torch.func.linearize keeps tensors that {writers} write into, and its result "
             "would be wrong when called twice. Use torch.func.jvp."

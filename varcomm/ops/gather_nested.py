@@ -11,6 +11,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
+from varcomm._torch_private import transforms_active
 from varcomm.errors import ArgumentError
 from varcomm.ops import levels, packing
 from varcomm.ops.checks import checked_tensor
@@ -146,7 +147,7 @@ def _described(
     """Return words that must be equal on all ranks, the rows, and whether derivatives are apart."""
     words: dict[str, Any] = {"dim": dim, "dst": root}
     rows, devices = list[int](), set[torch.device]()
-    apart: bool = torch._C._are_functorch_transforms_active()
+    apart: bool = transforms_active()
     for path, x in found.items():
         of = f" of {path}" if path else ""
         if x is None and path:

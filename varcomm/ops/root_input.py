@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 
+from varcomm._torch_private import transforms_active
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.operator import checking, in_graph
@@ -123,7 +124,7 @@ def _match(x: object, like: object) -> bool:
     return x is like or (
         (x.dtype, x.device, x.layout) == (like.dtype, like.device, like.layout)
         and x.requires_grad == like.requires_grad
-        and not torch._C._are_functorch_transforms_active()
+        and not transforms_active()
         and _has_tangent(x) == _has_tangent(like)
     )
 
@@ -151,7 +152,7 @@ def _nothing_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def outside_transforms(job: Callable[[], object]) -> None:
     """Run a job on plain tensors: transforms of ``torch.func`` belong to a thread."""
-    if not torch._C._are_functorch_transforms_active():
+    if not transforms_active():
         job()
         return
     with ThreadPoolExecutor(1) as threads:
@@ -160,7 +161,7 @@ def outside_transforms(job: Callable[[], object]) -> None:
 
 def _transforms_of(tensor: torch.Tensor | None) -> int:
     """Return the number of transforms of ``torch.func`` that reach a tensor."""
-    if tensor is None or not torch._C._are_functorch_transforms_active():
+    if tensor is None or not transforms_active():
         return 0
     inner = torch.func.debug_unwrap(tensor, recurse=False)
     return 0 if inner is tensor else 1 + _transforms_of(inner)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from varcomm._torch_private import TorchDispatchMode
 from varcomm.errors import GroupError
 from varcomm.transport.engines.simulated import Transfer, alone, transfers
 from varcomm.transport.trace import Call, Trace, trace

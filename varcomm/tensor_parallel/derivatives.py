@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from varcomm._torch_private import transforms_active
+
 
 def in_transform() -> bool:
     """Return whether ``torch.func`` or forward mode is active, which needs plain operations."""
@@ -16,7 +18,7 @@ def in_transform() -> bool:
         return False
     x = torch.empty(0)
     is_forward = forward_ad.unpack_dual(x).primal is not x  # a level of forward mode is open
-    return is_forward or torch._C._are_functorch_transforms_active()
+    return is_forward or transforms_active()
 
 
 def recorded_gradients(

@@ -8,8 +8,8 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 
+from varcomm._torch_private import is_fake
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.sizes import ShardSizes
 from varcomm.tensor_parallel.linear import ColumnParallelLinear

@@ -9,11 +9,11 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
+from varcomm._torch_private import make_group
 from varcomm.transport.agreement import share
 from varcomm.transport.group import Group, resolve, weakly
 
@@ -86,26 +86,5 @@ def _new_name() -> str:
 
 
 def _made(group: Group, backends: str, name: str) -> Callable[[], Group]:
-    """Make a process group with the ranks of `group`, by a call of these alone.
-
-    ``new_group(use_local_synchronization=True)`` derives its name from the groups that a rank is
-    in, so ranks in different numbers of groups never meet. `name` is equal on all members, and new.
-
-    In a world that is bound to GPUs, torch splits NCCL's communicator of the world, which all ranks
-    of the world must do together. So the world is unbound meanwhile, and the group gets a
-    communicator of its own at its first call.
-    """
-    world, ranks = distributed_c10d._world, list(group.ranks)
-    everyone = cast(dist.ProcessGroup, dist.group.WORLD)
-    _, store = world.pg_map[everyone]
-    backend, own_name = distributed_c10d.Backend(backends), cast(Any, name)
-    bound, everyone.bound_device_id = everyone.bound_device_id, None
-    try:
-        made, _ = distributed_c10d._new_process_group_helper(
-            group.size, group.rank, ranks, backend, store, own_name, timeout=group.timeout()
-        )
-    finally:
-        everyone.bound_device_id = bound
-    process_group = cast(dist.ProcessGroup, made)
-    world.pg_group_ranks[process_group] = {rank: place for place, rank in enumerate(ranks)}
-    return weakly(resolve(process_group))
+    made = make_group(group.ranks, group.rank, backends, name, group.timeout())
+    return weakly(resolve(made))

@@ -12,10 +12,10 @@ from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
+from varcomm._torch_private import group_exists, group_named, timeout_of
 from varcomm.errors import GroupError
 
 # Ranks from which sums go by levels: as few as keep this many clusters from one merge, on average.
@@ -72,7 +72,7 @@ class Group:
 
     def exists(self) -> bool:
         """Return whether torch.distributed still has the group."""
-        return self.process_group in distributed_c10d._world.pg_group_ranks
+        return group_exists(self.process_group)
 
     def backends(self) -> dict[str, str]:
         """Return the backend of torch.distributed for each kind of device."""
@@ -92,8 +92,7 @@ class Group:
 
     def timeout(self) -> timedelta:
         """Return the timeout of calls; a simulated group has the default."""
-        options = self.process_group._get_backend(self.device()).options
-        return default_pg_timeout if options is None else options._timeout
+        return timeout_of(self.process_group, self.device()) or default_pg_timeout
 
     def device(self) -> torch.device:
         """Return the device of tensors that this rank sends on its own account."""
@@ -196,12 +195,11 @@ def _of(process_group: dist.ProcessGroup) -> Group:
 
 def named(name: str, rank: int) -> Group:
     """Return the group of a graph that was traced on `rank`."""
-    try:
-        process_group = cast(Any, distributed_c10d)._resolve_process_group(name)
-    except RuntimeError as error:
+    process_group = group_named(name)
+    if process_group is None:
         raise GroupError(
             f"the group {name!r} of a traced or compiled graph does not exist. Trace again."
-        ) from error
+        )
     group = _of(process_group)
     if group.rank != rank:
         raise GroupError(f"a graph traced on rank {rank} runs on {group}. Trace on each rank.")

@@ -14,6 +14,7 @@ from torch_geometric import nn as pyg
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.models.attentive_fp import GATEConv
 
+from varcomm._torch_private import transforms_active
 from varcomm.errors import ArgumentError
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.index.partitioned_index import PartitionedIndex
@@ -182,7 +183,7 @@ def _depending(out: torch.Tensor, exchanged: Sequence[torch.Tensor]) -> torch.Te
     """
     if not (out.is_floating_point() or out.is_complex()) or not torch.is_grad_enabled():
         return out
-    if torch._C._are_functorch_transforms_active():
+    if transforms_active():
         return sum(_nothing_of(exchanged), out)
     return _Depending.apply(out, *exchanged)  # type: ignore[no-any-return, no-untyped-call]
 
