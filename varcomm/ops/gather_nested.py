@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -17,6 +17,7 @@ from varcomm.ops import levels, packing
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.compilation import kept_from_compilation
 from varcomm.ops.digest import require_equal
+from varcomm.ops.nested import leaves, rebuilt
 from varcomm.ops.operator import Operator, TensorOrHandle, apply, checking, in_graph
 from varcomm.ops.reduction import sum_in_rank_order
 from varcomm.ops.root_input import outside_transforms
@@ -31,7 +32,6 @@ __all__ = ["gather_without_sizes"]
 # so that an accidental sum of packed bytes is an error.
 CARRIER = torch.float8_e5m2
 
-_DEEPEST = 100  # containers in each other
 
 One = Callable[[Tensor, ShardSizes, int], TensorOrHandle]
 
@@ -57,10 +57,7 @@ def gather_without_sizes(
     failure: Exception | None = None
     with checking(name, group, use_fp32=use_fp32, async_op=async_op) as where:
         try:
-            leaves = sorted(_leaves(value), key=lambda pair: pair[0])
-            found = dict(leaves)
-            if len(found) < len(leaves):
-                raise ArgumentError("keys of a dictionary must differ as text. Rename them.")
+            found = dict(sorted(leaves(value).items()))
             if async_op and not is_tensor:
                 raise ArgumentError("async_op=True needs one tensor. Gather nested ones without.")
             if root is not None:
@@ -94,7 +91,7 @@ def gather_without_sizes(
         results: list[Any] = [one(*each) for each in given]
     else:
         results = _gathered(name, group, list(given), root, use_fp32)
-    return _rebuilt(value, dict(zip(tensors, results, strict=True)))
+    return rebuilt(value, dict(zip(tensors, results, strict=True)))
 
 
 def _gathered(
@@ -111,34 +108,6 @@ def _gathered(
     own = _Pack.apply(parts, (group.rank,), *[x for x, *_ in given])  # type: ignore[no-untyped-call]
     operator = _Gather(name, group, parts, root, use_fp32)
     return list(_Unpack.apply(parts, operator.ranks, apply(operator, own)))  # type: ignore[no-untyped-call]
-
-
-def _leaves(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield each leaf beside its place, as ``['scores'][0]``."""
-    if depth > _DEEPEST:
-        raise ArgumentError(
-            f"the value contains itself, or more than {_DEEPEST} containers in each other. Pass a "
-            "value without cycles."
-        )
-    if isinstance(value, Mapping):
-        pairs = [(repr(key), each) for key, each in value.items()]
-    elif isinstance(value, tuple | list):
-        pairs = [(str(place), each) for place, each in enumerate(value)]
-    else:
-        yield path, value
-        return
-    for key, each in pairs:
-        yield from _leaves(each, f"{path}[{key}]", depth + 1)
-
-
-def _rebuilt(value: Any, results: Mapping[str, Tensor], path: str = "") -> Any:
-    """Return the structure of `value` with results in place of its tensors."""
-    if isinstance(value, Mapping):
-        return {k: _rebuilt(each, results, f"{path}[{k!r}]") for k, each in value.items()}
-    if isinstance(value, tuple | list):
-        each = [_rebuilt(x, results, f"{path}[{place}]") for place, x in enumerate(value)]
-        return type(value)(*each) if hasattr(value, "_fields") else type(value)(each)
-    return results.get(path)
 
 
 def _described(

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten
 
 import varcomm
 from varcomm.data_parallel.buckets import is_owned
 from varcomm.errors import ArgumentError
+from varcomm.ops.nested import leaves
 from varcomm.transport.agreement import share
 from varcomm.transport.group import resolve
 
@@ -89,8 +89,8 @@ def run(rank: int, task: Task) -> Run:
                 recorder.during = "call"
                 result = (task.call or _call)(model, graph)
                 kinds = torch.Tensor | int | float | complex
-                leaves = [leaf for leaf in _leaves(result) if isinstance(leaf, kinds)]
-                outputs = [torch.as_tensor(leaf) for leaf in leaves]
+                tensors = [leaf for leaf in _values_in(result) if isinstance(leaf, kinds)]
+                outputs = [torch.as_tensor(leaf) for leaf in tensors]
                 if task.loss is not None:
                     recorder.during = "loss"
                     value = task.loss(result, graph)
@@ -120,13 +120,13 @@ def run(rank: int, task: Task) -> Run:
     return Run(axes, kept, recorder.records)
 
 
-def _leaves(result: Any) -> list[Any]:
+def _values_in(result: Any) -> list[Any]:
     """Return the values in lists, tuples, dicts and dataclasses."""
     nested = [
-        _leaves(vars(leaf)) if is_dataclass(leaf) and not isinstance(leaf, type) else [leaf]
-        for leaf in tree_flatten(result)[0]
+        _values_in(vars(leaf)) if is_dataclass(leaf) and not isinstance(leaf, type) else [leaf]
+        for leaf in leaves(result).values()
     ]
-    return [leaf for leaves in nested for leaf in leaves]
+    return [leaf for values in nested for leaf in values]
 
 
 def expected(whole: torch.Tensor, shape: torch.Size, axes: list[Axis]) -> Iterator[torch.Tensor]:
@@ -282,7 +282,7 @@ class _Recorder(TorchFunctionMode):
     def _record(self, name: str, line: str, values: Any) -> None:
         if self._layers:
             return
-        for value in tree_flatten(values)[0]:
+        for value in leaves(values).values():
             if type(value) in (torch.Tensor, torch.nn.Parameter) and _has_gradient(value):
                 place = Place(self.during, self._names[-1], name, line)
                 self._calls[place] += 1

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.edge_shard import EdgeShard
@@ -19,6 +18,7 @@ from varcomm.graph.index.batch import Graphs
 from varcomm.graph.index.partitioned_index import PartitionedIndex, plain
 from varcomm.graph.layers.propagate import Running
 from varcomm.ops.compilation import kept_from_compilation
+from varcomm.ops.nested import leaves, rebuilt
 from varcomm.ops.operator import checking
 from varcomm.transport.agreement import share
 
@@ -47,15 +47,12 @@ class NodeRows:
     edges: EdgeShard
     known: dict[tuple[Any, ...], tuple[bool, ...]] = field(default_factory=dict)
 
-    def among(self, leaves: Sequence[Any], key: tuple[Any, ...], rows: int) -> tuple[bool, ...]:
-        """Return, per leaf, whether it has `rows` rows on all ranks; ranks agree once per `key`."""
-        kinds = [
-            (leaf.dtype, leaf.dim()) if isinstance(leaf, torch.Tensor) else type(leaf)
-            for leaf in leaves
-        ]
+    def among(self, values: Sequence[Any], key: tuple[Any, ...], rows: int) -> tuple[bool, ...]:
+        """Return whether each value has `rows` rows on all ranks; ranks agree once per `key`."""
+        kinds = [(x.dtype, x.dim()) if isinstance(x, torch.Tensor) else type(x) for x in values]
         key = (*key, *kinds)
         if key not in self.known:
-            fits = [isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (rows,) for leaf in leaves]
+            fits = [isinstance(x, torch.Tensor) and x.shape[:1] == (rows,) for x in values]
             shared = share(self.what, lambda: fits, self.edges.group)
             self.known[key] = tuple(map(all, zip(*shared, strict=True)))
         return self.known[key]
@@ -64,10 +61,11 @@ class NodeRows:
     def owned(self, out: Any, key: tuple[Any, ...] = ()) -> Any:
         """Return results without their halo rows."""
         owned = self.edges.num_sources
-        leaves, spec = tree_flatten(out)
-        of_nodes = self.among(leaves, (*key, "out", str(spec)), owned + self.edges.num_halo)
-        pairs = zip(leaves, of_nodes, strict=True)
-        return tree_unflatten([x[:owned] if flag else x for x, flag in pairs], spec)
+        values = leaves(out)
+        rows = owned + self.edges.num_halo
+        of_nodes = self.among([*values.values()], (*key, "out", *values), rows)
+        pairs = zip(values.items(), of_nodes, strict=True)
+        return rebuilt(out, {place: x[:owned] if flag else x for (place, x), flag in pairs})
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,27 +89,28 @@ class _Block:
     @kept_from_compilation
     def _with_halos(self, given: Any) -> Any:
         edges = self.rows.edges
-        leaves, spec = tree_flatten(given)
-        values = [
-            None if isinstance(x, PartitionedIndex) and x.kind != "graph" else x for x in leaves
+        values = leaves(given)
+        of_rows = [
+            None if isinstance(x, PartitionedIndex) and x.kind != "graph" else x
+            for x in values.values()
         ]
-        of_nodes = self.rows.among(values, ("in", str(spec)), edges.num_sources)
+        of_nodes = self.rows.among(of_rows, ("in", *values), edges.num_sources)
+        places = [place for place, flag in zip(values, of_nodes, strict=True) if flag]
         with checking(self.rows.what, edges.group) as where:
-            for leaf, flag in zip(leaves, of_nodes, strict=True):
-                if flag and leaf.shape[0] != edges.num_sources:
+            for x in (values[place] for place in places):
+                if x.shape[0] != edges.num_sources:
                     raise ArgumentError(
-                        f"{where}a tensor of shape {tuple(leaf.shape)} stands where one with a row "
+                        f"{where}a tensor of shape {tuple(x.shape)} stands where one with a row "
                         f"for each of the {edges.num_sources} owned nodes stood before."
                     )
-        places = [at for at, flag in enumerate(of_nodes) if flag]
-        rows = edges.rows_and_halos([plain(leaves[at]) for at in places])
+        rows = edges.rows_and_halos([plain(values[place]) for place in places])
         graphs = Graphs(edges.group, num_owned=edges.num_sources)
-        for at, x in zip(places, rows, strict=True):
-            own = leaves[at]
+        for place, x in zip(places, rows, strict=True):
+            own = values[place]
             if isinstance(own, PartitionedIndex):  # halo rows do not count in readouts
                 x = PartitionedIndex.make(x, graphs, own.kind, whole=True)
-            leaves[at] = x
-        return tree_unflatten(leaves, spec)
+            values[place] = x
+        return rebuilt(given, values)
 
 
 def _unwrap_forward(module: torch.nn.Module) -> Callable[..., Any] | None:

@@ -9,7 +9,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from varcomm.errors import ArgumentError, DisagreementError
@@ -18,6 +17,7 @@ from varcomm.graph.index.partitioned_index import PartitionedIndex, plain
 from varcomm.graph.layers.deep_halos import NodeRows
 from varcomm.graph.node_shard import described
 from varcomm.graph.partitioned_graph import PartitionedGraph
+from varcomm.ops.nested import mapped
 from varcomm.ops.operator import checking
 from varcomm.transport.agreement import share
 
@@ -210,7 +210,7 @@ class _Exchange:
                     )
         self.exchanged[:] = [name for name in self.names if given.get(name) is not None]
         rows = self.edges.rows_and_halos([given[name] for name in self.exchanged])
-        given.update({name: tree_map(plain, value) for name, value in given.items()})
+        given.update({name: mapped(plain, value) for name, value in given.items()})
         given.update(zip(self.exchanged, rows, strict=True))
         return call.args, call.kwargs
 
