@@ -13,13 +13,29 @@ from varcomm.transport.engine import Pending, span
 from varcomm.transport.failure import explained, failure
 from varcomm.transport.group import Group
 
-__all__ = ["BUCKET_BYTES", "Owner", "cut", "gradient_dtype", "is_owned", "listed", "started"]
+__all__ = [
+    "BUCKET_BYTES",
+    "Owner",
+    "as_ordinary",
+    "cut",
+    "gradient_dtype",
+    "is_owned",
+    "listed",
+    "started",
+]
 
 BUCKET_BYTES = 25 * 2**20
 
 _OWNER = "_varcomm_owner"
 
 K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
+
+
+def as_ordinary(function: Callable[..., T], *args: object) -> T:
+    """Call a function in which tensors of all classes act and arrive as ordinary tensors."""
+    plain: Any = torch.Tensor
+    return plain.__torch_function__(function, (), args)  # type: ignore[no-any-return]
 
 
 def gradient_dtype(value: torch.Tensor) -> torch.dtype:

@@ -8,7 +8,14 @@ from typing import NamedTuple
 
 import torch
 
-from varcomm.data_parallel.buckets import BUCKET_BYTES, cut, gradient_dtype, is_owned, listed
+from varcomm.data_parallel.buckets import (
+    BUCKET_BYTES,
+    as_ordinary,
+    cut,
+    gradient_dtype,
+    is_owned,
+    listed,
+)
 from varcomm.data_parallel.global_count import Reduce, described, divisor_of
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_reduce import AllReduce
@@ -100,20 +107,25 @@ def sum_gradients(
         values = [repr(digest(parameter)) for parameter in trained]
         compare(ranks, {**call, "values of parameters": values})
     divisor = divisor_of(reduce, ranks, "sum_gradients")
-    before: tuple[list[torch.nn.Parameter], Pending] | None = None
+    buckets = cut(dict(enumerate(trained)), range(len(trained)), size)
+    total = AllReduce(ranks, use_fp32, divisor=divisor)
+    with torch.no_grad():
+        # new gradients are ordinary tensors, as those of autograd, for parameters of any class
+        as_ordinary(_sum, total, [[trained[index] for index in members] for members in buckets])
+
+
+def _sum(total: AllReduce, buckets: Sequence[Sequence[torch.nn.Parameter]]) -> None:
+    """Replace gradients by their sums; while a bucket travels, the one before is delivered."""
+    before: tuple[Sequence[torch.nn.Parameter], Pending] | None = None
     unused: list[_Unused] = []
-    # new gradients are ordinary tensors, as those of autograd, for parameters of any class
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        for members in [*cut(dict(enumerate(trained)), range(len(trained)), size), []]:
-            bucket = [trained[index] for index in members]
-            total = AllReduce(ranks, use_fp32, divisor=divisor)
-            begun = (bucket, begin(total, _flat(bucket), False)) if bucket else None
-            if before is not None:  # while the next one travels
-                unused += _delivered(*before)
-            before = begun
-        for one, is_used in zip(unused, listed([one.flag for one in unused]), strict=True):
-            if is_used:
-                one.parameter.grad = one.total
+    for bucket in [*buckets, []]:
+        begun = (bucket, begin(total, _flat(bucket), False)) if bucket else None
+        if before is not None:
+            unused += _delivered(*before)
+        before = begun
+    for one, is_used in zip(unused, listed([one.flag for one in unused]), strict=True):
+        if is_used:
+            one.parameter.grad = one.total
 
 
 def _checked(parameters: Iterable[torch.nn.Parameter], where: str) -> list[torch.nn.Parameter]:

@@ -7,6 +7,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
+from varcomm._torch_private import UNSCALE
 from varcomm.data_parallel.sharded.arguments import NAME
 from varcomm.errors import ArgumentError
 
@@ -14,6 +15,12 @@ __all__ = ["SummedGradient", "Sums"]
 
 # Changes in place in which an element of the result depends on its own element alone.
 _CHANGES = {"mul_", "div_", "clamp_", "clamp_min_", "clamp_max_"}
+
+# Conversions by which Module.to(), and its relatives, copy a gradient.
+_CONVERSIONS = {
+    getattr(torch.Tensor, name)
+    for name in ("to", "type", "half", "bfloat16", "float", "double", "cpu", "cuda")
+}
 
 
 class Sums(Protocol):
@@ -61,8 +68,11 @@ class SummedGradient(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # results of operations, such as norms, are plain tensors
         plain: Any = torch.Tensor
+        first = args[0] if args else None
+        if func in _CONVERSIONS and isinstance(first, cls):
+            return first._converted(func, args[1:], kwargs or {})
+        # results of operations, such as norms, are plain tensors
         return plain.__torch_function__(func, (), args, kwargs or {})
 
     @classmethod
@@ -75,13 +85,8 @@ class SummedGradient(torch.Tensor):
         name = operation.removeprefix("_foreach_")
         if not all(isinstance(x, cls) for x in own) or any(isinstance(x, cls) for x in others):
             pass
-        elif name in ("detach", "alias", "_to_copy"):
-            dtype, device = (options.get(key) for key in ("dtype", "device"))
-            found = cls.of(
-                first.parameter_name, first, first.find_sums, dtype or first.dtype, device
-            )
-            found.is_copy = first.is_copy or name == "_to_copy"
-            return found
+        elif name in ("detach", "alias"):
+            return first._like(first.dtype, first.device, first.is_copy)
         elif name in ("linalg_vector_norm", "norm") and len(rest) < 2 and not options.get("dim"):
             order, dtype = float(rest[0]) if rest else 2.0, options.get("dtype")
             norms = [
@@ -97,9 +102,24 @@ class SummedGradient(torch.Tensor):
             for each in own:
                 each._change(name, lambda piece: change(piece, *rest, **options), values)
             return first if first is own[0] else None
-        elif name == "_amp_foreach_non_finite_check_and_unscale_":
+        elif func.overloadpacket is UNSCALE:
             return _unscale(own, *rest)
         _refuse(name, next(x for x in (*own, *others) if isinstance(x, cls)))
+
+    def _like(self, dtype: torch.dtype, device: torch.device, is_copy: bool) -> SummedGradient:
+        made = type(self).of(self.parameter_name, self, self.find_sums, dtype, device)
+        made.is_copy = is_copy
+        return made
+
+    def _converted(
+        self, conversion: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]
+    ) -> Any:
+        """Return the gradient in another dtype or on another device, as an ordinary tensor."""
+        empty = torch.empty(0, dtype=self.dtype, device=self.device)
+        like = conversion(empty, *args, **options)
+        if not isinstance(like, torch.Tensor):  # type() returns a name
+            return like
+        return self if like is empty else self._like(like.dtype, like.device, is_copy=True)
 
     @property
     def _real(self) -> torch.dtype:

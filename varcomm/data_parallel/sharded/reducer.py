@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from varcomm.data_parallel.buckets import Owner, gradient_dtype, started
+from varcomm.data_parallel.buckets import Owner, as_ordinary, gradient_dtype, started
 from varcomm.data_parallel.sharded.arguments import NAME
 from varcomm.data_parallel.sharded.gradient import SummedGradient, Sums
 from varcomm.data_parallel.sharded.shard import Shard
@@ -64,8 +64,8 @@ class Reducer:
         for name, parameter in self._parameters.items():
             after = parameter.register_post_accumulate_grad_hook(partial(self._arrive, name))
             # only before backward adds to grad, while torch.autograd.grad leaves it alone
-            with torch._C.DisableTorchFunctionSubclass():  # which would add a node
-                node = torch.autograd.graph.get_gradient_edge(parameter).node
+            # as an ordinary tensor, because a subclass would add a node
+            node = as_ordinary(torch.autograd.graph.get_gradient_edge, parameter).node
             before = node.register_prehook(partial(self._make_way, name))
             self._removals += [after.remove, before.remove, partial(self._take_away, name)]
             self._nodes.append(node)
@@ -256,8 +256,7 @@ def _order(group: Group) -> list[int]:
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return the ``grad`` itself, which a parameter of a subclass returns as its own class."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return parameter.grad
+    return as_ordinary(lambda: parameter.grad)
 
 
 def _packed(
