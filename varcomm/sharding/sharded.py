@@ -99,9 +99,9 @@ class Sharded(torch.Tensor):
         for box in given:
             check_inside("a box", box.offsets, box.tensor.shape, shape)
         device = given[0].tensor.device if given else torch.device("cpu")
-        made: Self = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=next(iter(dtypes), None), device=device
-        )
+        # one element, which no operation reads
+        element = torch.empty((), dtype=next(iter(dtypes), None), device=device)
+        made = element.expand(torch.Size(shape)).as_subclass(cls)
         made.boxes = tuple(
             Box(tuple(box.offsets), box.tensor.detach()) for box in given if box.tensor.numel()
         )
@@ -152,6 +152,10 @@ class Sharded(torch.Tensor):
         """Return a Sharded tensor with `fn` applied to the tensor of each box."""
         boxes = [Box(box.offsets, fn(box.tensor)) for box in self.boxes]
         return type(self)(self.shape, boxes, None if boxes else self.dtype)
+
+    def data_ptr(self) -> int:
+        """Return 0, as of other tensors without values of their own."""
+        return 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = self.map(lambda tensor: copy.deepcopy(tensor, memo))
