@@ -121,7 +121,7 @@ def test_marked_sizes_vary_in_compiled_code():
     class Holder(torch.nn.Module):
         def __init__(self, rows):
             super().__init__()
-            self.held = private.let_vary(torch.ones(rows, 2), [0])
+            self.held = private.let_vary(torch.ones(rows, 2), 0)
 
         def forward(self, x):
             return x + self.held.shape[0]
@@ -135,7 +135,7 @@ def test_marked_sizes_vary_in_compiled_code():
     compiled = torch.compile(module, backend=backend, fullgraph=True)
     results = []
     for rows in (3, 5, 7):
-        module.held = private.let_vary(torch.ones(rows, 2), [0])
+        module.held = private.let_vary(torch.ones(rows, 2), 0)
         results.append(compiled(torch.zeros(1)).item())
     assert (results, len(counts)) == ([3, 5, 7], 1)
 

@@ -71,7 +71,7 @@ def register_effect(op: Any) -> None:
     torch.library._register_effectful_op(op, EffectType.ORDERED)
 
 
-def let_vary(tensor: Tensor, dims: Sequence[int]) -> Tensor:
+def let_vary(tensor: Tensor, *dims: int) -> Tensor:
     """Let compiled code take a tensor whose sizes along these dimensions vary.
 
     The mark of ``torch._dynamo.maybe_mark_dynamic``, whose import takes seconds. Without it, the

@@ -10,6 +10,7 @@ from typing import Any, overload
 
 import torch
 
+from varcomm._torch_private import let_vary
 from varcomm.errors import ArgumentError
 from varcomm.graph.index.batch import STARTS_FROM_ZERO
 from varcomm.graph.index.partitioned_index import How, Kind, Numbering, PartitionedIndex, ordinary
@@ -17,7 +18,7 @@ from varcomm.graph.node_shard import NodeShard, Shard
 from varcomm.graph.on_device import require
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_to_all_v import all_to_all_v
-from varcomm.ops.compilation import count_in, extent_of, kept_from_compilation, varying
+from varcomm.ops.compilation import count_in, extent_of, kept_from_compilation
 from varcomm.ops.operator import checking, in_graph
 from varcomm.plan.exchange_plan import ExchangePlan
 
@@ -133,7 +134,7 @@ class EdgeShard(Numbering, Shard):
             int((source == target).sum()),
         )
         extent = extent_of(self.num_targets, *counts, device=ids.device)
-        vars(self).update(counts=counts, extent=extent, local_ids=varying(ids, 1))
+        vars(self).update(counts=counts, extent=extent, local_ids=let_vary(ids, 1))
         vars(self).update(_last=[], _last_of_whole=[])
 
     @property
@@ -143,7 +144,7 @@ class EdgeShard(Numbering, Shard):
             return self.local_ids
         # not kept: a cycle of references would keep the memory of old graphs until it is found
         out = PartitionedIndex.make(self.local_ids, self, "edges", whole=True)
-        return out if torch.compiler.is_compiling() else varying(out, 1)
+        return out if torch.compiler.is_compiling() else let_vary(out, 1)
 
     @property
     def num_sources(self) -> int:

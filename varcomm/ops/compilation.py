@@ -70,12 +70,9 @@ def extent_of(*counts: int, device: torch.device | None = None) -> torch.Tensor:
     """
     shape = (*(count + _ABOVE for count in counts), 0)
     # products of numbers of rows, as strides are, may be larger than any int64
-    return varying(torch.empty_strided(shape, [0] * len(shape), device=device), *range(len(counts)))
-
-
-def varying(tensor: torch.Tensor, *dims: int) -> torch.Tensor:
-    """Let compiled code take a tensor whose sizes along these dimensions vary."""
-    return let_vary(tensor, dims)
+    return let_vary(
+        torch.empty_strided(shape, [0] * len(shape), device=device), *range(len(counts))
+    )
 
 
 def count_in(extent: torch.Tensor, place: int) -> int:

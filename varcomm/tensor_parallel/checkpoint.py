@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from varcomm._torch_private import version_of
 from varcomm.errors import ArgumentError
 from varcomm.ops.compilation import uncompiled
 from varcomm.tensor_parallel.random import Replay
@@ -171,7 +172,7 @@ class CheckpointWithoutOutput:
             return result, _kept(torch.empty(0, device="cpu"))
 
         result, run.anchor = _checkpointed(recorded, *args)
-        run.outputs = [(weakref.ref(x), x._version) for x in _listed(result)]
+        run.outputs = [(weakref.ref(x), version_of(x)) for x in _listed(result)]
         if self._runs is not None:
             self._runs.append(run)
         return result
@@ -233,7 +234,7 @@ class _Run:
         place = x.untyped_storage().data_ptr()
         for index, (known, version) in enumerate(self.outputs):
             output = known()
-            if output is None or (x.dtype, x._version) != (output.dtype, version):
+            if output is None or (x.dtype, version_of(x)) != (output.dtype, version):
                 continue
             if 0 != place == output.untyped_storage().data_ptr():
                 view = x.shape, x.stride(), x.storage_offset()

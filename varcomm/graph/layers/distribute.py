@@ -10,6 +10,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.aggr import Aggregation
 
+from varcomm._torch_private import version_of
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.graph.index.partitioned_index import PartitionedIndex
 from varcomm.graph.layers.deep_halos import exchange_once
@@ -235,9 +236,9 @@ def _digest(value: torch.Tensor, digests: Digests) -> object:
     if value.device.type == "cpu" or value.is_inference() or debugging():
         return digest(value)
     version, kept = digests.get(value, (None, None))
-    if version != value._version:
+    if version != version_of(value):
         kept = digest(value)
-        digests[value] = value._version, kept
+        digests[value] = version_of(value), kept
     return kept
 
 
