@@ -1,4 +1,7 @@
-"""The code on the pages and in the README runs, and prints what its comments say."""
+"""The code on the pages and in the README runs, and prints what its comments say.
+
+The first tier runs the README and the start page, the second tier all pages.
+"""
 
 import ast
 import contextlib
@@ -23,7 +26,7 @@ DOCS = ROOT / "docs"
 EXPLANATIONS = [
     *(page for page in sorted(DOCS.glob("explanation/*.md")) if "```python" in page.read_text()),
     *(page for page in sorted(DOCS.glob("coming_from/*.md")) if page.stem not in ("index", "mace")),
-    *(DOCS / "ase.md", DOCS / "sharp_bits.md", DOCS / "start.md"),
+    *(DOCS / "ase.md", DOCS / "sharp_bits.md"),
 ]
 
 
@@ -54,6 +57,11 @@ def run(block, names):
     return printed.getvalue().strip()
 
 
+def test_start(worlds, monkeypatch):
+    test_pages_that_explain(DOCS / "start.md", worlds, monkeypatch)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("page", EXPLANATIONS, ids=lambda page: page.stem)
 def test_pages_that_explain(page, worlds, monkeypatch):
     monkeypatch.setattr(vc, "launch", lambda fn, size, *args: worlds.run(size, fn, *args))
@@ -142,6 +150,7 @@ GUIDES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", GUIDES)
 def test_guides(worlds, page, tmp_path):
     one, other = worlds.run(2, run_page, page, tmp_path / "saved")
@@ -151,6 +160,7 @@ def test_guides(worlds, page, tmp_path):
         assert torch.equal(one[name], other[name]), name
 
 
+@pytest.mark.slow
 def test_guide_to_compilation(tmp_path):
     """In ranks of its own: the compiler stays in a process."""
     one, other = vc.launch(run_page, 2, "compile.md", tmp_path)
@@ -159,6 +169,7 @@ def test_guide_to_compilation(tmp_path):
     assert one["bias"].tolist() == other["bias"].tolist() == [0.0] * 3
 
 
+@pytest.mark.slow
 def test_guide_to_simulation(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     found = run_page(0, "simulate.md", tmp_path)  # in this process
@@ -186,14 +197,25 @@ def output_of(script):
     return done.stdout
 
 
-def test_scripts_of_the_readme():
-    assert output_of(SCRIPT) == "[True, True, True]\n"
+def check_readme(output_of):
+    assert output_of(SCRIPT).strip() == "[True, True, True]"
     printed = output_of(PARALLEL).strip()
     assert f"# {printed}" in PARALLEL
     assert printed.count("True") == 3
     losses = output_of(TRAINING).splitlines()
     assert "".join(f"# {line}\n" for line in losses) in TRAINING
     assert len(losses) == 3
+
+
+def test_readme(worlds, monkeypatch):
+    monkeypatch.setattr(vc, "launch", lambda fn, size, *args: worlds.run(size, fn, *args))
+    check_readme(lambda script: run(script, {"__name__": "__main__"}))
+
+
+@pytest.mark.slow
+def test_readme_as_scripts():
+    """As a reader copies them, without a guard around the call of ``launch``."""
+    check_readme(output_of)
 
 
 def five_lines_on_ranks(rank):
