@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 
 import varcomm
-from tests.graph.layers import example
-from tests.graph.layers_beyond import LAYERS
+from tests.graph.layers import LAYERS, example
 
 PAGE = Path(__file__).with_name("reference") / "compiled_layers.md"
 
@@ -43,10 +42,10 @@ Outputs and gradients equal those of the uncompiled layer, on two ranks in fp64 
 {rows}"""
 
 
-def outcome(layer, model, call, graph):
+def outcome(call_layer, model, called, graph):
     """Return the output, and the gradients of features and parameters."""
     torch.manual_seed(0)
-    out = layer.call(call, graph, graph.edge_index)
+    out = call_layer(called, graph)
     by = [graph.x, *model.parameters()]
     return out, torch.autograd.grad(out.square().sum(), by, allow_unused=True)
 
@@ -58,13 +57,13 @@ def compiled(rank, names):
     graph.x.requires_grad_()
     for name in names:
         torch.manual_seed(0)
-        layer = LAYERS[name]
-        model = varcomm.graph.distribute(layer.make().double(), graph)
-        want = outcome(layer, model, model, graph)
+        make, call, *_ = LAYERS[name]
+        model = varcomm.graph.distribute(make().double(), graph)
+        want = outcome(call, model, model, graph)
         torch._dynamo.reset()
         fast = torch.compile(model, backend="aot_eager", fullgraph=True)
         try:
-            got = outcome(layer, model, fast, graph)
+            got = outcome(call, model, fast, graph)
         except torch._dynamo.exc.TorchDynamoException as error:
             reason = str(error).splitlines()[0]
             verdicts.append("breaks: " + (RANKS_MEET if "disable" in reason else reason))

@@ -14,6 +14,7 @@ from varcomm import ArgumentError
 from varcomm.graph import PartitionedGraph, distribute, partition
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+IDLE = "a rank owns nothing"
 
 
 def data_of():
@@ -42,13 +43,15 @@ def two_types():
     return data
 
 
-def graph_of(data, **settings):
-    """Partition so that a rank owns nothing."""
-    ranks, is_typed = dist.get_world_size(), isinstance(data, HeteroData)
-    nodes = {kind: data[kind].num_nodes for kind in data.node_types} if is_typed else data.num_nodes
-    split = lambda nodes: split_by("a rank owns nothing", nodes, ranks)  # noqa: E731
-    owners = {kind: split(count) for kind, count in nodes.items()} if is_typed else split(nodes)
-    return partition(data, method=owners, **settings)
+def graph_of(data, method=IDLE, **settings):
+    """Partition by this method, by default so that a rank owns nothing."""
+    ranks = dist.get_world_size()
+    if isinstance(data, HeteroData) and method == IDLE:
+        nodes = {kind: data[kind].num_nodes for kind in data.node_types}
+        method = {kind: split_by(IDLE, count, ranks) for kind, count in nodes.items()}
+    elif method == IDLE:
+        method = split_by(IDLE, data.num_nodes, ranks)
+    return partition(data, method=method, **settings)
 
 
 def values_of(graph):
@@ -193,20 +196,20 @@ def verdict(*args, **settings):
     return ranks[0] if len(set(ranks)) == 1 else str(ranks)
 
 
-def verdicts(rank, cases, names, make_data=data_of):
+def verdicts(rank, cases, names, make_data, method, second):
     """Return the verdict of each of these cases: (make, call, what is differentiated by)."""
     data = make_data()
-    graph = graph_of(data)
+    graph = graph_of(data, method)
     return {
-        name: verdict(make, call, data, graph, by=by or ("x",))
+        name: verdict(make, call, data, graph, by=by or ("x",), second=second)
         for name, (make, call, *by) in cases().items()
         if name in names
     }
 
 
-def assert_verdicts(worlds, cases, expected, make_data=data_of, ranks=3):
+def assert_verdicts(worlds, cases, expected, make_data=data_of, ranks=3, method=IDLE, second=False):
     """Compare the verdicts of ranks with those that a table has."""
-    found = worlds.run(ranks, verdicts, cases, list(expected), make_data)[0]
+    found = worlds.run(ranks, verdicts, cases, list(expected), make_data, method, second)[0]
     raised = {n for n, v in found.items() if "Error" in v and "'exact'" not in v}
     wrong = {
         name: found[name]

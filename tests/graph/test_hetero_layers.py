@@ -1,6 +1,6 @@
 """Layers and models on graphs with several types of nodes and edges, as in one process."""
 
-from functools import cache, partial
+from functools import cache
 
 import pytest
 import torch
@@ -8,13 +8,9 @@ import torch_geometric.nn as pyg
 from torch import nn
 from torch_geometric.data import Data, HeteroData
 
-from tests.graph.against_one import compare
-from tests.graph.graphs import split_by
-from tests.ops.comparing import assert_none
+from tests.graph.against_one import CLOSE, IDLE, assert_verdicts, graph_of
 from varcomm import ArgumentError
 from varcomm.graph import distribute, partition
-
-CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
 CHANNELS = {"a": 4, "b": 3, "c": 5}
 EDGES = {
@@ -44,13 +40,6 @@ def data_of():
         data[source, name, target].edge_weight = weight
         data[source, name, target].edge_attr = weight[:, None] ** torch.arange(2)
     return data
-
-
-@cache
-def graph_of(method):
-    data, ranks = data_of(), torch.distributed.get_world_size()
-    owners = {kind: split_by(method, data[kind].num_nodes, ranks) for kind in CHANNELS}
-    return partition(data, method=owners if method == "a rank owns nothing" else method)
 
 
 def convs(make, **others):
@@ -113,23 +102,28 @@ def by_pyg():
     return model
 
 
-def of_types(model, g, takes):
-    # as the graph lists them: some layers depend on the order of types
-    x_dict = {kind: getattr(g, f"x_{kind}") for kind in g.node_types}
-    of_edges = {
-        f"{what}_dict": {key: getattr(g, f"{what}_{key[1]}") for key in g.edge_types}
-        for what in ("edge_index", *takes)
-    }
-    out = model(x_dict, of_edges.pop("edge_index_dict"), **of_edges)
-    return tuple(value.flatten(1) for value in out.values() if value is not None)
+def of_types(*takes):
+    """Return a call with the features of all types, and these attributes of all types of edges."""
+
+    def call(model, g):
+        # as the graph lists them: some layers depend on the order of types
+        x_dict = {kind: getattr(g, f"x_{kind}") for kind in g.node_types}
+        of_edges = {
+            f"{what}_dict": {key: getattr(g, f"{what}_{key[1]}") for key in g.edge_types}
+            for what in ("edge_index", *takes)
+        }
+        out = model(x_dict, of_edges.pop("edge_index_dict"), **of_edges)
+        return tuple(value.flatten(1) for value in out.values() if value is not None)
+
+    return call
 
 
-def signed(layer, g, takes):
+def of_two_relations(layer, g):
     """Good and bad edges are of two types."""
     return layer(g.x_a, g.edge_index_self, g.edge_index_other)
 
 
-def with_loops(layer, g, takes):
+def of_one_relation(layer, g):
     return layer(g.x_a, g.edge_index_other)
 
 
@@ -165,38 +159,36 @@ LAYERS = {
     "HGTConv with skips": (lambda: pyg.HGTConv(CHANNELS, 4, metadata()), ()),
     "a model": (TwoLayers, ("edge_weight",)),
     "a model made by PyG": (by_pyg, ()),
-    "SignedConv": (lambda: pyg.SignedConv(4, 5, first_aggr=True), (), signed),
-    "GATConv by itself": (lambda: pyg.GATConv(4, 5), (), with_loops),
-    "GCNConv by itself": (lambda: pyg.GCNConv(4, 5), (), with_loops),
+    "SignedConv": (lambda: pyg.SignedConv(4, 5, first_aggr=True), of_two_relations),
+    "GATConv by itself": (lambda: pyg.GATConv(4, 5), of_one_relation),
+    "GCNConv by itself": (lambda: pyg.GCNConv(4, 5), of_one_relation),
 }
 
 
-def check_layers(rank, method):
-    data, graph, wrong = data_of(), graph_of(method), []
-    for name, (make, takes, *other) in LAYERS.items():
-        call = partial(other[0] if other else of_types, takes=takes)
-        by = [f"x_{kind}" for kind in CHANNELS]
-        by += [f"{what}_{key[1]}" for what in takes for key in EDGES]
-        found = compare(make, call, data, graph, by, second=True)
-        wrong += [f"{name} by {method}: {one}" for one in found]
-    return wrong
+def layers():
+    """Return the cases: by features of all nodes, and by the attributes that a layer takes."""
+    of_nodes, found = [f"x_{kind}" for kind in CHANNELS], {}
+    for name, (make, takes) in LAYERS.items():
+        call = of_types(*takes) if isinstance(takes, tuple) else takes
+        of_edges = takes if isinstance(takes, tuple) else ()
+        by = [*of_nodes, *(f"{what}_{key[1]}" for what in of_edges for key in EDGES)]
+        found[name] = make, call, *by
+    return found
 
 
 @pytest.mark.parametrize(
     ("ranks", "method"),
-    [
-        (3, "a rank owns nothing"),
-        *(pytest.param(ranks, "random", marks=pytest.mark.slow) for ranks in (1, 2, 3, 5)),
-    ],
+    [(3, IDLE), *(pytest.param(ranks, "random", marks=pytest.mark.slow) for ranks in (1, 2, 3, 5))],
 )
 def test_layers_equal_their_single_process_twins(worlds, ranks, method):
-    assert_none(worlds.run(ranks, check_layers, method))
+    expected = dict.fromkeys(LAYERS, "exact")
+    assert_verdicts(worlds, layers, expected, data_of, ranks, method, second=True)
 
 
 def types_of_edges(rank):
     """Copies of edges are still of their type; ordinary tensors and other edges are refused."""
     torch.manual_seed(0)
-    graph = graph_of("random")
+    graph = graph_of(data_of(), "random")
     layer = distribute(pyg.SAGEConv(4, 5).double(), graph)
     edges, x = graph["a", "self", "a"].edge_index, graph["a"].x
     expected = layer(x, edges)
@@ -217,7 +209,7 @@ def types_of_edges(rank):
 
 def bases(rank):
     """PyG adds offsets to the ids of all types."""
-    graph, edges = graph_of("a rank owns nothing"), ["to", "back"]
+    graph, edges = graph_of(data_of()), ["to", "back"]
     kinds = [key for key in EDGES if key[1] in edges]
     model = pyg.to_hetero_with_bases(OneKind(), (["a", "b"], kinds), 2, {"x": 4})
     for name, parameter in model.named_parameters():
@@ -232,7 +224,7 @@ def bases(rank):
 def moved(rank):
     """From a graph with several types to one with a single type, and back."""
     torch.manual_seed(0)
-    layer, data, graph = pyg.SGConv(4, 5).double(), data_of(), graph_of("random")
+    layer, data, graph = pyg.SGConv(4, 5).double(), data_of(), graph_of(data_of(), "random")
     plain = data["a", "other", "a"].edge_index
     whole = layer(data["a"].x, plain)
     alone = partition(Data(x=data["a"].x, edge_index=plain), method="block")

@@ -1,79 +1,191 @@
-"""Every layer that is called exact gives on ranks what it gives in one process."""
+"""Layers and functions of PyG on ranks: as in one process, or refused on all ranks."""
 
-from functools import cache
+import copy
+import importlib.util
+import re
+from pathlib import Path
 
 import pytest
 import torch
 import torch_geometric.nn as pyg
+from torch_geometric.nn import aggr, conv
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
-from tests.graph.against_one import compare
-from tests.graph.graphs import split_by
-from tests.graph.layers import example
-from tests.graph.layers_beyond import LAYERS
-from tests.ops.comparing import assert_none
-from varcomm.graph import partition
+from tests.graph import functions
+from tests.graph.against_one import CLOSE, assert_verdicts, data_of, graph_of, two_types, verdict
+from tests.graph.layers import BETWEEN, CALLS, LAYERS, example
+from varcomm import ArgumentError
+from varcomm.graph import distribute, partition
 from varcomm.graph.layers.refused import EXACT_AGGREGATIONS, REFUSED
 
+DOCS = Path(__file__).parents[2] / "docs"
+CLASSES = {}
+for name in LAYERS | CALLS:
+    CLASSES.setdefault(name.split(" ")[0], []).append(name)
 
-@cache
-def graph_of(method):
-    ranks = torch.distributed.get_world_size()
-    return partition(example(), method=split_by(method, 24, ranks))
 
+def layers():
+    """Return the cases of all layers, whose outputs must be finite in one process too."""
 
-def check_layers(rank, names, method):
-    wrong, data, graph = [], example(), graph_of(method)
-    for name in names:
-        layer = LAYERS[name]
-
-        def call(model, g, layer=layer):
-            out = layer.call(model, g, g.edge_index)
+    def finite(call):
+        def checked(model, g):
+            out = call(model, g)
             assert out.isfinite().all()
             return out
 
-        # torch has no second derivative of the attention that it computes on the CPU
-        second = not name.startswith("GPSConv")
-        make = lambda layer=layer: layer.make().eval()  # noqa: E731
-        found = compare(make, call, data, graph, layer.by, second=second)
-        wrong += [f"{name} by {method}: {one}" for one in found]
-    return wrong
+        return checked
+
+    cases = LAYERS | CALLS
+    return {
+        name: (lambda make=make: make().eval(), finite(call), *by)
+        for name, (make, call, *by) in cases.items()
+    }
 
 
-def classes():
-    names = {}
-    for name in LAYERS:
-        names.setdefault(name.split(" ")[0], []).append(name)
-    return names
+@pytest.mark.parametrize("name", CLASSES)
+def test_layers_equal_one_process(worlds, name):
+    # torch has no second derivative of the attention that it computes on the CPU
+    second = name != "GPSConv"
+    expected = dict.fromkeys(CLASSES[name], "exact")
+    assert_verdicts(worlds, layers, expected, example, second=second)
 
 
-IDLE = "a rank owns nothing"
-slow = pytest.mark.slow
-
-
-@pytest.mark.parametrize("kind", classes())
-def test_layer_equals_its_single_process_twin(worlds, kind):
-    assert_none(worlds.run(3, check_layers, classes()[kind], IDLE))
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "method"),
-    [
-        pytest.param(1, "random", marks=slow),
-        pytest.param(2, "metis", marks=slow),
-        pytest.param(3, "random", marks=slow),
-        pytest.param(5, "metis", marks=slow),
-    ],
+    ("ranks", "method"), [(1, "random"), (2, "metis"), (3, "random"), (5, "metis")]
 )
 def test_layers_on_other_partitions(worlds, ranks, method):
-    few = [names[-1] for names in classes().values()]
-    assert_none(worlds.run(ranks, check_layers, few, method))
+    for second in (True, False):
+        few = [names[-1] for name, names in CLASSES.items() if second == (name != "GPSConv")]
+        expected = dict.fromkeys(few, "exact")
+        assert_verdicts(worlds, layers, expected, example, ranks, method, second)
+
+
+def between():
+    return BETWEEN
+
+
+def test_layers_between_two_types(worlds):
+    expected = {n: "refused" if n.endswith("with loops") else "exact" for n in BETWEEN}
+    assert_verdicts(worlds, between, expected, two_types)
 
 
 def test_each_layer_that_is_called_exact_is_tested_here():
-    layers = [layer.make() for layer in LAYERS.values()]
-    tested = {type(layer).__name__ for layer in layers}
+    made = [make() for make, *_ in LAYERS.values()]
     elsewhere = {"MessagePassing", "HANConv", "HGTConv", "HeteroConv"}
-    assert tested == set(pyg.conv.__all__) - REFUSED.keys() - elsewhere
-    modules = [module for layer in layers for module in layer.modules()]
+    assert {type(m).__name__ for m in made} == set(pyg.conv.__all__) - REFUSED.keys() - elsewhere
+    modules = [module for layer in made for module in layer.modules()]
     aggregations = {type(m).__name__ for m in modules if isinstance(m, pyg.aggr.Aggregation)}
     assert aggregations == EXACT_AGGREGATIONS
+
+
+def along(layer, g):
+    """Forward mode, twice; inside of it, whatever is computed is a tensor of another kind."""
+    for _ in range(2):
+        found = torch.func.jvp(
+            lambda x: layer(x, g.edge_index).tanh(), (g.x.detach(),), (g.x.detach().cos(),)
+        )
+    # and what was kept is of use afterwards
+    return *(one.detach() for one in found), layer(g.x, g.edge_index)
+
+
+def forward_mode():
+    names = ("GraphConv plain", "GCNConv", "GATConv heads", "DirGNNConv of SAGEConv")
+    return {name: (LAYERS[name][0], along) for name in names}
+
+
+def test_forward_mode(worlds):
+    assert_verdicts(worlds, forward_mode, dict.fromkeys(forward_mode(), "exact"))
+
+
+def super_gat(rank):
+    """In training the result is the same as otherwise, but there is no loss of attention."""
+    data = example()
+    graph = partition(data, method="random")
+    torch.manual_seed(0)
+    layer = pyg.SuperGATConv(4, 3, heads=2).double()
+    expected = copy.deepcopy(layer)(data.x, data.edge_index)
+    distribute(layer, graph)
+    for _ in range(2):
+        out = layer(graph.x, graph.edge_index)
+        torch.testing.assert_close(out, expected[graph.owned_ids], **CLOSE)
+    with pytest.raises(ArgumentError, match="samples among them"):
+        layer.get_attention_loss()
+    return layer.eval().get_attention_loss().item()
+
+
+def test_super_gat_in_training(worlds):
+    assert worlds.run(3, super_gat) == [0] * 3
+
+
+def by_functions(rank):
+    """Edges and weights of gcn_norm by itself are in the order of the whole graph's edges."""
+    data = example()
+    graph = partition(data, method="random")
+    ids = torch.cat([graph.owned_ids, graph.halo_ids])
+    for settings in ({}, {"improved": True}, {"add_self_loops": False}):
+        settings["dtype"] = torch.float64
+        edges, weight = gcn_norm(data.edge_index, data.weight, 24, **settings)
+        part, got = gcn_norm(graph.edge_index, graph.weight, graph.num_owned, **settings)
+        mine = torch.isin(edges[1], graph.owned_ids)
+        assert torch.equal(ids[part[0].plain], edges[0, mine])
+        assert torch.equal(graph.owned_ids[part[0]], edges[0, mine])
+        assert torch.equal(graph.owned_ids[part[1]], edges[1, mine])
+        torch.testing.assert_close(got, weight[mine], **CLOSE)
+
+
+def test_edges_and_weights_of_gcn_norm(worlds):
+    worlds.run(3, by_functions)
+
+
+def maker():
+    path = DOCS / "make_graph_layers.py"
+    spec = importlib.util.spec_from_file_location("make_graph_layers", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_lists_every_layer_of_pyg_once():
+    page = (DOCS / "reference" / "graph_layers.md").read_text()
+    assert page == maker().page(), "run: python docs/make_graph_layers.py"
+    rows = re.findall(r"^\| `(\w+)` \| (exact|refused) \| (.*) \|$", page, re.MULTILINE)
+    states = [row for row in rows if row[0] in conv.__all__]
+    assert sorted(name for name, _, _ in states) == sorted(conv.__all__)
+    assert all(state == "exact" or note for _, state, note in rows)
+    assert all(hasattr(aggr, name) or name == "FusedAggregation" for name in EXACT_AGGREGATIONS)
+
+
+def test_functions_do_what_the_page_says(worlds):
+    told = {name: state for name, (state, _) in maker().of_functions().items()}
+    called = functions.cases()
+    assert called.keys() <= told.keys()
+    # the others need packages, or fail in one process
+    expected = {n: state for n, state in told.items() if n in called and state != "local"}
+    assert_verdicts(worlds, functions.cases, expected)
+
+
+def outside(rank):
+    data = data_of()
+    graph = graph_of(data)
+    norms = functions.NORMS.items()
+    return {name: verdict(make, call, data, graph, put=None) for name, (make, call) in norms}
+
+
+def test_norms_outside_of_a_distributed_model(worlds):
+    """With a batch vector they are as inside; rows alone do not show that they are nodes."""
+    told = maker().of_functions()
+    for name, found in worlds.run(3, outside)[0].items():
+        if name not in functions.BY_ROWS:
+            assert (name, found) == (name, told[name][0])
+
+
+def test_the_page_of_compiled_layers_has_those_of_the_tests():
+    page = (DOCS / "reference" / "compiled_layers.md").read_text()
+    whole, broken = page.split("## Layers that break the graph")
+    whole = re.findall(r"`([^`]+)`", " ".join(whole.split("to 1e-12.")[1].split()))
+    told = dict.fromkeys(whole, "one graph")
+    told |= dict(re.findall(r"^\| (.*?) \| (.+) \|$", broken, re.MULTILINE)[2:])
+    assert told.keys() == LAYERS.keys(), "run: python docs/make_compiled_layers.py"
+    # what the tests of compiled models rely on
+    assert {told[name] for name in ("SAGEConv mean", "GATConv heads", "GCNConv")} == {"one graph"}
