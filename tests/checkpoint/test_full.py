@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import varcomm as vc
-from tests.worlds import WORLDS
+from tests.worlds import WORLDS, on_ranks
 from varcomm import ArgumentError, DisagreementError
 from varcomm.checkpoint import full_state_dict
 from varcomm.data_parallel import ShardedGradients
@@ -58,7 +58,8 @@ def check(found, expected):
             assert found[name] == value
 
 
-def tensor_parallel(rank, ranks):
+@on_ranks(*WORLDS)
+def test_tensor_parallel(rank, ranks):
     expected = made().state_dict()
     plan = {"embedding": "embedding", "head": "column", "up": "column", "down": "row"}
     model = shard_fused(parallelize(made(), plan), ranks)
@@ -72,12 +73,8 @@ def tensor_parallel(rank, ranks):
             assert found == {}
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_tensor_parallel(worlds, ranks):
-    worlds.run(ranks, tensor_parallel, ranks)
-
-
-def sent(rank):
+@on_ranks(3)
+def test_only_shards_travel(rank):
     """Bytes from this rank: its shards only, to one rank and to all others."""
     torch.manual_seed(0)
     model = parallelize(nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 4)), {"0": "column"})
@@ -86,10 +83,6 @@ def sent(rank):
         with vc.trace() as calls:
             full_state_dict(model, dst)
         assert calls.total.sent == own * peers
-
-
-def test_only_shards_travel(worlds):
-    worlds.run(3, sent)
 
 
 def data_parallel(rank):
@@ -122,7 +115,8 @@ def stages(rank):
         assert found["layer2.weight"].shape == (2, 2)
 
 
-def in_other_order(rank):
+@on_ranks(2)
+def test_state_dicts_in_other_order(rank):
     """Ranks registered the same layers in other orders; each keeps its own."""
     names = ["a", "b", "c"][:: 1 - 2 * (rank % 2)]
     layers = {name: nn.Linear(2, ord(name) - 96) for name in "abc"}
@@ -132,10 +126,6 @@ def in_other_order(rank):
     expected = nn.ModuleDict({name: layers[name] for name in names}).state_dict()
     sharded = {name: ColumnParallelLinear.from_linear(layers[name]) for name in "abc"}
     check(full_state_dict(nn.ModuleDict([(n, sharded[n]) for n in names]), None), expected)
-
-
-def test_state_dicts_in_other_order(worlds):
-    worlds.run(2, in_other_order)
 
 
 def refused(rank):
@@ -167,11 +157,8 @@ def test_on_three_ranks(worlds, check):
 
 
 @pytest.mark.slow
-def test_a_mesh_of_two_dimensions(worlds):
-    worlds.run(4, two_dimensions)
-
-
-def two_dimensions(rank):
+@on_ranks(4)
+def test_a_mesh_of_two_dimensions(rank):
     """Two groups of tensor parallelism: a copy of each shard in either."""
     mesh, expected = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model")), made()
     model = parallelize(made(), {"up": "column"}, group=mesh["model"])

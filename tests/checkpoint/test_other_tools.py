@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from tests.worlds import on_ranks
 from varcomm import ArgumentError
 from varcomm.checkpoint import RowsById, export, load, read, save
 from varcomm.sharding import Sharded, ShardSpec
@@ -170,22 +171,6 @@ def dtensors(rank, folder):
     assert state["n"] == 5
 
 
-def on_two_dimensions(rank, folder):
-    """On two dimensions of a mesh, and on one without this rank."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    whole = torch.arange(35.0).view(5, 7)
-    state = {"both": distribute_tensor(whole, mesh, [Shard(0), Shard(1)])}
-    state["one"] = distribute_tensor(whole[:1], mesh["a"], [Shard(0)])
-    save(state, folder)
-    other = {
-        "both": distribute_tensor(torch.zeros(5, 7), mesh["b"], [Shard(1)]),
-        "one": distribute_tensor(torch.zeros(1, 7), mesh, [Shard(1), Shard(1)]),
-    }
-    load(other, folder)
-    assert torch.equal(other["both"].full_tensor(), whole)
-    assert torch.equal(other["one"].full_tensor(), whole[:1])
-
-
 def test_dtensors_and_torch_distributed_checkpoint(worlds, tmp_path):
     worlds.run(3, dtensors, tmp_path)
     assert read(tmp_path / "ours")["one"].tolist() == [torch.arange(7.0).tolist()]
@@ -195,5 +180,18 @@ def test_dtensors_and_torch_distributed_checkpoint(worlds, tmp_path):
 
 
 @pytest.mark.slow
-def test_dtensors_on_two_dimensions(worlds, tmp_path):
-    worlds.run(4, on_two_dimensions, tmp_path)
+@on_ranks(4)
+def test_dtensors_on_two_dimensions(rank, tmp_path):
+    """On two dimensions of a mesh, and on one without this rank."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    whole = torch.arange(35.0).view(5, 7)
+    state = {"both": distribute_tensor(whole, mesh, [Shard(0), Shard(1)])}
+    state["one"] = distribute_tensor(whole[:1], mesh["a"], [Shard(0)])
+    save(state, tmp_path)
+    other = {
+        "both": distribute_tensor(torch.zeros(5, 7), mesh["b"], [Shard(1)]),
+        "one": distribute_tensor(torch.zeros(1, 7), mesh, [Shard(1), Shard(1)]),
+    }
+    load(other, tmp_path)
+    assert torch.equal(other["both"].full_tensor(), whole)
+    assert torch.equal(other["one"].full_tensor(), whole[:1])

@@ -1,7 +1,6 @@
 """Modules, and the part of the loss that each rank computes; the whole is the sum over ranks."""
 
 import copy
-from importlib import import_module
 
 import pytest
 import torch
@@ -13,24 +12,6 @@ from varcomm.data_parallel import ShardedGradients
 
 DOUBLE = torch.float64
 SOME = (3, pytest.param(2, marks=pytest.mark.slow))
-
-
-def on(*sizes):
-    """Make a test of ``check(rank, ranks)``, which asserts on each rank, in worlds of `sizes`."""
-
-    def decorate(check):
-        @pytest.mark.parametrize("ranks", sizes)
-        def test(worlds, ranks):
-            worlds.run(ranks, _call, check.__module__, check.__name__, ranks)
-
-        test.check, test.__doc__ = check, check.__doc__
-        return test
-
-    return decorate
-
-
-def _call(rank, module, name, ranks):
-    getattr(import_module(module), name).check(rank, ranks)
 
 
 def close(got, wanted, tolerance=1e-12, message=None):

@@ -16,13 +16,12 @@ from tests.data_parallel.cases import (
     Layers,
     assert_gradients,
     backward,
-    on,
     plain,
     rows,
     square,
     twins,
 )
-from tests.worlds import WORLDS
+from tests.worlds import WORLDS, on_ranks
 from varcomm import ArgumentError, DisagreementError
 from varcomm.data_parallel import GlobalCount, ShardedGradients
 
@@ -33,7 +32,7 @@ def gradients(own):
     return [piece.value.grad.item() for piece in own.pieces.values()]
 
 
-@on(*WORLDS)
+@on_ranks(*WORLDS)
 def test_as_in_one_process(rank, ranks):
     """Two backwards, of which the second adds to the gradients of the first.
 
@@ -56,7 +55,7 @@ def test_as_in_one_process(rank, ranks):
             own.close()
 
 
-@on(3)
+@on_ranks(3)
 def test_parameters_without_elements(rank, ranks):
     """First, last, and alone of their dtype: each on one rank; a rank may own nothing."""
     model = nn.ParameterList([torch.zeros(0), torch.ones(3), torch.zeros(0, 2)])
@@ -69,7 +68,7 @@ def test_parameters_without_elements(rank, ranks):
     assert {n: p.value.grad.tolist() for n, p in own.pieces.items()} == expected[rank]
 
 
-@on(*WORLDS)
+@on_ranks(*WORLDS)
 def test_ranks_run_backwards_of_their_own(rank, ranks):
     """Each rank runs as many backwards as its number, each of another part of the model."""
     model, twin = twins(Layers)
@@ -89,7 +88,7 @@ def test_ranks_run_backwards_of_their_own(rank, ranks):
         assert assert_gradients(own, twin) > 0
 
 
-@on(3)
+@on_ranks(3)
 def test_a_skipped_batch_leaves_nothing(rank, ranks):
     """A batch that ranks skip together, however far its sums have come."""
     for how in ("failed", "no_sync", "one rank"):
@@ -119,7 +118,7 @@ def test_a_skipped_batch_leaves_nothing(rank, ranks):
         assert all(piece.value.grad is not None for piece in own.pieces.values())
 
 
-@on(2)
+@on_ranks(2)
 def test_the_inner_optimizer_drops_gradients(rank, ranks):
     """Its own zero_grad drops those that have been summed."""
     for set_to_none in (True, False):
@@ -143,7 +142,7 @@ class Slope(nn.Module):
         return n * (self.weight.sum() + self.bias.sum()).abs()
 
 
-@on(3)
+@on_ranks(3)
 def test_mean_over_a_global_count(rank, ranks):
     """A slope of 1 in no_sync, with a count of 100,000, and one of the rank's number.
 
@@ -166,7 +165,7 @@ def test_mean_over_a_global_count(rank, ranks):
             assert values == pytest.approx([2 * 6 / 300_003] * len(values), rel=1e-6)
 
 
-@on(2)
+@on_ranks(2)
 def test_a_mean_over_nothing_is_refused_on_all_ranks(rank, ranks):
     """And leaves nothing behind; rows counted for a step without gradients divide no other."""
     for forgets, said in ((True, "on 1 of 2 ranks GlobalCount.add was"), (False, "counted 0 rows")):
@@ -186,7 +185,7 @@ def test_a_mean_over_nothing_is_refused_on_all_ranks(rank, ranks):
         assert gradients(own) == ([] if rank else [0.5, 0.5])
 
 
-@on(2)
+@on_ranks(2)
 def test_two_to_which_ranks_come_in_other_orders(rank, ranks):
     for in_debug in (False, True):
         modules = [twins(lambda: nn.Linear(3, 3).double()) for _ in range(2)]
@@ -204,7 +203,7 @@ def test_two_to_which_ranks_come_in_other_orders(rank, ranks):
             assert_gradients(own, twin)
 
 
-@on(2)
+@on_ranks(2)
 def test_sparse_gradients(rank, ranks):
     model, twin = twins(lambda: nn.EmbeddingBag(4, 2, mode="sum", sparse=True))
     own = ShardedGradients(model, plain, sizes=[3, 5], reduce="sum")
@@ -218,7 +217,7 @@ def test_sparse_gradients(rank, ranks):
     assert assert_gradients(own, twin) == [3, 5][rank]
 
 
-@on(2)
+@on_ranks(2)
 def test_parameters_that_are_frozen_later(rank, ranks):
     """A parameter that is frozen after forward gets nothing, and is not stepped."""
     model = nn.Linear(2, 2)
@@ -235,7 +234,7 @@ def test_parameters_that_are_frozen_later(rank, ranks):
     assert grads["weight"].unique().tolist() == [4.0]
 
 
-@on(2)
+@on_ranks(2)
 def test_create_graph_is_refused(rank, ranks):
     """Where it is asked for; in debug() on all ranks."""
     said = r"backward.create_graph=True. would need derivatives"

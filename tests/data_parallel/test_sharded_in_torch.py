@@ -19,20 +19,20 @@ from tests.data_parallel.cases import (
     close,
     groups_of,
     loss_of,
-    on,
     plain,
     seeded,
     sharded,
     square,
     twins,
 )
+from tests.worlds import on_ranks
 from varcomm import ArgumentError, DisagreementError
 from varcomm.data_parallel import ShardedGradients
 
 SOME = (3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 5)))
 
 
-@on(*SOME)
+@on_ranks(*SOME)
 def test_clipping_and_schedulers_are_those_of_one_process(rank, ranks):
     """Every third step clips by norm, by value, or both, of two micro-batches; rank 0 may skip."""
     model, twin = twins(Layers)
@@ -66,7 +66,7 @@ def test_clipping_and_schedulers_are_those_of_one_process(rank, ranks):
     assert_equal(model, twin, 1e-10)
 
 
-@on(*SOME)
+@on_ranks(*SOME)
 def test_a_grad_scaler_skips_steps_on_all_ranks(rank, ranks):
     """The last rank alone has a gradient that is not finite, in one step."""
     model, twin = twins(lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)))
@@ -103,7 +103,7 @@ def is_refused(call, words, kind=ArgumentError):
         call()
 
 
-@on(2)
+@on_ranks(2)
 def test_other_uses_of_gradients_are_refused(rank, ranks):
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     own = ShardedGradients(model, plain, reduce="sum")
@@ -131,7 +131,7 @@ def test_other_uses_of_gradients_are_refused(rank, ranks):
     own.close()
 
 
-@on(2)
+@on_ranks(2)
 def test_other_uses_of_the_optimizer_are_refused(rank, ranks):
     model = nn.Linear(2, 2)
     own = ShardedGradients(model, plain)
@@ -151,7 +151,7 @@ def test_other_uses_of_the_optimizer_are_refused(rank, ranks):
     is_refused(own.step, "has other groups or tensors")
 
 
-@on(2)
+@on_ranks(2)
 def test_gradients_that_are_set_to_none(rank, ranks):
     """`model.zero_grad()` leaves sums, so it is an error before the next step; not after one."""
     model = nn.Linear(2, 2)
@@ -181,7 +181,7 @@ def test_gradients_that_are_set_to_none(rank, ranks):
     model.bias.requires_grad_(True)
 
 
-@on(2)
+@on_ranks(2)
 def test_gradients_that_are_replaced(rank, ranks):
     """A tensor in place of a sum, which would be added to it, is an error before the next step."""
     torch.manual_seed(0)
@@ -209,7 +209,7 @@ def test_gradients_that_are_replaced(rank, ranks):
     assert torch.allclose(model.bias, bias - 0.01 * 1.5)
 
 
-@on(2)
+@on_ranks(2)
 def test_debug_compares_changes_of_gradients(rank, ranks):
     model = nn.Linear(2, 2)
     own = ShardedGradients(model, plain)
@@ -221,7 +221,7 @@ def test_debug_compares_changes_of_gradients(rank, ranks):
     own.close()
 
 
-@on(2)
+@on_ranks(2)
 def test_ranks_that_use_gradients_differently(rank, ranks):
     model = nn.Linear(2, 2)
     own = ShardedGradients(model, plain)
@@ -233,7 +233,7 @@ def test_ranks_that_use_gradients_differently(rank, ranks):
     is_refused(lambda: scaler.unscale_(own), "ranks disagree on the scale", DisagreementError)
 
 
-@on(2)
+@on_ranks(2)
 def test_a_backward_of_one_rank_between_norms(rank, ranks):
     """Clipping counts it, and using the rest of the gradients is refused on all ranks."""
     for name in ("0.weight", "1.bias"):
@@ -262,7 +262,7 @@ def test_a_backward_of_one_rank_between_norms(rank, ranks):
     own.step()
 
 
-@on(2)
+@on_ranks(2)
 def test_copies_and_lists_of_factors_are_refused(rank, ranks):
     """A list is refused also on the rank without a piece."""
     model = nn.Linear(2, 2, bias=False)
@@ -277,7 +277,7 @@ def test_copies_and_lists_of_factors_are_refused(rank, ranks):
     own.step()
 
 
-@on(2)
+@on_ranks(2)
 def test_a_closed_optimizer_leaves_no_gradients(rank, ranks):
     model = seeded(lambda: nn.Linear(2, 2))
     own = ShardedGradients(model, plain)
@@ -291,7 +291,7 @@ def test_a_closed_optimizer_leaves_no_gradients(rank, ranks):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@on(2)
+@on_ranks(2)
 def test_compiled_models(rank, ranks):
     """Compiled before and after: gradients are no part of what is compiled."""
     model, twin = twins(lambda: nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1)).double())
@@ -315,7 +315,7 @@ def muon(groups):
     return torch.optim.Muon(groups, lr=0.02)
 
 
-@on(2)
+@on_ranks(2)
 def test_muon_of_pieces_names_the_option(rank, ranks):
     words = 'optimizer_factory: Muon.* Pass sizes="whole-parameters"'
     is_refused(lambda: ShardedGradients(nn.Linear(2, 2, bias=False), muon), words)

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import varcomm
-from tests.data_parallel.cases import on, plain
+from tests.data_parallel.cases import plain
+from tests.worlds import on_ranks
 from varcomm import ArgumentError, DisagreementError
 from varcomm.data_parallel import ShardedGradients
 
@@ -37,7 +38,7 @@ CHANGES = (
 )
 
 
-@on(2)
+@on_ranks(2)
 def test_other_parameters_than_at_the_start(rank, ranks):
     """Each method raises on all ranks, whatever has been done to one of them."""
     for change, words in CHANGES:
@@ -52,7 +53,7 @@ def test_other_parameters_than_at_the_start(rank, ranks):
                 call()
 
 
-@on(2)
+@on_ranks(2)
 def test_ranks_that_call_different_methods(rank, ranks):
     """They are told so, and go on."""
     model = nn.Linear(2, 2)
@@ -82,7 +83,7 @@ def test_debug_compares(worlds):
         worlds.run(2, compared, what)
 
 
-@on(2)
+@on_ranks(2)
 def test_wrong_steps(rank, ranks):
     """Refusals of the inner optimizer's step, of wrong norms, and of pickles."""
     model = nn.Linear(2, 2)
@@ -115,7 +116,7 @@ class Upwards(torch.autograd.Function):
         return gradient.expand(ctx.shape)
 
 
-@on(2)
+@on_ranks(2)
 def test_gradients_of_another_dtype(rank, ranks):
     """At first any is allowed, and ranks cannot know in which it comes; then it is declared."""
     layer = nn.Module()
@@ -134,7 +135,7 @@ def test_gradients_of_another_dtype(rank, ranks):
     assert found == ([] if rank else [256.75])
 
 
-@on(2)
+@on_ranks(2)
 def test_debug_begins_and_ends_between_backward_and_step(rank, ranks):
     """Sums that have started outside debug() end inside, and the other way round."""
     for inside in (False, True):

@@ -17,13 +17,12 @@ from tests.data_parallel.cases import (
     close,
     groups_of,
     loss_of,
-    on,
     plain,
     sharded,
     square,
     twins,
 )
-from tests.worlds import WORLDS
+from tests.worlds import WORLDS, on_ranks
 from varcomm.data_parallel import ShardedGradients
 from varcomm.sharding import shard_spec
 from varcomm.tensor_parallel import parallelize
@@ -114,7 +113,7 @@ def test_muon_on_whole_parameters_beside_adamw_on_pieces(worlds, ranks):
     assert set().union(*(names for _, names in results)) == set(layers().state_dict())
 
 
-@on(2)
+@on_ranks(2)
 def test_schedulers_and_closures(rank, ranks):
     """Schedulers accept both optimizers; a closure computes the loss."""
     model, twin = twins(layers)
@@ -139,7 +138,7 @@ def test_schedulers_and_closures(rank, ranks):
     assert own.param_groups[0]["lr"] == own.optimizer.param_groups[0]["lr"] == 0.01 / 16
 
 
-@on(3)
+@on_ranks(3)
 def test_clip_grad_norm(rank, ranks):
     """The norm is that of one process, also on ranks without a piece; 0 clips all away."""
     for order in (2.0, 1, torch.inf):
@@ -316,7 +315,7 @@ def step(model, own):
     own.step()
 
 
-@on(2)
+@on_ranks(2)
 def test_masters_take_over_values_written_into_parameters(rank, ranks):
     """They keep values that are left as they were; `.data` counts, of which torch knows nothing."""
     model, own = ones()

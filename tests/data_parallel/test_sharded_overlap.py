@@ -19,7 +19,6 @@ from tests.data_parallel.cases import (
     Look,
     Looking,
     assert_equal,
-    on,
     plain,
     square,
     twins,
@@ -27,6 +26,7 @@ from tests.data_parallel.cases import (
 from tests.gpu.pretended import plain as pretended_values
 from tests.gpu.pretended import pretended
 from tests.transport.strict_nccl import capturing, strict_nccl
+from tests.worlds import on_ranks
 from varcomm.data_parallel import ShardedGradients
 
 
@@ -37,7 +37,7 @@ def saved(model):
     return torch.load(buffer, weights_only=False)
 
 
-@on(2)
+@on_ranks(2)
 def test_copies_are_plain_and_old_graphs_are_refused(rank, ranks):
     """A graph from before a step has saved values that have changed."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
@@ -60,7 +60,7 @@ def test_copies_are_plain_and_old_graphs_are_refused(rank, ranks):
         assert len(twin.state_dict()) == 2
 
 
-@on(2)
+@on_ranks(2)
 def test_sums_start_during_backward(rank, ranks):
     """For bias and weight of the last layer; for those of the first after it."""
     sums = ["reduce_scatter_v"]
@@ -76,7 +76,7 @@ def test_sums_start_during_backward(rank, ranks):
         assert [call.name for call in model.calls] == 4 * sums
 
 
-@on(*SOME)
+@on_ranks(*SOME)
 def test_messages_do_not_meet_the_exchanges_of_a_model(rank, ranks):
     model, twin = twins(Exchanging)
     own = ShardedGradients(model, plain, reduce="sum", bucket_bytes=1)
@@ -96,7 +96,7 @@ def test_messages_do_not_meet_the_exchanges_of_a_model(rank, ranks):
     assert_equal(model, twin, 1e-11)
 
 
-@on(2)
+@on_ranks(2)
 def test_gradients_are_freed_during_backward(rank, ranks):
     """Of twelve layers at most one gradient waits to be packed, and none is left after the sum."""
     layers = [nn.Linear(16, 16, bias=False) for _ in range(12)]
@@ -125,7 +125,7 @@ def alive(storages, at_most):
     return count
 
 
-@on(2)
+@on_ranks(2)
 def test_a_step_that_is_captured_in_a_cuda_graph(rank, ranks):
     """No message may be asked whether it has arrived."""
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.data_parallel.cases import on, plain
+from tests.data_parallel.cases import plain
+from tests.worlds import on_ranks
 from varcomm import ArgumentError, DisagreementError, GroupError, ShardSizes
 from varcomm.data_parallel import ShardedGradients
 
@@ -177,7 +178,7 @@ DIFFERENT = (
 )
 
 
-@on(2)
+@on_ranks(2)
 def test_ranks_that_differ_are_told_so(rank, ranks):
     for make, words in DIFFERENT:
         arguments = {"params": linear(), "optimizer_factory": plain} | (make() if rank else {})
@@ -185,7 +186,7 @@ def test_ranks_that_differ_are_told_so(rank, ranks):
             ShardedGradients(**arguments)
 
 
-@on(2)
+@on_ranks(2)
 def test_sizes_are_any_integers_that_can_be_read_once(rank, ranks):
     for sizes in (np.array([3, 5]), torch.tensor([3, 5]), iter([3, 5]), (np.int64(3), 5)):
         given = list(linear().parameters())  # with numbers as names
@@ -194,7 +195,7 @@ def test_sizes_are_any_integers_that_can_be_read_once(rank, ranks):
         assert sum(piece.stop - piece.start for piece in own.pieces.values()) == [3, 5][rank]
 
 
-@on(2)
+@on_ranks(2)
 def test_one_after_the_other(rank, ranks):
     def backward():
         model(torch.ones(1, 1)).sum().backward()
@@ -216,7 +217,7 @@ def test_one_after_the_other(rank, ranks):
     assert backward().item() == 1.0
 
 
-@on(3)
+@on_ranks(3)
 def test_all_get_the_values_of_rank_0(rank, ranks):
     """Parameters stay the same objects."""
     torch.manual_seed(rank)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.data_parallel.cases import DOUBLE, assert_equal, on, plain, sizes_of, square
+from tests.data_parallel.cases import DOUBLE, assert_equal, plain, sizes_of, square
+from tests.worlds import on_ranks
 from varcomm import ArgumentError
 from varcomm.checkpoint import load, save
 from varcomm.data_parallel import ShardedGradients
@@ -145,7 +146,7 @@ OTHERS = (
 )
 
 
-@on(2)
+@on_ranks(2)
 def test_states_of_other_pieces_are_refused_on_all(rank, ranks):
     """And no states; on both ranks, and nothing is changed."""
     for before, after, dtype, optimizer in OTHERS:

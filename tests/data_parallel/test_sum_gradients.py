@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 import varcomm
-from tests.data_parallel.cases import CASES, DOUBLE, assert_same_gradients, backward, on, twins
-from tests.worlds import WORLDS
+from tests.data_parallel.cases import CASES, DOUBLE, assert_same_gradients, backward, twins
+from tests.worlds import WORLDS, on_ranks
 from varcomm import ArgumentError, DisagreementError
 from varcomm.data_parallel import GlobalCount, ShardedGradients, sum_gradients
 
 
-@on(*WORLDS)
+@on_ranks(*WORLDS)
 def test_as_in_one_process(rank, ranks):
     """Two backwards and one sum, with empty shards, unused parameters, forces and checkpoints."""
     for name, (make, loss) in CASES.items():
@@ -30,7 +30,7 @@ def test_as_in_one_process(rank, ranks):
                 raise AssertionError(f"{name}, {bucket_bytes} bytes") from error
 
 
-@on(3)
+@on_ranks(3)
 def test_replicas_stay_equal_bit_for_bit(rank, ranks):
     sizes = (1, 4, 0)
     for dtype in (DOUBLE, torch.float32, torch.bfloat16):
@@ -62,7 +62,7 @@ def lists(given):
     return [None if p.grad is None else p.grad.tolist() for p in given]
 
 
-@on(3)
+@on_ranks(3)
 def test_parameters_without_a_gradient(rank, ranks):
     """Gradients on all ranks, on rank 1, on none; frozen with an old gradient, and without."""
     given = [parameter(grad=1.0), parameter(grad=5.0 if rank == 1 else None), parameter()]
@@ -71,7 +71,7 @@ def test_parameters_without_a_gradient(rank, ranks):
     assert lists(given) == [[3, 3], [5, 5], None, [7, 7], None]
 
 
-@on(3)
+@on_ranks(3)
 def test_gradients_are_summed_once(rank, ranks):
     """Views of one tensor, as autograd makes them; micro-batches; parameters listed twice."""
     a, b, p = parameter(), parameter(), parameter((1,))
@@ -84,7 +84,7 @@ def test_gradients_are_summed_once(rank, ranks):
     assert lists([a, b, p]) == [[6, 6], [6, 6], [6]]
 
 
-@on(3)
+@on_ranks(3)
 def test_messages(rank, ranks):
     """One per dtype, with a flag per parameter; large ones in two rounds, by pieces."""
     given = [
@@ -110,7 +110,7 @@ def test_messages(rank, ranks):
     assert abs(sum(call.sent for call in calls) - 2 * 2 / 3 * 90_001 * 4) <= 2 * 4 * 2
 
 
-@on(3)
+@on_ranks(3)
 def test_narrow_floats_are_summed_in_fp32_and_rounded_once(rank, ranks):
     """Beside `big` the spacing is 2, and 3/4 would be lost each time."""
     for dtype, big in ((torch.bfloat16, 256.0), (torch.float16, 2048.0)):
@@ -120,7 +120,7 @@ def test_narrow_floats_are_summed_in_fp32_and_rounded_once(rank, ranks):
         assert (p.grad.item(), p.grad.dtype, q.grad.item()) == (big + 2, dtype, big)
 
 
-@on(3)
+@on_ranks(3)
 def test_means_and_global_counts(rank, ranks):
     """A mean over ranks; over the rows of all ranks; and no rows, which is refused everywhere."""
     mean, counted = parameter(grad=float(rank)), parameter(grad=float(rank))
@@ -144,7 +144,7 @@ def test_means_and_global_counts(rank, ranks):
             sum_gradients([parameter(grad=1.0)], reduce=count)
 
 
-@on(3)
+@on_ranks(3)
 def test_any_memory_format(rank, ranks):
     """Gradients of other formats on each rank get that of the parameter."""
     values = torch.arange(24.0).view(1, 2, 3, 4)
@@ -193,7 +193,7 @@ APART = (
 )
 
 
-@on(2)
+@on_ranks(2)
 def test_refusals(rank, ranks):
     """Each on the rank that asks for it, before it communicates; in debug() on all."""
     for make, options, word in REFUSED:

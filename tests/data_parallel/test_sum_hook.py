@@ -18,14 +18,13 @@ from tests.data_parallel.cases import (
     Graphs,
     Types,
     assert_same_gradients,
-    on,
     on_energy_and_forces,
     rows,
     seeded,
     square,
 )
 from tests.graph.graphs import split_by, wild
-from tests.worlds import WORLDS
+from tests.worlds import WORLDS, on_ranks
 from varcomm import ArgumentError, DisagreementError, GroupError
 from varcomm.data_parallel import sum_hook
 from varcomm.graph import distribute, partition
@@ -55,7 +54,7 @@ SETTINGS = {
 }
 
 
-@on(*WORLDS)
+@on_ranks(*WORLDS)
 def test_sums_as_in_one_process(rank, ranks):
     """Rank 0 has no rows."""
     for name, in_debug in [*((name, False) for name in SETTINGS), ("buckets", True)]:
@@ -71,7 +70,7 @@ def test_sums_as_in_one_process(rank, ranks):
         assert twin[0].weight.grad.any()
 
 
-@on(*SOME)
+@on_ranks(*SOME)
 def test_parameters_unused_on_some_ranks_or_on_all(rank, ranks):
     """A rank takes a branch of its own; none takes the parameter that is left."""
     ddp, twin = wrapped(Branches, find_unused_parameters=True, bucket_cap_mb=1e-4)
@@ -85,7 +84,7 @@ def test_parameters_unused_on_some_ranks_or_on_all(rank, ranks):
     assert unused == [True] + [False] * 4 + [True] * 2
 
 
-@on(2)
+@on_ranks(2)
 def test_micro_batches_and_two_modules_in_one_backward(rank, ranks):
     """The buckets of two modules are summed in turns; micro-batches add up in no_sync()."""
     x, both = rows(rank, 2), [wrapped(layers, bucket_cap_mb=0.001) for _ in range(2)]
@@ -104,7 +103,7 @@ def test_micro_batches_and_two_modules_in_one_backward(rank, ranks):
             assert_same_gradients(ddp.module, twin)
 
 
-@on(*SOME)
+@on_ranks(*SOME)
 def test_losses_on_forces_and_complex_parameters(rank, ranks):
     """A loss on energy, forces and curvature, made with create_graph; rank 0 has no atoms."""
     for settings in ({}, {"bucket_cap_mb": 1e-5}):
@@ -150,7 +149,7 @@ def test_errors_in_backward(worlds):
     worlds.run(2, wrong_group)
 
 
-@on(3)
+@on_ranks(3)
 def test_bytes_are_those_of_a_sum(rank, ranks):
     """Narrow floats travel narrow, and are summed in fp32."""
     for dtype, big in ((torch.bfloat16, 256.0), (torch.float16, 2048.0)):
@@ -168,7 +167,7 @@ def test_bytes_are_those_of_a_sum(rank, ranks):
     assert abs(sum(call.sent for call in calls) - 2 * 2 / 3 * numbers * 8) <= 3 * 8
 
 
-@on(2)
+@on_ranks(2)
 def test_sums_begin_while_backward_goes_on(rank, ranks):
     """The first bucket is on its way when backward comes to the first layer."""
     seen = []
@@ -183,7 +182,7 @@ def test_sums_begin_while_backward_goes_on(rank, ranks):
     assert seen[-1] >= 1
 
 
-@on(3)
+@on_ranks(3)
 def test_subgroup(rank, ranks):
     group = dist.new_group([1, 2])
     if rank:
@@ -193,7 +192,7 @@ def test_subgroup(rank, ranks):
     dist.barrier()
 
 
-@on(*SOME)
+@on_ranks(*SOME)
 def test_a_distributed_model(rank, ranks):
     """The model is distributed first, and DistributedDataParallel has a group to itself."""
     data, group = wild(), dist.new_group()
@@ -211,7 +210,7 @@ def test_a_distributed_model(rank, ranks):
             optimizer.step()
 
 
-@on(2)
+@on_ranks(2)
 def test_debug_names_ranks_that_are_elsewhere(rank, ranks):
     ddp, _ = wrapped(layers)
     loss = ddp(rows(1, 2)).sum()

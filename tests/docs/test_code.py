@@ -20,6 +20,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import SAGEConv
 
 import varcomm as vc
+from tests.worlds import on_ranks
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -218,7 +219,8 @@ def test_readme_as_scripts():
     check_readme(output_of)
 
 
-def five_lines_on_ranks(rank):
+@on_ranks(2)
+def test_first_lines_of_the_readme(rank):
     """Check that the first lines of the README give the gradients of one process."""
     nodes = torch.arange(20)
     x = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
@@ -232,7 +234,3 @@ def five_lines_on_ranks(rank):
     torch.testing.assert_close(names["loss"], alone, rtol=1e-6, atol=0)
     for parameter, expected in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, expected)
-
-
-def test_first_lines_of_the_readme(worlds):
-    worlds.run(2, five_lines_on_ranks)

@@ -3,9 +3,11 @@
 import numpy as np
 
 from tests.examples.loading import example
+from tests.worlds import on_ranks
 
 
-def months_of(rank):
+@on_ranks(3)
+def test_each_rank_reads_the_months_of_its_cells(rank):
     climate, split = example("weather", "climate"), example("weather", "split")
     data = climate.load(1)
     graph = climate.vc.graph.partition(data, method=split.together(data, 3, 1))
@@ -16,7 +18,3 @@ def months_of(rank):
         np.testing.assert_allclose(found.numpy(), x[month, own], rtol=0, atol=2e-5)
         expected = change[month, own] / change[climate.TRAIN].std()
         np.testing.assert_allclose(truth.numpy()[:, 0], expected, rtol=0, atol=2e-5)
-
-
-def test_each_rank_reads_the_months_of_its_cells(worlds):
-    worlds.run(3, months_of)

@@ -8,6 +8,7 @@ from torch_geometric.data import Batch, Data
 import varcomm
 from tests.graph.graphs import WORLDS, split_by, wild
 from tests.graph.typed import owners, typed
+from tests.worlds import on_ranks
 from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import from_edges, partition
 from varcomm.testing import dot_test, gradgradcheck
@@ -21,7 +22,8 @@ def ids_of(rank):
     return (ids, torch.empty(0, dtype=torch.int64), ids.flatten().int(), ids[0, 1])[rank % 4]
 
 
-def by_id(rank, ranks):
+@on_ranks(*WORLDS)
+def test_rows_and_owners(rank, ranks):
     data = wild(NODES)
     for way in ("block", "random", "a rank owns nothing"):
         graph = partition(data, method=split_by(way, NODES, ranks))
@@ -36,12 +38,8 @@ def by_id(rank, ranks):
     gradgradcheck(lambda x: graph.rows(x**3, ids), graph.x[:, :1], fast_mode=True)
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_rows_and_owners(worlds, ranks):
-    assert worlds.run(ranks, by_id, ranks) == [None] * ranks
-
-
-def of_types_and_pieces(rank):
+@on_ranks(3)
+def test_types_and_pieces(rank):
     """One type of several; nodes that no rank has in full; the directory's size."""
     data = typed()
     papers = partition(data, method=owners(data, "a rank owns nothing", 3))["paper"]
@@ -54,10 +52,6 @@ def of_types_and_pieces(rank):
     assert pieces.rows(pieces.x, torch.tensor([8, 0, 4])).tolist() == [8.0, 0.0, 4.0]
     assert pieces.owner(torch.tensor([8, 0, 4])).tolist() == [1, 2, 0]
     assert (pieces.num_nodes, pieces.num_edges, pieces.data.num_nodes) == (9, 3, 3)
-
-
-def test_types_and_pieces(worlds):
-    worlds.run(3, of_types_and_pieces)
 
 
 # what one rank passes, and a word of the message on every rank
@@ -109,7 +103,8 @@ def splits(data):
     )
 
 
-def as_masks(rank):
+@on_ranks(3)
+def test_ids_of_a_split_become_masks(rank):
     data = Data(x=torch.arange(9.0), edge_index=torch.tensor([[0, 1, 8], [2, 2, 0]]))
     for given in splits(data):
         graph = partition(given if rank == 0 else None, src=0, method=None if rank else "block")
@@ -121,10 +116,6 @@ def as_masks(rank):
         assert not {"train_idx", "split_idx"} & set(graph.data.keys())
     batch = Batch.from_data_list([data, data])
     assert partition(batch, method="block").num_nodes == 18
-
-
-def test_ids_of_a_split_become_masks(worlds):
-    worlds.run(3, as_masks)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")

@@ -19,7 +19,7 @@ from tests.graph.against_one import assert_verdicts, compare
 from tests.graph.graphs import split_by, wild
 from tests.graph.layers import example
 from tests.ops.comparing import assert_none
-from tests.worlds import WORLDS
+from tests.worlds import WORLDS, on_ranks
 from varcomm.graph import distribute, partition
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
@@ -438,7 +438,8 @@ def test_forces_and_what_a_loss_of_forces_teaches(worlds, ranks):
     assert_none(worlds.run(ranks, check_forces, method))
 
 
-def saved(rank):
+@on_ranks(3)
+def test_the_state_of_a_model_is_as_without_ranks(rank):
     for name in ("a model of layers", "GCN"):
         model = made(name)
         distribute(model, partition(wild(), method="block"))
@@ -450,10 +451,6 @@ def saved(rank):
         assert all(torch.equal(state[key], value) for key, value in made(name).state_dict().items())
 
 
-def test_the_state_of_a_model_is_as_without_ranks(worlds):
-    assert worlds.run(3, saved) == [None] * 3
-
-
 # layers, and their exchanges in three calls
 CACHED = {
     "GCNConv": (lambda: pyg.GCNConv(4, 5, cached=True), [2, 1, 1]),
@@ -463,7 +460,8 @@ CACHED = {
 }
 
 
-def cached(rank):
+@on_ranks(3)
+def test_cached_layers(rank):
     """Cached values of a graph are dropped when a layer moves to another."""
     data, other = example(), utils.coalesce(example().edge_index)[:, ::2]
     positive = data.edge_subgraph(data.positive)
@@ -487,7 +485,3 @@ def cached(rank):
                     out = layer(graph.x, graph.edge_index)
                 torch.testing.assert_close(out, expected, **CLOSE)
                 assert len(calls) == exchanges
-
-
-def test_cached_layers(worlds):
-    assert worlds.run(3, cached) == [None] * 3

@@ -9,7 +9,7 @@ from torch_geometric.data import Data
 
 from tests.graph.against_one import compare
 from tests.graph.graphs import WORLDS, split_by, wild
-from tests.ops.comparing import assert_none
+from tests.worlds import on_ranks
 from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import exchange_before, partition
 
@@ -47,7 +47,8 @@ def make():
     return Model().double()
 
 
-def compared(rank, ranks):
+@on_ranks(*WORLDS)
+def test_equal_to_one_process(rank, ranks):
     data = wild()
     data.scale = torch.cos(data.y[:, :1])
     wrong, exchanges = [], []
@@ -69,11 +70,6 @@ def compared(rank, ranks):
         handle.remove()
         assert not any(block._forward_pre_hooks for block in model.blocks)
     return wrong
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_equal_to_one_process(worlds, ranks):
-    assert_none(worlds.run(ranks, compared, ranks))
 
 
 # what rank 1 gives in place of the model or of PART, and a word of the message

@@ -14,6 +14,7 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from tests.graph import functions
 from tests.graph.against_one import CLOSE, assert_verdicts, data_of, graph_of, two_types, verdict
 from tests.graph.layers import BETWEEN, CALLS, LAYERS, example
+from tests.worlds import on_ranks
 from varcomm import ArgumentError
 from varcomm.graph import distribute, partition
 from varcomm.graph.layers.refused import EXACT_AGGREGATIONS, REFUSED
@@ -118,7 +119,8 @@ def test_super_gat_in_training(worlds):
     assert worlds.run(3, super_gat) == [0] * 3
 
 
-def by_functions(rank):
+@on_ranks(3)
+def test_edges_and_weights_of_gcn_norm(rank):
     """Edges and weights of gcn_norm by itself are in the order of the whole graph's edges."""
     data = example()
     graph = partition(data, method="random")
@@ -132,10 +134,6 @@ def by_functions(rank):
         assert torch.equal(graph.owned_ids[part[0]], edges[0, mine])
         assert torch.equal(graph.owned_ids[part[1]], edges[1, mine])
         torch.testing.assert_close(got, weight[mine], **CLOSE)
-
-
-def test_edges_and_weights_of_gcn_norm(worlds):
-    worlds.run(3, by_functions)
 
 
 def maker():

@@ -12,7 +12,7 @@ import varcomm
 from tests.graph.against_one import compare, graph_of, two_types
 from tests.graph.graphs import grid, split_by, wild
 from tests.ops.comparing import Failures, assert_none
-from tests.worlds import WORLDS
+from tests.worlds import WORLDS, on_ranks
 from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import edge_update, message_passing, partition
 from varcomm.testing import gradcheck, gradgradcheck
@@ -173,16 +173,13 @@ def between(_, g):
     return pyg.aggr.MeanAggregation()(message(g.x_b[i], g.x_a[j]), i, dim_size=len(g.x_b), dim=0)
 
 
-def bipartite(rank):
+@on_ranks(3)
+def test_edges_of_one_type(rank):
     data = two_types()
     graph = graph_of(data)
     with pytest.raises(ArgumentError, match=r"several types.*'a'"):
         message_passing(graph, product, graph["a"].x)
     return compare(None, between, data, graph, ("x_a", "x_b"))
-
-
-def test_edges_of_one_type(worlds):
-    assert_none(worlds.run(3, bipartite))
 
 
 def difference(x_i, x_j, *edge_values):
@@ -228,7 +225,8 @@ def made(aggr):
     return aggr(4, 4) if isinstance(aggr, type) else aggr
 
 
-def refused(rank):
+@on_ranks(3)
+def test_refused_before_any_communication(rank):
     """Rank 1 alone makes the mistake, which moves nothing; then all communicate."""
     graph = partition(wild(), method="block")
 
@@ -255,10 +253,6 @@ def refused(rank):
     several = partition(wild(), method="block", hops=2)
     with pytest.raises(ArgumentError, match="has 2 hops"):
         message_passing(several, difference, several.x)
-
-
-def test_refused_before_any_communication(worlds):
-    assert worlds.run(3, refused) == [None] * 3
 
 
 def in_debug(rank):

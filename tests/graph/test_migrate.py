@@ -11,6 +11,7 @@ import varcomm
 from tests.graph.graphs import WORLDS, grid, rich, split_by, wild
 from tests.graph.parts import contents, differences, same
 from tests.graph.typed import WAYS, owners, typed
+from tests.worlds import on_ranks
 from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import assign, distribute, partition, rebalance
 
@@ -27,28 +28,6 @@ def new_owners(nodes, ranks):
         "one node moves": torch.where(torch.arange(nodes) == 7, ranks - 1, 0),
         "blocks": torch.arange(nodes) * ranks // nodes,
     }
-
-
-def wrong_parts(rank, ranks):
-    """Migrate from every way to every other one; the old graph stays, and the way back exists."""
-    data, wrong = rich(), []
-    data.serial = torch.arange(NODES).to(torch.uint16)
-    ways = new_owners(NODES, ranks)
-    for start, first in ways.items():
-        old = partition(data, method=first)
-        before = contents(old)
-        for end, owner in ways.items():
-            new = old.migrate(owner[old.owned_ids])
-            found = differences(new, partition(data, method=owner))
-            back = new.migrate(first[new.owned_ids].int())
-            found += [f"back: {name}" for name in differences(back, old)]
-            wrong += [f"{start} to {end}: {name}" for name in found]
-        wrong += [name for name, value in contents(old).items() if not same(value, before[name])]
-    deep = partition(data, method=ways["blocks"], hops=2)
-    for end in ("by chance", "all on the last"):
-        new, expected = deep.migrate(ways[end][deep.owned_ids]), ways[end]
-        wrong += differences(new, partition(data, method=expected, hops=2))
-    return wrong + types(rank, ranks) + by_position(data, ranks)
 
 
 def types(rank, ranks):
@@ -78,9 +57,27 @@ def by_position(data, ranks):
     return wrong
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_a_migrated_graph_is_that_of_partition(worlds, ranks):
-    assert worlds.run(ranks, wrong_parts, ranks) == [[]] * ranks
+@on_ranks(*WORLDS)
+def test_a_migrated_graph_is_that_of_partition(rank, ranks):
+    """Migrate from every way to every other one; the old graph stays, and the way back exists."""
+    data, wrong = rich(), []
+    data.serial = torch.arange(NODES).to(torch.uint16)
+    ways = new_owners(NODES, ranks)
+    for start, first in ways.items():
+        old = partition(data, method=first)
+        before = contents(old)
+        for end, owner in ways.items():
+            new = old.migrate(owner[old.owned_ids])
+            found = differences(new, partition(data, method=owner))
+            back = new.migrate(first[new.owned_ids].int())
+            found += [f"back: {name}" for name in differences(back, old)]
+            wrong += [f"{start} to {end}: {name}" for name in found]
+        wrong += [name for name, value in contents(old).items() if not same(value, before[name])]
+    deep = partition(data, method=ways["blocks"], hops=2)
+    for end in ("by chance", "all on the last"):
+        new, expected = deep.migrate(ways[end][deep.owned_ids]), ways[end]
+        wrong += differences(new, partition(data, method=expected, hops=2))
+    return wrong + types(rank, ranks) + by_position(data, ranks)
 
 
 def outcome(model, graph, x, mean):
@@ -91,7 +88,8 @@ def outcome(model, graph, x, mean):
     return out.detach(), x.grad, next(model.parameters()).grad
 
 
-def layers_after(rank, ranks):
+@on_ranks(*WORLDS)
+def test_a_network_gives_the_same(rank, ranks):
     data = wild()
     torch.manual_seed(0)
     layers = [(pyg.GCNConv(4, 4), "x, e -> x"), (pyg.GATConv(4, 4), "x, e -> x")]
@@ -106,11 +104,6 @@ def layers_after(rank, ranks):
     torch.testing.assert_close(out, expected[0][graph.owned_ids], **close)
     torch.testing.assert_close(of_x, expected[1][graph.owned_ids], **close)
     torch.testing.assert_close(of_parameter, expected[2], **close)
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_a_network_gives_the_same(worlds, ranks):
-    worlds.run(ranks, layers_after, ranks)
 
 
 def peers_of_a_path(rank):
@@ -228,7 +221,8 @@ def right(graph):
     return torch.zeros(graph.num_owned, dtype=torch.int64)
 
 
-def refusals(rank):
+@on_ranks(3)
+def test_refusals(rank):
     data, found = wild(), []
     graph = partition(data, method="block")
     before = contents(graph)
@@ -254,7 +248,3 @@ def refusals(rank):
     return found + [
         name for name, value in contents(graph).items() if not same(value, before[name])
     ]
-
-
-def test_refusals(worlds):
-    assert worlds.run(3, refusals) == [[]] * 3

@@ -11,7 +11,7 @@ from ase.neighborlist import primitive_neighbor_list
 from torch_geometric.nn import SAGEConv
 
 import varcomm as vc
-from tests.worlds import WORLDS
+from tests.worlds import WORLDS, on_ranks
 from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import PartitionedGraph, knn, radius
 from varcomm.testing import gradcheck, gradgradcheck
@@ -83,7 +83,7 @@ def joined(parts):
     return sorted(edge for part in parts for edge in part)
 
 
-def on_ranks(rank):
+def edges_of_cases(rank):
     out = {}
     for name in CASES:
         pos, arguments = case(name)
@@ -97,7 +97,7 @@ def on_ranks(rank):
 
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_edges_are_those_of_ase(worlds, ranks):
-    parts = worlds.run(ranks, on_ranks)
+    parts = worlds.run(ranks, edges_of_cases)
     for name in CASES:
         pos, arguments = case(name)
         assert joined(part[name] for part in parts) == by_ase(pos, **arguments), name
@@ -160,7 +160,8 @@ def energies(graph):
     return out.index_add(0, graph.edges.local_ids[1], length**3)
 
 
-def derivatives(rank):
+@on_ranks(*WORLDS[:2])
+def test_derivatives_by_positions_and_cell(rank):
     pos, arguments = case("skewed, unwrapped")
     ids = own_ids(len(pos), rank, vc.init().size)
     first = radius(pos[ids], ids=ids, skin=0.5, **arguments)
@@ -175,11 +176,6 @@ def derivatives(rank):
         gradcheck(lambda *x, m=more: fn(*x, **m), *given, fast_mode=True)
         gradgradcheck(lambda *x, m=more: fn(*x, **m), *given, fast_mode=True)
     gradcheck(lambda x: energies(knn(x, 3)), given[0], fast_mode=True)
-
-
-@pytest.mark.parametrize("ranks", WORLDS[:2])
-def test_derivatives_by_positions_and_cell(worlds, ranks):
-    worlds.run(ranks, derivatives)
 
 
 def moving(rank):

@@ -10,8 +10,7 @@ from torch_geometric.data import Data
 
 from tests.graph.against_one import compare, graph_of, two_types
 from tests.graph.graphs import wild
-from tests.ops.comparing import assert_none
-from tests.worlds import WORLDS
+from tests.worlds import WORLDS, on_ranks
 from varcomm import ArgumentError
 from varcomm.graph import global_norm, partition
 
@@ -32,17 +31,14 @@ class OnEdges(nn.Module):
         return self.second(self.norm(self.first(x, edge_index)), edge_index)
 
 
-def check_edges(rank, hops):
-    data = wild()
-    graph = graph_of(data, hops=hops)
-    return compare(OnEdges, lambda m, g: m(g.x, g.edge_index), data, graph)
-
-
 @pytest.mark.parametrize(
     ("ranks", "hops"), [(3, 1), (3, 2), *(pytest.param(r, 1, marks=slow) for r in (1, 2, 5))]
 )
-def test_norms_over_edges(worlds, ranks, hops):
-    assert_none(worlds.run(ranks, check_edges, hops))
+@on_ranks()
+def test_norms_over_edges(rank, hops):
+    data = wild()
+    graph = graph_of(data, hops=hops)
+    return compare(OnEdges, lambda m, g: m(g.x, g.edge_index), data, graph)
 
 
 KEY = ("a", "to", "b")
@@ -77,14 +73,10 @@ def on_types(m, g):
     return (*x_dict.values(), *pooled.values())
 
 
-def check_hetero(rank):
+@on_ranks(*WORLDS)
+def test_norms_and_pools_of_each_type(rank):
     data = two_types()
     return compare(Hetero, on_types, data, graph_of(data), ("x_a", "x_b"))
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_norms_and_pools_of_each_type(worlds, ranks):
-    assert_none(worlds.run(ranks, check_hetero))
 
 
 def error_of(fn, *args):
@@ -99,28 +91,9 @@ def batch_norm_on(where):
     return module
 
 
-def no_row_fits(rank):
-    """Rows that fit on one rank alone are refused on all; the next call may be the first to fit."""
-    graph = partition(wild(), method="block")
-    nodes, edges = torch.ones(graph.num_owned, 1), torch.ones(graph.edges.num_owned, 1)
-    norm, rows = batch_norm_on(graph), [nodes, edges]
-    with_halo = torch.ones(graph.num_owned + graph.num_halo, 1)
-    for x, message in (
-        (
-            torch.ones(1000, 1) if rank == 1 else nodes,
-            "refused on rank 1 of 3: x must have one row for each",
-        ),
-        (rows[rank % 2], "no rows of the same kind on all ranks"),
-        (with_halo if rank == 1 else edges, "no rows of the same kind on all ranks"),
-    ):
-        assert message in error_of(norm, x)
-    assert norm(edges).shape == edges.shape
-    # from now on it serves one kind of rows, and so does a copy
-    for module in (norm, copy.deepcopy(norm)):
-        assert f"rank {rank} of 3" in error_of(module, nodes)
-
-
-def ambiguous(rank):
+@pytest.mark.slow
+@on_ranks(2)
+def test_rows_that_may_be_of_nodes_or_of_edges(rank):
     """Two nodes and four edges on each of two ranks, with two more nodes in the halo."""
     node = torch.arange(4)
     both_ways = torch.cat(
@@ -139,10 +112,23 @@ def ambiguous(rank):
     assert "varcomm.graph.global_norm(module, graph.nodes)" in told
 
 
-@pytest.mark.slow
-def test_rows_that_may_be_of_nodes_or_of_edges(worlds):
-    assert worlds.run(2, ambiguous) == [None] * 2
-
-
-def test_rows_that_do_not_fit_are_refused_on_all_ranks(worlds):
-    assert worlds.run(3, no_row_fits) == [None] * 3
+@on_ranks(3)
+def test_rows_that_do_not_fit_are_refused_on_all_ranks(rank):
+    """Rows that fit on one rank alone are refused on all; the next call may be the first to fit."""
+    graph = partition(wild(), method="block")
+    nodes, edges = torch.ones(graph.num_owned, 1), torch.ones(graph.edges.num_owned, 1)
+    norm, rows = batch_norm_on(graph), [nodes, edges]
+    with_halo = torch.ones(graph.num_owned + graph.num_halo, 1)
+    for x, message in (
+        (
+            torch.ones(1000, 1) if rank == 1 else nodes,
+            "refused on rank 1 of 3: x must have one row for each",
+        ),
+        (rows[rank % 2], "no rows of the same kind on all ranks"),
+        (with_halo if rank == 1 else edges, "no rows of the same kind on all ranks"),
+    ):
+        assert message in error_of(norm, x)
+    assert norm(edges).shape == edges.shape
+    # from now on it serves one kind of rows, and so does a copy
+    for module in (norm, copy.deepcopy(norm)):
+        assert f"rank {rank} of 3" in error_of(module, nodes)

@@ -15,7 +15,7 @@ from tests.graph.against_one import compare
 from tests.graph.batches import FIRST, GRAPHS, SECOND, as_data, no_edges, partitions, plain, whole
 from tests.graph.graphs import wild
 from tests.ops.comparing import Failures, assert_none
-from tests.worlds import WORLDS
+from tests.worlds import WORLDS, on_ranks
 from varcomm import ArgumentError
 from varcomm.graph import global_norm, partition
 
@@ -112,7 +112,8 @@ def buffers(module):
     return {key: value.detach().clone() for key, value in module.named_buffers()}
 
 
-def check(rank):
+@on_ranks(*WORLDS)
+def test_as_in_one_process(rank):
     wrong, graphs = [], {}
     for name, norm in NORMS.items():
         if norm.features not in graphs:
@@ -131,11 +132,6 @@ def check(rank):
             found = compare(make, call, *given, put=on, second=True, close=SECOND)
             wrong += [f"{name}, {training}: {one}" for one in found]
     return wrong
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_as_in_one_process(worlds, ranks):
-    assert_none(worlds.run(ranks, check))
 
 
 def check_halo(failures, graph, name):
@@ -178,7 +174,8 @@ def check_narrow(failures, graph, name, dtype, close, parameters, shift=0):
             torch.testing.assert_close(moved, value, rtol=close, atol=close)
 
 
-def check_rows(rank):
+@on_ranks(3)
+def test_rows_of_the_halo_and_narrow_floats(rank):
     failures, graph = Failures(), partitions()[0]
     for name in NORMS:
         check_halo(failures, graph, name)
@@ -190,10 +187,6 @@ def check_rows(rank):
         if name.startswith(("BatchNorm1d", "InstanceNorm", "LayerNorm", "PairNorm")):
             check_narrow(failures, graph, name, torch.float32, 1e-2, torch.float32, shift=4096)
     return failures
-
-
-def test_rows_of_the_halo_and_narrow_floats(worlds):
-    assert_none(worlds.run(3, check_rows))
 
 
 def bytes_sent(rank):
@@ -281,7 +274,8 @@ def test_a_graph_of_one_node(worlds):
     assert [refused for _, refused in results] == [REFUSE_ONE] * 3
 
 
-def no_nodes(rank):
+@on_ranks(3)
+def test_a_graph_without_nodes(rank):
     graph = partition(no_edges(0), method="block")
     for name in NORMS:
         given, module = whole(*NORMS[name].features, nodes=0), on(made(name), graph)
@@ -292,11 +286,8 @@ def no_nodes(rank):
             assert torch.equal(after[key], before[key]) or key.endswith("num_batches_tracked")
 
 
-def test_a_graph_without_nodes(worlds):
-    assert worlds.run(3, no_nodes) == [None] * 3
-
-
-def check_others(rank):
+@on_ranks(3)
+def test_constant_rows_lazy_norms_and_copies(rank):
     """What does not vary (torch takes 0 as the derivative of std); lazy norms; copies."""
     graph, data = partition(wild(), method="random"), wild()
     ids = graph.owned_ids
@@ -323,10 +314,6 @@ def check_others(rank):
     twin(graph.x)  # has statistics of its own
     assert torch.equal(module.module.running_mean, torch.zeros(C).double())
     assert twin.module.running_mean.all()
-
-
-def test_constant_rows_lazy_norms_and_copies(worlds):
-    assert worlds.run(3, check_others) == [None] * 3
 
 
 X = torch.ones(3, C)

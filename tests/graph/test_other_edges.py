@@ -9,12 +9,14 @@ from torch_geometric.data import Data
 from torch_geometric.utils import add_self_loops, degree, remove_self_loops, segregate_self_loops
 
 from tests.graph.graphs import grid, wild
-from tests.ops.comparing import Failures, assert_none
+from tests.ops.comparing import Failures
+from tests.worlds import on_ranks
 from varcomm import ArgumentError
 from varcomm.graph import distribute, partition
 
 
-def of_another_graph(rank):
+@on_ranks(3)
+def test_edges_of_another_graph_are_refused(rank):
     first, second = partition(wild(), method="block"), partition(grid(4, 6), method="block")
     x = torch.zeros(second.num_owned, 4, dtype=torch.float64)
     for conv in (pyg.SAGEConv, pyg.GATConv, pyg.GCNConv):  # two of them make new edges
@@ -26,10 +28,6 @@ def of_another_graph(rank):
             ):
                 model(x, edges)
         assert distribute(model, second)(x, second.edge_index).shape == (second.num_owned, 2)
-
-
-def test_edges_of_another_graph_are_refused(worlds):
-    assert worlds.run(3, of_another_graph) == [None] * 3
 
 
 EDGES = torch.tensor([[0, 3, 2, 1, 3, 4], [1, 1, 2, 0, 1, 2]])
@@ -55,7 +53,8 @@ REFUSED = {
 }
 
 
-def made_of_edges(rank):
+@on_ranks(1)
+def test_edges_made_of_a_graphs(rank):
     failures = Failures()
     graph = partition(Data(x=torch.randn(5, 4), edge_index=EDGES), method="block")
     torch.manual_seed(0)
@@ -72,11 +71,8 @@ def made_of_edges(rank):
     return failures
 
 
-def test_edges_made_of_a_graphs(worlds):
-    assert_none(worlds.run(1, made_of_edges))
-
-
-def without_loops(rank):
+@on_ranks(2)
+def test_edges_without_loops_are_copies(rank):
     """Values of edges that remain are copies, also if there are no loops to be removed."""
     ends = wild().edge_index
     ends = ends[:, ends[0] != ends[1]]
@@ -100,11 +96,8 @@ def without_loops(rank):
             remove_self_loops(graph.edge_index, wrong)
 
 
-def test_edges_without_loops_are_copies(worlds):
-    worlds.run(2, without_loops)
-
-
-def up_to_last(rank):
+@on_ranks(3)
+def test_loops_up_to_the_last_node(rank):
     """Loops up to the last node that has an edge, which ranks find once."""
     ends = wild().edge_index
     data = Data(edge_index=ends[:, (ends < 20).all(0)], num_nodes=24)
@@ -117,11 +110,8 @@ def up_to_last(rank):
         assert torch.equal(out, want)
 
 
-def test_loops_up_to_the_last_node(worlds):
-    worlds.run(3, up_to_last)
-
-
-def moved(rank):
+@on_ranks(3)
+def test_copies_and_other_parts_stay(rank):
     data, other = wild(), wild(31)
     torch.manual_seed(0)
     model = pyg.Sequential(
@@ -154,7 +144,3 @@ def moved(rank):
     is_right(model[1], alone[1], here, data)
     distribute(model, there)
     is_right(model, alone, there, other)
-
-
-def test_copies_and_other_parts_stay(worlds):
-    assert worlds.run(3, moved) == [None] * 3

@@ -14,6 +14,7 @@ from torch_geometric.explain.algorithm.utils import clear_masks, set_masks
 import varcomm
 from tests.graph.against_one import assert_verdicts, data_of, graph_of, verdict
 from tests.graph.layers import EDGE, NODE, mlp
+from tests.worlds import on_ranks
 from varcomm import ArgumentError
 from varcomm.graph import distribute
 
@@ -239,7 +240,8 @@ class Changing(Parts):
         return self.head(self.conv(x, edge_index))
 
 
-def changed_after_distribute(rank):
+@on_ranks(3)
+def test_a_model_that_changes_after_distribute(rank):
     """Explained, and with a part put in: refused on all ranks, and right again afterwards."""
     data = data_of()
     graph = graph_of(data)
@@ -270,7 +272,3 @@ def changed_after_distribute(rank):
     model.norms, model.head = None, pyg.BatchNorm(NODE).double()
     out = distribute(model, graph)(graph.x, graph.edge_index)
     assert varcomm.all_reduce(out.sum(0)).abs().max() < 1e-10
-
-
-def test_a_model_that_changes_after_distribute(worlds):
-    assert worlds.run(3, changed_after_distribute) == [None] * 3

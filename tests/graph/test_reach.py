@@ -12,8 +12,8 @@ from torch_geometric.nn import global_add_pool
 from torch_geometric.nn.resolver import aggregation_resolver
 
 from tests.graph.against_one import assert_verdicts, data_of
-from tests.ops.comparing import Failures, assert_none
-from tests.worlds import WORLDS
+from tests.ops.comparing import Failures
+from tests.worlds import WORLDS, on_ranks
 from varcomm import ArgumentError
 from varcomm.graph import partition
 
@@ -163,14 +163,11 @@ REFUSED = {
 }
 
 
-def check_refused(rank):
+@on_ranks(3)
+def test_local_numbers_are_refused(rank):
     failures, graph = Failures(), partition(data_of(), method="random")
     for name, call in REFUSED.items():
         with failures.named(name), pytest.raises(ArgumentError):
             call(graph)
     assert repr(graph.edge_index) == repr(graph.edges.local_ids)
     return failures
-
-
-def test_local_numbers_are_refused(worlds):
-    assert_none(worlds.run(3, check_refused))

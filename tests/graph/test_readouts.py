@@ -14,7 +14,7 @@ import varcomm
 from tests.graph.against_one import compare
 from tests.graph.batches import GRAPHS, SECOND, as_data, no_edges, partitions, whole
 from tests.ops.comparing import Failures, assert_none
-from tests.worlds import WORLDS
+from tests.worlds import WORLDS, on_ranks
 from varcomm import ArgumentError
 from varcomm.graph import distribute, partition, replicated
 
@@ -51,7 +51,8 @@ READOUTS = {
 }
 
 
-def check(rank):
+@on_ranks(*WORLDS)
+def test_aggregations(rank):
     data, wrong = as_data(whole(C)), []
     graph = partitions(data)[1]
     for name, size in product(READOUTS, (None, GRAPHS)):
@@ -66,11 +67,6 @@ def check(rank):
     return wrong
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_aggregations(worlds, ranks):
-    assert_none(worlds.run(ranks, check))
-
-
 POOLS = {
     reduce: lambda x, batch, size=None, reduce=reduce: scatter(x, batch, 0, size, reduce)
     for reduce in ("sum", "mean", "max", "min")
@@ -80,7 +76,8 @@ POOLS = {
 BATCHES = {1: None, 150: 700}
 
 
-def check_pools(rank):
+@on_ranks(*WORLDS)
+def test_pools(rank):
     wrong = []
     for features, is_tied, times in product(((), (2, 3)), (False, True), BATCHES):
         given = whole(*features)
@@ -95,11 +92,6 @@ def check_pools(rank):
             found = compare(None, call, data, graph, second=True, close=SECOND)
             wrong += [f"{name}, {features}, {times}, {graph.method}: {one}" for one in found]
     return wrong
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_pools(worlds, ranks):
-    assert_none(worlds.run(ranks, check_pools))
 
 
 def check_dtypes(rank):
@@ -144,7 +136,9 @@ def test_dtypes_and_values_that_are_not_finite(worlds, use):
     assert_none(worlds.run(3, use))
 
 
-def check_operators(rank):
+@pytest.mark.slow
+@on_ranks(3)
+def test_against_finite_differences(rank):
     """Any number of derivatives, and forward mode, against finite differences."""
     given = whole(2)
     graph = partitions(as_data(given))[1]
@@ -154,11 +148,6 @@ def check_operators(rank):
         varcomm.testing.gradgradcheck(
             lambda x, pool=pool: pool(x.sin()) ** 2, graph.x, fast_mode=True
         )
-
-
-@pytest.mark.slow
-def test_against_finite_differences(worlds):
-    assert worlds.run(3, check_operators) == [None] * 3
 
 
 # a pool, the number of graphs, bytes in a single round, and bytes by pieces of a third

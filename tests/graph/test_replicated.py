@@ -7,8 +7,8 @@ from torch_geometric.nn import global_add_pool
 
 import varcomm
 from tests.graph.batches import SECOND, as_data, partitions, whole
-from tests.ops.comparing import Failures, assert_none
-from tests.worlds import WORLDS
+from tests.ops.comparing import Failures
+from tests.worlds import WORLDS, on_ranks
 from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import replicated
 
@@ -49,15 +49,11 @@ def check_parameters(failures, given):
                 torch.testing.assert_close(model.get_parameter(key).grad, gradient, **SECOND)
 
 
-def check(rank):
+@on_ranks(*WORLDS)
+def test_what_a_loss_of_forces_teaches(rank):
     failures, given = Failures(), whole(4)
     check_parameters(failures, given)
     return failures
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_what_a_loss_of_forces_teaches(worlds, ranks):
-    assert_none(worlds.run(ranks, check))
 
 
 # values of ranks 0, 1 and 2, and the start of the message

@@ -14,6 +14,7 @@ import varcomm
 from tests.graph.batches import no_edges
 from tests.graph.graphs import WORLDS, split_by, wild
 from tests.graph.parts import differences, same
+from tests.worlds import on_ranks
 from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import partition
 
@@ -50,7 +51,8 @@ DTYPES = (torch.float64, torch.int16, torch.bool, torch.complex64, torch.bfloat1
 WAYS = ("block", "random", "a rank owns nothing")
 
 
-def moved_both_ways(rank, ranks):
+@on_ranks(*WORLDS)
+def test_nodes_and_edges_go_and_come_back(rank, ranks):
     """Nodes and edges to everyone and to each rank, from each rank; rows of all forms in turn."""
     data, wrong, forms = wild(), [], cycle(FORMS)
     for dtype, way in zip(DTYPES, WAYS * 2, strict=False):
@@ -79,11 +81,6 @@ def moved_both_ways(rank, ranks):
             if got.dtype != dtype or got.tolist() != want.tolist():
                 wrong.append(dtype)
     return wrong
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_nodes_and_edges_go_and_come_back(worlds, ranks):
-    assert worlds.run(ranks, moved_both_ways, ranks) == [[]] * ranks
 
 
 def numbers_travel_once(rank):
@@ -234,7 +231,8 @@ WRONG = {
 }
 
 
-def check_on_three(rank):
+@on_ranks(3)
+def test_forward_mode_sums_of_nothing_dtypes_and_refusals(rank):
     data = wild()
     graph = partition(data, method="block")
     # forward mode gives what backward gives
@@ -262,10 +260,6 @@ def check_on_three(rank):
             where = f"graph.{kind} on rank {rank} of 3: "
             with pytest.raises(ArgumentError, match=f"{where}.*{message}"):
                 getattr(three, kind)(values, mask)
-
-
-def test_forward_mode_sums_of_nothing_dtypes_and_refusals(worlds):
-    assert worlds.run(3, check_on_three) == [None] * 3
 
 
 def refused(rank):

@@ -8,6 +8,7 @@ import varcomm
 from tests.graph.graphs import WORLDS, rich, split_by, wild
 from tests.graph.parts import same
 from tests.graph.typed import WAYS, owners, typed
+from tests.worlds import on_ranks
 from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import from_edges, partition, remap, transfer
 from varcomm.testing import dot_test, gradcheck, gradgradcheck
@@ -15,7 +16,8 @@ from varcomm.testing import dot_test, gradcheck, gradgradcheck
 NODES = 24
 
 
-def wrong_rows(rank, ranks):
+@on_ranks(*WORLDS)
+def test_rows_of_any_kind(rank, ranks):
     """Attributes of every kind, of nodes and edges, move as one process selects them."""
     data, wrong = rich(), []
     data.serial = torch.arange(NODES).to(torch.uint16)
@@ -40,12 +42,9 @@ def wrong_rows(rank, ranks):
     return wrong
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_rows_of_any_kind(worlds, ranks):
-    assert worlds.run(ranks, wrong_rows, ranks) == [[]] * ranks
-
-
-def other_ranks(rank, some):
+@pytest.mark.parametrize("some", [[1], [2, 0]])
+@on_ranks(3)
+def test_to_fewer_ranks_and_back(rank, some):
     """From all ranks to some, and back, while gradients flow."""
     data, group = wild(), dist.new_group(some)
     here = rank in some
@@ -63,12 +62,8 @@ def other_ranks(rank, some):
     dist.barrier()
 
 
-@pytest.mark.parametrize("some", [[1], [2, 0]])
-def test_to_fewer_ranks_and_back(worlds, some):
-    worlds.run(3, other_ranks, some)
-
-
-def apart(rank):
+@on_ranks(3)
+def test_refusals(rank):
     """Groups of which neither contains the other; partitions of other graphs; other rows."""
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2])]
     data = wild()
@@ -107,11 +102,8 @@ def apart(rank):
     return [word for word, text in zip(words, said, strict=True) if word not in text]
 
 
-def test_refusals(worlds):
-    assert worlds.run(3, apart) == [[]] * 3
-
-
-def one_mesh_to_another(rank, ranks):
+@on_ranks(*WORLDS)
+def test_remap(rank, ranks):
     """Random parents and weights against a dense matrix; refinement and coarsening back."""
     draw = torch.Generator().manual_seed(0)
     cells, children = 11, 29
@@ -155,8 +147,3 @@ def one_mesh_to_another(rank, ranks):
             torch.testing.assert_close(total, x.sum(), rtol=1e-13, atol=1e-13)
     with pytest.raises(ArgumentError, match="floats"):
         call(torch.zeros(old.num_owned, dtype=torch.int64))
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_remap(worlds, ranks):
-    worlds.run(ranks, one_mesh_to_another, ranks)

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from tests.ops.comparing import Failures, assert_none
-from tests.worlds import WORLDS
+from tests.ops.comparing import Failures
+from tests.worlds import WORLDS, on_ranks
 from varcomm import ArgumentError, DisagreementError, ShardSizes
 from varcomm.models import GPT
 from varcomm.tensor_parallel import parallelize, shard_spec
@@ -103,18 +103,14 @@ def differences(alone, model, failures, *words, batch=(2,)):
                 torch.testing.assert_close(got, want, **CLOSE)
 
 
-def train(rank, tied, in_parts):
+@pytest.mark.parametrize(("tied", "in_parts"), [(True, False), (False, True)])
+@on_ranks(*WORLDS)
+def test_training_is_that_of_one_process(rank, tied, in_parts):
     failures, model = Failures(), new_model(tied=tied)
     ranks = torch.distributed.get_world_size()
     sequence = ShardSizes.balanced(LENGTH, ranks) if in_parts else None
     differences(model, sharded(model, sequence_sizes=sequence), failures)
     return failures
-
-
-@pytest.mark.parametrize(("tied", "in_parts"), [(True, False), (False, True)])
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_training_is_that_of_one_process(worlds, ranks, tied, in_parts):
-    assert_none(worlds.run(ranks, train, tied, in_parts))
 
 
 UNEVEN = {
@@ -124,7 +120,8 @@ UNEVEN = {
 }
 
 
-def train_otherwise(rank):
+@on_ranks(3)
+def test_other_sizes_and_models(rank):
     """Sizes with zeros, grouped queries, recomputation, no batch."""
     failures, in_parts = Failures(), {"sequence_sizes": [5, 2, 0]}
     model = new_model()
@@ -137,10 +134,6 @@ def train_otherwise(rank):
     again = new_model(recompute=True)
     differences(copy.deepcopy(model), sharded(again, **in_parts), failures, "recomputed", batch=())
     return failures
-
-
-def test_other_sizes_and_models(worlds):
-    assert_none(worlds.run(3, train_otherwise))
 
 
 # Texts

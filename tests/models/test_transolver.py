@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import varcomm as vc
-from tests.ops.comparing import Failures, assert_none
-from tests.worlds import WORLDS
+from tests.ops.comparing import Failures
+from tests.worlds import WORLDS, on_ranks
 from varcomm import ArgumentError
 from varcomm.data_parallel import sum_gradients
 from varcomm.models import PointCrossAttention, Transolver
@@ -62,7 +62,8 @@ def compare(failures, label, model, inputs, sizes, call):
                 torch.testing.assert_close(x, y, **CLOSE)
 
 
-def on_points(rank, ranks):
+@on_ranks(*WORLDS)
+def test_points_on_ranks(rank, ranks):
     failures, sizes = Failures(), SIZES[ranks]
     torch.manual_seed(0)
     shape = {"hidden_channels": 6, "num_blocks": 2, "num_heads": 2, "num_slices": 3}
@@ -76,16 +77,13 @@ def on_points(rank, ranks):
     return failures
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_points_on_ranks(worlds, ranks):
-    assert_none(worlds.run(ranks, on_points, ranks))
-
-
 def called(sizes, model, queries, points):
     return model(queries, points, *sizes)
 
 
-def on_queries(rank, ranks):
+@pytest.mark.slow
+@on_ranks(1, 2, 3, 5)
+def test_queries_on_ranks(rank, ranks):
     failures = Failures()
     torch.manual_seed(0)
     model = PointCrossAttention(6, 2).double()
@@ -98,12 +96,6 @@ def on_queries(rank, ranks):
     with failures.named("no points"):
         torch.testing.assert_close(nothing, model.out.bias.expand(few[rank], 6))
     return failures
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_queries_on_ranks(worlds, ranks):
-    assert_none(worlds.run(ranks, on_queries, ranks))
 
 
 def narrow(rank):
@@ -120,7 +112,8 @@ def test_bf16(worlds):
     assert max(worlds.run(3, narrow)) < 0.05
 
 
-def refused(rank):
+@on_ranks(3)
+def test_refusals(rank):
     model = Transolver(3, 1, hidden_channels=4, num_blocks=1, num_heads=2, num_slices=2)
     with pytest.raises(ArgumentError, match=r"has 2 rows along dim 0"):
         model(torch.rand(2, 3), [1, 1, 1])
@@ -134,7 +127,3 @@ def refused(rank):
         attention(torch.ones(1, 3), ones)
     with pytest.raises(ArgumentError, match="multiple of num_heads"):
         Transolver(3, 1, hidden_channels=5, num_blocks=1, num_heads=2, num_slices=2)
-
-
-def test_refusals(worlds):
-    worlds.run(3, refused)

@@ -8,7 +8,7 @@ import varcomm
 from tests.ops.comparing import Failures, assert_none, twin_gradients
 from tests.ops.primitives import PATTERNS, PRIMITIVES, Setting, case, random
 from tests.ops.test_derivatives import check_order
-from tests.worlds import WORLDS
+from tests.worlds import WORLDS, on_ranks
 
 ASYNC = [name for name, make in PRIMITIVES.items() if make(Setting((1,), 0, (1,))).has_async]
 QUICK = ("all_gather_v", "all_reduce", "scatter_v", "plan_from_needed")
@@ -27,7 +27,9 @@ def with_gradient(op, x, **how):
     return y.detach(), torch.autograd.grad(y, x, weight)[0]
 
 
-def check_same(rank, name, ranks):
+@pytest.mark.parametrize("name", ASYNC)
+@on_ranks(*WORLDS)
+def test_same_values_and_gradients(rank, name, ranks):
     failures = Failures()
     cases = [case(name, pattern, ranks, dim) for pattern in PATTERNS for dim in (0, 1)]
     if name in ("all_reduce", "reduce", "broadcast"):
@@ -47,12 +49,6 @@ def check_same(rank, name, ranks):
             assert all(map(torch.equal, got, want))
             assert all(torch.equal(*pair) and not pair[1].requires_grad for pair in without)
     return failures
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-@pytest.mark.parametrize("name", ASYNC)
-def test_same_values_and_gradients(worlds, name, ranks):
-    assert_none(worlds.run(ranks, check_same, name, ranks))
 
 
 def change_on(rank, name, culprits):
@@ -108,7 +104,8 @@ def test_communication_proceeds_between_start_and_wait(worlds, name, request):
     assert worlds.run(2, peer_finishes_first, name, timeout=60) == [1.0, 0.0]
 
 
-def several_at_once(rank, ranks):
+@on_ranks(2, 3)
+def test_several_at_once(rank, ranks):
     """Wait in order and in reverse; then one backward through all calls together."""
     failures = Failures()
     cases = [(name, case(name, pattern, ranks)) for name in ASYNC for pattern in PATTERNS[1:]]
@@ -132,12 +129,8 @@ def several_at_once(rank, ranks):
     return failures
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_several_at_once(worlds, ranks):
-    assert_none(worlds.run(ranks, several_at_once, ranks))
-
-
-def check_never_waited_for(rank):
+@on_ranks(3)
+def test_calls_without_a_wait(rank):
     """The next calls do not hang, whether the handle is kept or forgotten."""
     failures, kept = Failures(), []
     for name in ASYNC:
@@ -150,10 +143,6 @@ def check_never_waited_for(rank):
             assert total == 3
             torch.testing.assert_close(y, c.reference(c.draw(torch.float64))[rank])
     return failures
-
-
-def test_calls_without_a_wait(worlds):
-    assert_none(worlds.run(3, check_never_waited_for))
 
 
 # --- derivatives
@@ -195,7 +184,11 @@ def test_adjoint_travels_while_the_rest_is_differentiated(worlds, name):
     assert worlds.run(2, waits_for_news_before_its_adjoint, name, timeout=60) == [0.0, 1.0]
 
 
-def check_backwards(rank, names):
+@pytest.mark.parametrize(
+    "names", [QUICK, pytest.param(tuple(ASYNC), marks=pytest.mark.slow)], ids=["few", "all"]
+)
+@on_ranks(3)
+def test_several_backwards(rank, names):
     """Several backwards through one graph, and derivatives in debug(), are those of sync calls."""
     failures = Failures()
     for name in names:
@@ -220,13 +213,6 @@ def check_backwards(rank, names):
             assert torch.equal(grads[1], grads[2])
             torch.testing.assert_close(in_debug, want, rtol=1e-12, atol=1e-12)
     return failures
-
-
-@pytest.mark.parametrize(
-    "names", [QUICK, pytest.param(tuple(ASYNC), marks=pytest.mark.slow)], ids=["few", "all"]
-)
-def test_several_backwards(worlds, names):
-    assert_none(worlds.run(3, check_backwards, names))
 
 
 def after_a_failed_backward(rank):
@@ -311,7 +297,8 @@ def test_adjoint_of_an_asynchronous_call_takes_one_round(worlds):
     assert others == [[(1, 3.0), (1, 0.0)]] * 2
 
 
-def waits_in_another_order(rank):
+@on_ranks(2)
+def test_waits_in_another_order_are_an_error_in_backward(rank):
     """Adjoints begin in the order of the waits, which is another one on rank 1."""
     x = torch.ones(2, 2, requires_grad=True)
     handles = [varcomm.all_gather_v(x, [2, 2], async_op=True), varcomm.all_reduce(x, async_op=True)]
@@ -319,7 +306,3 @@ def waits_in_another_order(rank):
     message = r"ranks disagree on operation: rank 0 has 'all_reduce'; rank 1 has"
     with varcomm.debug(), pytest.raises(varcomm.DisagreementError, match=message):
         loss.backward()
-
-
-def test_waits_in_another_order_are_an_error_in_backward(worlds):
-    worlds.run(2, waits_in_another_order)

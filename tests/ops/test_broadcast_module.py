@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import varcomm as vc
-from tests.worlds import WORLDS
+from tests.worlds import WORLDS, on_ranks
 from varcomm import ArgumentError, DisagreementError
 
 
@@ -86,14 +86,11 @@ def test_order_of_registration(worlds):
     assert found == [([97.0] * 2, [98.0] * 2)] * 3
 
 
-def unwritable(rank):
+@on_ranks(3)
+def test_tensors_that_cannot_be_written(rank):
     meta = torch.nn.Linear(2, 2, device="meta" if rank == 1 else None)
     expanded = torch.nn.Module()
     expanded.register_buffer("x", torch.ones(1).expand(2) if rank == 1 else torch.ones(2))
     for model in (meta, expanded):
         with pytest.raises(ArgumentError, match="rank 1"):
             vc.broadcast_module(model)
-
-
-def test_tensors_that_cannot_be_written(worlds):
-    worlds.run(3, unwritable)

@@ -7,7 +7,7 @@ import torch.autograd.forward_ad as forward_ad
 import varcomm
 from tests.ops.comparing import LAYOUTS, Failures, assert_none, twin_gradients
 from tests.ops.primitives import PATTERNS, PRIMITIVES, SPLITS, case, random
-from tests.worlds import WORLDS
+from tests.worlds import WORLDS, on_ranks
 from varcomm.testing import dot_test, gradcheck, gradgradcheck
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.complex128)
@@ -23,7 +23,10 @@ def storage(x):
     return x.untyped_storage().data_ptr() or None
 
 
-def check_adjoint(rank, name, pattern, ranks):
+@pytest.mark.parametrize(("ranks", "pattern"), SPLITS)
+@pytest.mark.parametrize("name", PRIMITIVES)
+@on_ranks()
+def test_adjoint(rank, name, pattern, ranks):
     failures = Failures()
     for dim, rest in ((0, (2, 3)), (1, (2, 3)), (-1, (2, 3)), (0, (2,))):
         c = case(name, pattern, ranks, dim, rest)
@@ -53,13 +56,8 @@ def check_adjoint(rank, name, pattern, ranks):
     return failures
 
 
-@pytest.mark.parametrize(("ranks", "pattern"), SPLITS)
-@pytest.mark.parametrize("name", PRIMITIVES)
-def test_adjoint(worlds, name, ranks, pattern):
-    assert_none(worlds.run(ranks, check_adjoint, name, pattern, ranks))
-
-
-def check_recorded(rank):
+@on_ranks(3)
+def test_results_are_recorded_on_all_ranks_or_on_none(rank):
     """Results require a gradient on all ranks or on none; other ranks' stand-ins get zeros."""
     failures = Failures()
     for name in COLLECTIVE:  # shard_v is a view, and follows torch's own rules under no_grad
@@ -104,10 +102,6 @@ def check_recorded(rank):
     return failures
 
 
-def test_results_are_recorded_on_all_ranks_or_on_none(worlds):
-    assert_none(worlds.run(3, check_recorded))
-
-
 def check_derivatives(rank, name, ranks, pattern, dtype, fast_mode):
     c = case(name, pattern, ranks, DIMS[pattern], rest=(2,))
     op = c.bind()
@@ -145,7 +139,9 @@ def tangents_of_twin(c, dtype):
     return torch.func.jvp(reference, tuple(primals), tuple(tangents))
 
 
-def check_jvp(rank, name, ranks):
+@pytest.mark.parametrize("name", PRIMITIVES)
+@on_ranks(*WORLDS)
+def test_forward_mode(rank, name, ranks):
     failures = Failures()
     for pattern in PATTERNS:
         for dtype in (torch.float64, torch.complex128):
@@ -167,12 +163,6 @@ def check_jvp(rank, name, ranks):
             assert torch.equal(value, values[rank])
             assert torch.equal(tangent, tangents[rank])
     return failures
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-@pytest.mark.parametrize("name", PRIMITIVES)
-def test_forward_mode(worlds, name, ranks):
-    assert_none(worlds.run(ranks, check_jvp, name, ranks))
 
 
 def losses(results, kind):

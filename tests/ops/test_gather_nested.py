@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import varcomm as vc
-from tests.worlds import WORLDS
+from tests.worlds import WORLDS, on_ranks
 from varcomm import ArgumentError, DisagreementError
 from varcomm.testing import gradcheck, gradgradcheck
 
@@ -31,7 +31,8 @@ def close(got, wanted, **tolerance):
     torch.testing.assert_close(got, wanted, **tolerance)
 
 
-def gathered(rank, ranks):
+@on_ranks(*WORLDS)
+def test_values_and_gradients(rank, ranks):
     every = [values_of(other) for other in range(ranks)]
     own, names = every[rank], ("scores", "waves", "narrow", "fixed")
     whole = {name: torch.cat([each[name] for each in every]) for name in names}
@@ -81,12 +82,9 @@ def gathered(rank, ranks):
     close(scale, 2 * ranks * own["scores"].detach())
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_values_and_gradients(worlds, ranks):
-    worlds.run(ranks, gathered, ranks)
-
-
-def derivatives(rank):
+@pytest.mark.slow
+@on_ranks(3)
+def test_second_derivatives(rank):
     x = values_of(rank)["scores"].detach()
     y = torch.randn(len(x), 2, dtype=torch.complex128)
     for gather in (vc.all_gather_v, partial(vc.gather_v, dst=2)):
@@ -98,11 +96,6 @@ def derivatives(rank):
             for check in (gradcheck, gradgradcheck):
                 check(fn, x, y, fast_mode=True)
                 check(fn, x, y, fast_mode=True, forward_mode=False)
-
-
-@pytest.mark.slow
-def test_second_derivatives(worlds):
-    worlds.run(3, derivatives)
 
 
 class Same(str):
@@ -120,7 +113,8 @@ class Unprintable:
         raise ValueError("no text")
 
 
-def refused(rank):
+@on_ranks(3)
+def test_refusals(rank):
     ones = torch.ones(2)
     graded = ones.clone().requires_grad_(rank == 0)
     around = {"a": ones}
@@ -153,10 +147,6 @@ def refused(rank):
             call()
         assert error.value.on_all_ranks
     assert len(vc.all_gather_v(ones)) == 6  # ranks agree again
-
-
-def test_refusals(worlds):
-    worlds.run(3, refused)
 
 
 def compiled(rank):

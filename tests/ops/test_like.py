@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import varcomm
-from tests.ops.comparing import Failures, assert_none, error_beyond_bound, twin_gradients
+from tests.ops.comparing import Failures, error_beyond_bound, twin_gradients
 from tests.ops.primitives import PATTERNS, PRIMITIVES, random, rank_in, setting
-from tests.worlds import WORLDS
+from tests.worlds import WORLDS, on_ranks
 from varcomm import ArgumentError, DisagreementError
 from varcomm.testing import dot_test, gradcheck
 
@@ -36,7 +36,9 @@ def case(name, pattern, ranks, dim=0):
     return replace(PRIMITIVES[name](s), bind=bind)
 
 
-def check(rank, name, ranks):
+@pytest.mark.parametrize("name", NAMES)
+@on_ranks(*WORLDS)
+def test_values_and_derivatives(rank, name, ranks):
     failures = Failures()
     for pattern, dim in zip(PATTERNS, (0, 1, -1, 0), strict=True):
         c = case(name, pattern, ranks, dim)
@@ -62,12 +64,6 @@ def check(rank, name, ranks):
             value, tangent = torch.func.jvp(op, (x.detach(),), (x.detach(),))
             assert torch.equal(value, tangent)
     return failures
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-@pytest.mark.parametrize("name", NAMES)
-def test_values_and_derivatives(worlds, name, ranks):
-    assert_none(worlds.run(ranks, check, name, ranks))
 
 
 def alone(rank):

@@ -8,8 +8,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import varcomm
-from tests.ops.comparing import Failures, assert_none, twin_gradients
+from tests.ops.comparing import Failures, twin_gradients
 from tests.ops.primitives import PATTERNS, PRIMITIVES, Setting, case, random, setting
+from tests.worlds import on_ranks
 
 MOVE_WHOLE_ROWS = [name for name in PRIMITIVES if "ind" not in name and "needed" not in name]
 
@@ -17,7 +18,9 @@ MOVE_WHOLE_ROWS = [name for name in PRIMITIVES if "ind" not in name and "needed"
 FORMATS = (torch.contiguous_format, torch.channels_last, torch.contiguous_format)
 
 
-def check_formats(rank, name):
+@pytest.mark.parametrize("name", PRIMITIVES)
+@on_ranks(3)
+def test_memory_formats(rank, name):
     """Formats of memory that differ between ranks do not matter."""
     failures = Failures()
     for pattern, dim in product(("off by one", "one empty"), (0, 1, -1)):
@@ -37,11 +40,6 @@ def check_formats(rank, name):
             if want is not None:
                 torch.testing.assert_close(x.grad, want)
     return failures
-
-
-@pytest.mark.parametrize("name", PRIMITIVES)
-def test_memory_formats(worlds, name):
-    assert_none(worlds.run(3, check_formats, name))
 
 
 class Written(TorchDispatchMode):
@@ -84,7 +82,8 @@ def allowed(name, s, rank, y, x):
     return copied[name] + messages(name, s, to_itself=True)[rank][rank]
 
 
-def check_copies(rank):
+@on_ranks(3)
+def test_copies(rank):
     failures = Failures()
     for name in MOVE_WHOLE_ROWS:
         for dim, sizes in product((0, 1, -1), ((700, 0, 1010), (500, 600, 500))):
@@ -111,10 +110,6 @@ def check_copies(rank):
     return failures
 
 
-def test_copies(worlds):
-    assert_none(worlds.run(3, check_copies))
-
-
 def messages(name, s, to_itself=False):
     """Elements from i to j that no algorithm can do without; for sums, if each rank sums alone."""
     ranks, row = range(s.ranks), prod(s.rest)
@@ -139,7 +134,13 @@ def messages(name, s, to_itself=False):
     return [[rule(i, j) * row * (i != j or to_itself) for j in ranks] for i in ranks]
 
 
-def check_bytes(rank, name, ranks):
+def total(calls):
+    return sum(call.sent for call in calls), sum(call.received for call in calls)
+
+
+@pytest.mark.parametrize("name", PRIMITIVES)
+@on_ranks(3, pytest.param(2, marks=pytest.mark.slow))
+def test_bytes_on_the_wire(rank, name, ranks):
     failures = Failures()
     for pattern in PATTERNS:
         for dtype in (torch.float64, torch.bfloat16):
@@ -157,16 +158,6 @@ def check_bytes(rank, name, ranks):
                 assert total(backward) == (received, sent), backward
                 assert len(forward) == len(backward) == (name != "shard_v")
     return failures
-
-
-def total(calls):
-    return sum(call.sent for call in calls), sum(call.received for call in calls)
-
-
-@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", PRIMITIVES)
-def test_bytes_on_the_wire(worlds, name, ranks):
-    assert_none(worlds.run(ranks, check_bytes, name, ranks))
 
 
 def bytes_of_large(rank):

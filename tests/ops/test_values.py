@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import varcomm
-from tests.ops.comparing import LAYOUTS, Failures, assert_none, error_beyond_bound
+from tests.ops.comparing import LAYOUTS, Failures, error_beyond_bound
 from tests.ops.primitives import PRIMITIVES, SPLITS, Setting, case
-from tests.worlds import WORLDS
+from tests.worlds import WORLDS, on_ranks
 from varcomm.testing import dot_test
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.complex128, torch.bool)
@@ -42,7 +42,10 @@ def compare(failures, rank, name, c, op, inputs, words):
             assert not shares or name in VIEWS, "the output shares memory with the input"
 
 
-def check_values(rank, name, pattern, ranks):
+@pytest.mark.parametrize(("ranks", "pattern"), SPLITS)
+@pytest.mark.parametrize("name", PRIMITIVES)
+@on_ranks()
+def test_values(rank, name, pattern, ranks):
     failures = Failures()
     for dim, rest in [(0, (2, 3)), (1, (2, 3)), (-1, (2, 3)), (0, ())][
         : 3 + (name != "transpose_v")
@@ -59,19 +62,6 @@ def check_values(rank, name, pattern, ranks):
     return failures
 
 
-@pytest.mark.parametrize(("ranks", "pattern"), SPLITS)
-@pytest.mark.parametrize("name", PRIMITIVES)
-def test_values(worlds, name, ranks, pattern):
-    assert_none(worlds.run(ranks, check_values, name, pattern, ranks))
-
-
-def check_drawn(rank, name, sizes, dim, root):
-    failures = Failures()
-    c = PRIMITIVES[name](Setting(tuple(sizes), dim, (2, 1), root))
-    compare(failures, rank, name, c, c.bind(), c.draw(torch.float32), (sizes, dim, root))
-    return failures
-
-
 @pytest.mark.parametrize("name", MOVES)
 @given(
     sizes=st.lists(st.integers(0, 7), min_size=3, max_size=3),
@@ -79,11 +69,16 @@ def check_drawn(rank, name, sizes, dim, root):
     root=st.integers(0, 2),
 )
 @settings(max_examples=8, derandomize=True, deadline=None)
-def test_moves_of_drawn_sizes(worlds, name, sizes, dim, root):
-    assert_none(worlds.run(3, check_drawn, name, sizes, dim, root))
+@on_ranks(3)
+def test_moves_of_drawn_sizes(rank, name, sizes, dim, root):
+    failures = Failures()
+    c = PRIMITIVES[name](Setting(tuple(sizes), dim, (2, 1), root))
+    compare(failures, rank, name, c, c.bind(), c.draw(torch.float32), (sizes, dim, root))
+    return failures
 
 
-def check_other_dtypes(rank):
+@on_ranks(3)
+def test_other_dtypes(rank):
     """All values are small integers, so that only the last step rounds."""
     failures = Failures()
     for name in PRIMITIVES:
@@ -109,11 +104,8 @@ def check_other_dtypes(rank):
     return failures
 
 
-def test_other_dtypes(worlds):
-    assert_none(worlds.run(3, check_other_dtypes))
-
-
-def check_one_column(rank):
+@on_ranks(3)
+def test_contiguous_tensors_of_odd_strides(rank):
     """A column of a transposed row is contiguous at any stride; complex128 travels as halves."""
     failures = Failures()
     for name in PRIMITIVES:
@@ -125,11 +117,8 @@ def check_one_column(rank):
     return failures
 
 
-def test_contiguous_tensors_of_odd_strides(worlds):
-    assert_none(worlds.run(3, check_one_column))
-
-
-def check_large_sums(rank, ranks):
+@on_ranks(*WORLDS)
+def test_large_sums(rank, ranks):
     failures = Failures()
     for name in ("all_reduce", "reduce", "broadcast"):
         c = PRIMITIVES[name](Setting((LARGE[0],) + (0,) * (ranks - 1), 0, LARGE[1:], ranks - 1))
@@ -146,11 +135,6 @@ def check_large_sums(rank, ranks):
         with failures.named("in rank order, bit for bit", shape):
             assert torch.equal(got, sum(xs[1:], xs[0]))
     return failures
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_large_sums(worlds, ranks):
-    assert_none(worlds.run(ranks, check_large_sums, ranks))
 
 
 def sum_of_narrow(rank, use_fp32):
@@ -180,7 +164,8 @@ def test_narrow_floats_are_summed_in_fp32_and_rounded_once(worlds, request):
     assert worlds.run(3, sum_of_narrow, False)[0] == [*[256.0] * 3, of_rows, 256.0, of_rows]
 
 
-def check_in_place(rank):
+@on_ranks(3)
+def test_result_may_be_changed_in_place(rank):
     """A result may be changed in place, also before backward."""
     failures = Failures()
     for name in [name for name in PRIMITIVES if name not in VIEWS]:
@@ -198,10 +183,6 @@ def check_in_place(rank):
                 assert torch.equal(z, want)
                 assert torch.equal(doubled, 2 * gradient)
     return failures
-
-
-def test_result_may_be_changed_in_place(worlds):
-    assert_none(worlds.run(3, check_in_place))
 
 
 def of_zeros_and_scalars(rank):

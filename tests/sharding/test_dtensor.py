@@ -6,7 +6,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import varcomm as vc
-from tests.ops.comparing import Failures, assert_none
+from tests.ops.comparing import Failures
+from tests.worlds import on_ranks
 from varcomm import ShardSizes
 from varcomm.sharding import from_dtensor, to_dtensor
 from varcomm.testing import dot_test, gradcheck, gradgradcheck
@@ -21,7 +22,8 @@ def drawn(*shape, dtype=torch.float64):
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def as_torch_does(rank):
+@on_ranks(3)
+def test_the_same_as_torch_makes_of_the_whole(rank):
     """The same DTensor as torch makes of the whole, of the memory that was given."""
     mesh = init_device_mesh("cpu", (3,))
     failures = Failures()
@@ -50,11 +52,8 @@ def as_torch_does(rank):
     return failures
 
 
-def test_the_same_as_torch_makes_of_the_whole(worlds):
-    assert_none(worlds.run(3, as_torch_does))
-
-
-def strides_of(rank):
+@on_ranks(3)
+def test_strides(rank):
     """The full tensor has the memory layout of the shards, also of shards of one row or none."""
     mesh = init_device_mesh("cpu", (3,))
     failures = Failures()
@@ -81,10 +80,6 @@ def strides_of(rank):
     return failures
 
 
-def test_strides(worlds):
-    assert_none(worlds.run(3, strides_of))
-
-
 def through(x, sizes, group):
     """Rows by themselves, and numbers of them all; gradients are sharded and partial."""
     rows, summed, crossed = (to_dtensor(x, sizes, 0, group) for _ in range(3))
@@ -96,7 +91,8 @@ def through_alone(x):
     return torch.sin(x) * x.sum() ** 3 + x @ (x.t() @ x).sin()
 
 
-def derivatives(rank):
+@on_ranks(3)
+def test_derivatives_of_any_order(rank):
     """Gradients that reach ``to_dtensor`` with each placement, and their derivatives."""
     failures = Failures()
     mesh = init_device_mesh("cpu", (3,))
@@ -118,10 +114,6 @@ def derivatives(rank):
             check(lambda x: through(x, (2, 2, 0), mesh), own, forward_mode=False, fast_mode=True)
     dot_test(lambda x: from_dtensor(to_dtensor(x, (2, 2, 0), 0, mesh) * 3)[0], own)
     return failures
-
-
-def test_derivatives_of_any_order(worlds):
-    assert_none(worlds.run(3, derivatives))
 
 
 class NoGradient(torch.autograd.Function):

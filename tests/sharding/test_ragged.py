@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Placement
 
 import varcomm as vc
-from tests.worlds import WORLDS
+from tests.worlds import WORLDS, on_ranks
 from varcomm import ArgumentError, DisagreementError
 from varcomm.sharding import (
     Box,
@@ -39,7 +39,8 @@ def layouts(ranks):
     return [RaggedSpec.of(SHAPE, *each) for each in found]
 
 
-def moved(rank, ranks, folder):
+@on_ranks(*WORLDS)
+def test_moves_and_files(rank, ranks, tmp_path):
     whole = torch.arange(120.0).view(SHAPE)
     for number, before in enumerate(layouts(ranks)):
         own = before.shard(whole)
@@ -54,21 +55,16 @@ def moved(rank, ranks, folder):
             assert torch.equal(found, after.shard(whole))
             stays = {*before.sizes.range(rank)} & {*after.sizes.range(rank)}
             assert calls.total.sent == 4 * (before.sizes[rank] - len(stays))
-        path = folder / str(number)
+        path = tmp_path / str(number)
         dcp.save({"w": before.wrap(own)}, checkpoint_id=path)
         full = {"w": torch.zeros(SHAPE)}
         dcp.load(full, checkpoint_id=path)
         assert torch.equal(full["w"], whole)
-        dcp.save(full, checkpoint_id=folder / f"full {number}")
-        for start, after in zip((path, folder / f"full {number}"), layouts(ranks), strict=False):
+        dcp.save(full, checkpoint_id=tmp_path / f"full {number}")
+        for start, after in zip((path, tmp_path / f"full {number}"), layouts(ranks), strict=False):
             target = torch.zeros(after.local_shape)
             dcp.load({"w": after.wrap(target)}, checkpoint_id=start)
             assert torch.equal(target, after.shard(whole))
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_moves_and_files(worlds, tmp_path, ranks):
-    worlds.run(ranks, moved, ranks, tmp_path)
 
 
 def derivatives(rank):
@@ -165,7 +161,8 @@ class RaggedShard(Placement):
         super().__init__()  # torch 2.11 asks for it
 
 
-def with_the_placement(rank):
+@on_ranks(3)
+def test_a_placement_that_torch_may_have(rank):
     mesh, sizes = init_device_mesh("cpu", (3,)), [2, 0, 3]
     own = torch.full((sizes[rank], 2), float(rank), requires_grad=True)
     with pytest.raises(ArgumentError, match="a DTensor has no other sizes"):
@@ -183,7 +180,3 @@ def with_the_placement(rank):
             to_dtensor(own.detach().t(), sizes, dim=1, group=mesh)
     finally:
         del torch.distributed.tensor.RaggedShard
-
-
-def test_a_placement_that_torch_may_have(worlds):
-    worlds.run(3, with_the_placement)

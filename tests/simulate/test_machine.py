@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import varcomm as vc
+from tests.worlds import on_ranks
 from varcomm import GroupError
 from varcomm.simulate import Machine
 from varcomm.transport.engines.simulated import Transfer
@@ -103,13 +104,10 @@ def test_memory_views_and_picked_rows():
     assert (added.other_bytes, added.memory) == (2 * 4000 * 4, 4000 * 4)
 
 
-def counted_on_real_ranks(rank):
+@on_ranks(3)
+def test_messages_of_real_ranks_are_not_counted(rank):
     with pytest.raises(GroupError, match="with ranks that exist"):
         vc.simulate.count(lambda: vc.all_reduce(torch.ones(1)))
-
-
-def test_messages_of_real_ranks_are_not_counted(worlds):
-    worlds.run(3, counted_on_real_ranks)
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch.nn import functional
 
-from tests.ops.comparing import assert_none
 from tests.tensor_parallel.twins import (
     BOUND,
     REPLICATED,
@@ -15,6 +14,7 @@ from tests.tensor_parallel.twins import (
     drawn,
     split,
 )
+from tests.worlds import on_ranks
 from varcomm import ShardSizes
 from varcomm.sharding import shard_spec
 from varcomm.tensor_parallel.attention import ParallelAttention, attention
@@ -181,13 +181,10 @@ def cases(ranks, pattern):
     return found
 
 
-def on_ranks(rank, pattern):
-    return compare_all(cases(torch.distributed.get_world_size(), pattern))
-
-
 @pytest.mark.parametrize(("ranks", "pattern"), SPLITS)
-def test_as_in_one_process(worlds, pattern, ranks):
-    assert_none(worlds.run(ranks, on_ranks, pattern))
+@on_ranks()
+def test_as_in_one_process(rank, pattern):
+    return compare_all(cases(torch.distributed.get_world_size(), pattern))
 
 
 def shared_out(rank, heads, kv_heads):

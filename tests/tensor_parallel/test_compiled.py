@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.ops.comparing import Failures, assert_none
+from tests.ops.comparing import Failures
 from tests.tensor_parallel import test_attention, test_linear_modules
 from tests.tensor_parallel.compiling import compare, compare_layers, leaf
 from tests.tensor_parallel.cross_entropy_cases import (
@@ -17,6 +17,7 @@ from tests.tensor_parallel.cross_entropy_cases import (
     targets,
 )
 from tests.tensor_parallel.twins import drawn
+from tests.worlds import on_ranks
 from varcomm.tensor_parallel import (
     ColumnParallelLinear,
     FeatureParallelEmbedding,
@@ -55,17 +56,6 @@ SOURCES = {
 }
 
 
-def in_one_graph(rank, ranks, source):
-    """Compile the cases of a test together, each with inputs of its own."""
-    failures, functions, operands = Failures(), {}, {}
-    for name, (fn, _, inputs, _) in SOURCES[source](ranks, "uneven").items():
-        operands[name] = [leaf(layout.cut(whole, rank)) for whole, layout in inputs]
-        functions[name] = lambda _, fn=fn, given=operands[name]: fn(*given)
-    asked = [x for given in operands.values() for x in given]
-    compare(failures, source, functions, torch.zeros(1), asked)
-    return failures
-
-
 @pytest.mark.parametrize(
     ("source", "ranks"),
     [
@@ -78,15 +68,24 @@ def in_one_graph(rank, ranks, source):
         ),
     ],
 )
-def test_functions_of_parts(worlds, source, ranks):
-    assert_none(worlds.run(ranks, in_one_graph, ranks, source))
+@on_ranks()
+def test_functions_of_parts(rank, ranks, source):
+    """Compile the cases of a test together, each with inputs of its own."""
+    failures, functions, operands = Failures(), {}, {}
+    for name, (fn, _, inputs, _) in SOURCES[source](ranks, "uneven").items():
+        operands[name] = [leaf(layout.cut(whole, rank)) for whole, layout in inputs]
+        functions[name] = lambda _, fn=fn, given=operands[name]: fn(*given)
+    asked = [x for given in operands.values() for x in given]
+    compare(failures, source, functions, torch.zeros(1), asked)
+    return failures
 
 
 def part(whole, sizes, rank, dim=0):
     return leaf(whole.split(sizes, dim)[rank])
 
 
-def modules(rank, ranks):
+@on_ranks(3, pytest.param(1, marks=pytest.mark.slow))
+def test_modules(rank, ranks):
     """Embeddings of ids, frozen layers, norms of a sequence, and a first layer."""
     failures, sequence = Failures(), SEQUENCE[ranks]
     generator = torch.Generator().manual_seed(0)
@@ -115,8 +114,3 @@ def modules(rank, ranks):
     columns = leaf(whole.split(FEATURES[ranks], -1)[rank])
     compare_layers(failures, "of columns", {"row": row.requires_grad_(False)}, columns)
     return failures
-
-
-@pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=pytest.mark.slow)])
-def test_modules(worlds, ranks):
-    assert_none(worlds.run(ranks, modules, ranks))

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tests.ops.comparing import Failures, assert_none
+from tests.ops.comparing import Failures
 from tests.tensor_parallel.cross_entropy_cases import (
     ROWS,
     SPLITS,
@@ -18,7 +18,7 @@ from tests.tensor_parallel.cross_entropy_cases import (
     targets,
 )
 from tests.tensor_parallel.twins import compare, drawn
-from tests.worlds import WORLDS
+from tests.worlds import WORLDS, on_ranks
 from varcomm.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -39,7 +39,8 @@ OPTIONS = [
 ]
 
 
-def check_options(rank, ranks):
+@on_ranks(*WORLDS)
+def test_equals_torch_on_the_whole_logits(rank, ranks):
     failures = []
     for sizes in SPLITS[ranks]:
         for options in OPTIONS:
@@ -53,22 +54,15 @@ def check_options(rank, ranks):
     return failures
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_equals_torch_on_the_whole_logits(worlds, ranks):
-    assert_none(worlds.run(ranks, check_options, ranks))
-
-
-def check_shapes(rank):
+@on_ranks(3)
+def test_tokens_of_any_shape(rank):
     cases = [of_hidden([5, 0, 6], targets(*s)) for s in ((), (0,), (2, 3, 2), (2, 0))]
     cases.append(of_logits([5, 0, 6], targets(2, 0)))
     return [failure for case in cases for failure in compare(*case, bound=BOUND)]
 
 
-def test_tokens_of_any_shape(worlds):
-    assert_none(worlds.run(3, check_shapes))
-
-
-def check_chunks(rank):
+@on_ranks(3)
+def test_several_chunks(rank):
     """Each rank has 20,000 columns, so that 60 tokens are several chunks."""
     sizes, target = [20_000] * 3, targets(3, 20, classes=60_000)
     options = {"label_smoothing": 0.3, "weight": class_weights(60_000)}
@@ -76,11 +70,9 @@ def check_chunks(rank):
     return [failure for case in cases for failure in compare(*case, bound=BOUND, second=False)]
 
 
-def test_several_chunks(worlds):
-    assert_none(worlds.run(3, check_chunks))
-
-
-def in_subgroups(rank):
+@pytest.mark.slow
+@on_ranks(5)
+def test_subgroups_without_rank_0(rank):
     group, pairs = dist.new_group([1, 2, 3, 4]), dist.new_group([2, 4])
     if rank == 0:
         return []
@@ -88,11 +80,6 @@ def in_subgroups(rank):
     if rank in (2, 4):
         failures += compare(*of_logits([0, 11], targets(6), pairs), group=pairs)
     return failures
-
-
-@pytest.mark.slow
-def test_subgroups_without_rank_0(worlds):
-    assert_none(worlds.run(5, in_subgroups))
 
 
 def narrow(rank, dtype):
@@ -117,7 +104,9 @@ def test_narrow_logits_are_computed_in_fp32(worlds, dtype):
     assert worlds.run(3, narrow, dtype) == [True] * 3
 
 
-def narrow_hidden(rank, autocast):
+@pytest.mark.parametrize("autocast", [False, True])
+@on_ranks(3)
+def test_narrow_hidden_states(rank, autocast):
     """The same as of logits made at once, up to the rounding of gradients to bf16."""
     sizes, target = [40, 0, 23], targets(30, classes=63)
     dtype, failures = torch.float32 if autocast else torch.bfloat16, Failures()
@@ -139,11 +128,6 @@ def narrow_hidden(rank, autocast):
         with failures.named(got.shape, got.dtype):
             torch.testing.assert_close(got, want, rtol=bound, atol=bound)
     return failures
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_narrow_hidden_states(worlds, autocast):
-    assert_none(worlds.run(3, narrow_hidden, autocast))
 
 
 def all_ignored(rank):

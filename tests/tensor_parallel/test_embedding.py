@@ -2,12 +2,11 @@
 
 from itertools import product
 
-import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 
-from tests.ops.comparing import Failures, assert_none
+from tests.ops.comparing import Failures
 from tests.tensor_parallel.embeddings import (
     PAD,
     PATTERNS,
@@ -19,7 +18,7 @@ from tests.tensor_parallel.embeddings import (
     own_rows,
 )
 from tests.tensor_parallel.twins import drawn
-from tests.worlds import WORLDS
+from tests.worlds import WORLDS, on_ranks
 from varcomm import ShardSizes
 from varcomm.tensor_parallel.embedding import feature_parallel_embedding, vocab_parallel_embedding
 
@@ -61,7 +60,8 @@ def compare(failures, layout, pattern, padding, rank, shape=(2,)):
         assert all(map(torch.equal, found["rows"], found["sum"]))
 
 
-def compare_all(rank, ranks):
+@on_ranks(*WORLDS[:3])
+def test_values_and_derivatives(rank, ranks):
     failures = Failures()
     for pattern, layout in product(PATTERNS[ranks], LAYOUTS):
         for padding in (None, PAD, PAD - V):
@@ -71,15 +71,11 @@ def compare_all(rank, ranks):
     return failures
 
 
-@pytest.mark.parametrize("ranks", WORLDS[:3])
-def test_values_and_derivatives(worlds, ranks):
-    assert_none(worlds.run(ranks, compare_all, ranks))
-
-
 KINDS = (torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int16)
 
 
-def of_kinds(rank):
+@on_ranks(3)
+def test_dtypes(rank):
     """Lookups move rows exactly, whatever their dtype."""
     failures, ids = Failures(), drawn_ids(6, 2)
     for kind, (pattern, layout, exchange) in product(
@@ -92,10 +88,6 @@ def of_kinds(rank):
         with failures.named(kind, pattern, layout, exchange):
             assert torch.equal(rows.view(torch.int8), want.contiguous().view(torch.int8))
     return failures
-
-
-def test_dtypes(worlds):
-    assert_none(worlds.run(3, of_kinds))
 
 
 def tangent_of(rank, layout, exchange):
@@ -117,7 +109,8 @@ def test_tangent_of_the_padding(worlds):
         assert worlds.run(2, tangent_of, *how) == [(True, True)] * 2
 
 
-def features(rank, ranks):
+@on_ranks(*WORLDS[:3])
+def test_sharded_by_features(rank, ranks):
     failures, scale = Failures(), torch.linspace(1, 2, 5, dtype=torch.float64)
     for sizes, padding, ids in product(
         [ShardSizes.balanced(5, ranks), [0] * (ranks - 1) + [5]],
@@ -137,8 +130,3 @@ def features(rank, ranks):
                 expected = expected.split(list(sizes), 1)[rank]
                 torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
     return failures
-
-
-@pytest.mark.parametrize("ranks", WORLDS[:3])
-def test_sharded_by_features(worlds, ranks):
-    assert_none(worlds.run(ranks, features, ranks))

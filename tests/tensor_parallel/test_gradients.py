@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import varcomm
+from tests.worlds import on_ranks
 from varcomm import DisagreementError
 from varcomm.sharding import ShardSpec, mark
 from varcomm.tensor_parallel import ColumnParallelLinear
@@ -140,7 +141,8 @@ def test_gradients_in_main_grad(worlds):
         assert left == pytest.approx(0.5**0.5)  # of each rank's half
 
 
-def replicas(rank):
+@on_ranks(3)
+def test_debug_reports_gradients_of_replicas_that_differ(rank):
     """A norm over features of a rank's heads: each rank's gradient is a part."""
     norm = nn.RMSNorm(2)
     norm.weight.grad = torch.ones(2)
@@ -149,7 +151,3 @@ def replicas(rank):
         norm.weight.grad += rank
         with pytest.raises(DisagreementError, match=r"'weight'.*differ between ranks"):
             clip_grad_norm_(norm, 1.0)
-
-
-def test_debug_reports_gradients_of_replicas_that_differ(worlds):
-    worlds.run(3, replicas)

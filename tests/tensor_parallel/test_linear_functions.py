@@ -8,8 +8,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import varcomm
-from tests.ops.comparing import Failures, assert_none
+from tests.ops.comparing import Failures
 from tests.tensor_parallel.twins import drawn, split, traced
+from tests.worlds import on_ranks
 from varcomm.tensor_parallel import column_parallel_linear, row_parallel_linear
 
 IN, OUT = 4, 5
@@ -18,7 +19,8 @@ IN, OUT = 4, 5
 SHAPES = [(IN,), (3, IN), (0, IN), (2, 0, IN), (2, 1, 2, IN)]
 
 
-def of_shapes(rank):
+@on_ranks(3)
+def test_inputs_of_any_rank(rank):
     sizes = split("uneven", 3)
     weight, failures = drawn(1, sum(sizes), IN), Failures()
     own = weight.split(list(sizes))[rank]
@@ -32,10 +34,6 @@ def of_shapes(rank):
             torch.testing.assert_close(y, want.split(list(sizes), -1)[rank])
             torch.testing.assert_close(z, functional.linear(want, weight.T))
     return failures
-
-
-def test_inputs_of_any_rank(worlds):
-    assert_none(worlds.run(3, of_shapes))
 
 
 def moved_and_kept(rank, ranks):

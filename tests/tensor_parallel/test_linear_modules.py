@@ -12,9 +12,9 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from tests.ops.comparing import Failures, assert_none
+from tests.ops.comparing import Failures
 from tests.tensor_parallel.twins import REPLICATED, SPLITS, Sharded, compare_all, drawn, split
-from tests.worlds import WORLDS
+from tests.worlds import WORLDS, on_ranks
 from varcomm import GroupError
 from varcomm.tensor_parallel import (
     ColumnParallelLinear,
@@ -98,13 +98,10 @@ def cases(ranks, pattern):
     return found
 
 
-def run(rank, pattern):
-    return compare_all(cases(dist.get_world_size(), pattern))
-
-
 @pytest.mark.parametrize(("ranks", "pattern"), SPLITS)
-def test_values_and_derivatives(worlds, pattern, ranks):
-    assert_none(worlds.run(ranks, run, pattern))
+@on_ranks()
+def test_values_and_derivatives(rank, pattern):
+    return compare_all(cases(dist.get_world_size(), pattern))
 
 
 SIZES = {
@@ -113,7 +110,9 @@ SIZES = {
 }
 
 
-def there_and_back(rank, kind):
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(*WORLDS)
+def test_from_linear_to_linear(rank, kind):
     failures, ranks = Failures(), dist.get_world_size()
     for bias, frozen, blocks in ((True, True, False), (False, False, False), (True, False, True)):
         torch.manual_seed(1)
@@ -142,12 +141,6 @@ def there_and_back(rank, kind):
             marked = [n for n, p in layer.named_parameters() if shard_spec(p) is layer.spec]
             assert marked == [n for n in sharded if getattr(layer, n) is not None]
     return failures
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_from_linear_to_linear(worlds, kind, ranks):
-    assert_none(worlds.run(ranks, there_and_back, kind))
 
 
 def whole_of(rank, kind, same_seed):
@@ -209,7 +202,8 @@ def test_initial_weights_do_not_depend_on_the_ranks(worlds, kind):
     assert not torch.equal(narrow[:, 0], other)
 
 
-def marks(rank):
+@on_ranks(2)
+def test_marks_stay_with_parameters(rank):
     failures = Failures()
     for kind, sizes in ((KINDS[0], SIZES[KINDS[0]][2]), (KINDS[1], [6, 0])):
         model = nn.Sequential(kind(6, 7, sizes=sizes))
@@ -239,10 +233,6 @@ def marks(rank):
             with pytest.raises(GroupError, match="cannot be pickled"):
                 pickle.dumps(model)
     return failures
-
-
-def test_marks_stay_with_parameters(worlds):
-    assert_none(worlds.run(2, marks))
 
 
 def first_members(rank):

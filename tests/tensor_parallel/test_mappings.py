@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import varcomm.tensor_parallel as tp
-from tests.ops.comparing import assert_none
 from tests.tensor_parallel.twins import REPLICATED, SPLITS, Sharded, compare_all, drawn, split
+from tests.worlds import on_ranks
 from varcomm import ShardSizes
 
 
@@ -54,7 +54,9 @@ def cases(ranks, pattern):
     }
 
 
-def run(rank, pattern):
+@pytest.mark.parametrize(("ranks", "pattern"), SPLITS)
+@on_ranks()
+def test_values_and_derivatives(rank, pattern):
     ranks = torch.distributed.get_world_size()
     asked = tp.gather_from_tensor_model_parallel_region(torch.ones(rank + 1))
     assert len(asked) == ranks * (ranks + 1) // 2
@@ -64,11 +66,6 @@ def run(rank, pattern):
         assert torch.equal(tp.gather_split_1d_tensor(piece, x.numel()).view(x.shape), x)
         assert torch.equal(tp.gather_split_1d_tensor(piece).view(x.shape), x)
     return compare_all(cases(ranks, pattern))
-
-
-@pytest.mark.parametrize(("ranks", "pattern"), SPLITS)
-def test_values_and_derivatives(worlds, pattern, ranks):
-    assert_none(worlds.run(ranks, run, pattern))
 
 
 def in_place_around(rank):

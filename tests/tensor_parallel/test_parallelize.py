@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.ops.comparing import Failures, assert_none
+from tests.worlds import on_ranks
 from varcomm import ArgumentError
 from varcomm.tensor_parallel import (
     ColumnParallelLinear,
@@ -120,7 +121,8 @@ def test_heads_stay_whole(worlds):
     assert worlds.run(2, cut) == [8, 4]
 
 
-def half(rank):
+@on_ranks(2)
+def test_a_plan_of_every_second_layer(rank):
     """A layer that is left out of a plan refuses a part of its inputs, and can be sharded later."""
     one, model = made(False), made(False)
     x = torch.ones(2, WIDTH, dtype=torch.float64)
@@ -133,17 +135,14 @@ def half(rank):
         model.blocks[0].down(torch.ones(2, HIDDEN, dtype=torch.float64))
 
 
-def test_a_plan_of_every_second_layer(worlds):
-    worlds.run(2, half)
-
-
 def halves(layer):
     """A caller's row-parallel layer, made of the layer itself."""
     layer.forward = lambda x: x.sum(-1, keepdim=True)
     return layer
 
 
-def in_place(rank):
+@on_ranks(2)
+def test_a_layer_that_a_later_plan_changes_in_place(rank):
     """A layer that a later plan changes in place accepts the part that it refused before."""
     model, x = made(False).blocks[0], torch.ones(2, WIDTH, dtype=torch.float64)
     parallelize(model, {"up": "column"})
@@ -152,10 +151,6 @@ def in_place(rank):
         model(x)
     parallelize(model, {"down": halves})
     assert model(x).shape == x.shape
-
-
-def test_a_layer_that_a_later_plan_changes_in_place(worlds):
-    worlds.run(2, in_place)
 
 
 def summed_already(rank):

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 
-from tests.ops.comparing import assert_none
 from tests.tensor_parallel.twins import REPLICATED, SPLITS, Sharded, compare, drawn, split
+from tests.worlds import on_ranks
 from varcomm.sharding import shard_spec
 from varcomm.tensor_parallel.parallelize import sequence_parallel
 
@@ -47,13 +47,10 @@ def checked(pattern, group=None):
     return failures
 
 
-def run(rank, pattern):
-    return checked(pattern)
-
-
 @pytest.mark.parametrize(("ranks", "pattern"), SPLITS)
-def test_values_and_derivatives(worlds, pattern, ranks):
-    assert_none(worlds.run(ranks, run, pattern))
+@on_ranks()
+def test_values_and_derivatives(rank, pattern):
+    return checked(pattern)
 
 
 def kept(rank):

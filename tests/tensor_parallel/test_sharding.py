@@ -2,12 +2,11 @@
 
 from itertools import product
 
-import pytest
 import torch
 
-from tests.ops.comparing import Failures, assert_none
+from tests.ops.comparing import Failures
 from tests.tensor_parallel.twins import drawn
-from tests.worlds import WORLDS
+from tests.worlds import WORLDS, on_ranks
 from varcomm.sharding import ShardSpec
 from varcomm.tensor_parallel.mappings import split_tensor_along_last_dim, vocab_range
 from varcomm.testing import gradgradcheck
@@ -20,7 +19,8 @@ BLOCKS = {
 }
 
 
-def sharded_and_back(rank, ranks):
+@on_ranks(*WORLDS)
+def test_shard_and_gather(rank, ranks):
     failures = Failures()
     for blocks, dim in product(BLOCKS[ranks], (0, 2)):
         spec = ShardSpec.of(blocks if len(blocks) > 1 else blocks[0], dim)
@@ -39,11 +39,6 @@ def sharded_and_back(rank, ranks):
             own += 1  # a copy: the whole does not change with it
             assert torch.equal(whole, drawn(1, *shape))
     return failures
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_shard_and_gather(worlds, ranks):
-    assert_none(worlds.run(ranks, sharded_and_back, ranks))
 
 
 def test_parts_of_the_last_dimension():

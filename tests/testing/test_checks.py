@@ -6,7 +6,7 @@ import torch
 import varcomm
 from tests.ops.primitives import random
 from tests.testing import planted
-from tests.worlds import WORLDS
+from tests.worlds import WORLDS, on_ranks
 from varcomm import ArgumentError
 from varcomm.testing import dot_test, gradcheck, gradgradcheck
 
@@ -155,7 +155,8 @@ def test_correct_functions_pass(worlds, rows, fast):
     assert worlds.run(len(rows), right, rows, fast) == [None] * len(rows)
 
 
-def right_pairs(rank):
+@on_ranks(3)
+def test_dtypes_and_inputs_left_alone(rank):
     rows = [3, 0, 2]
     for dtype in (DOUBLE, torch.float32, torch.bfloat16, COMPLEX):
         dot_test(lambda x: varcomm.all_gather_v(x, rows), shard(rank, rows[rank], dtype))
@@ -171,10 +172,6 @@ def right_pairs(rank):
     assert x.grad is None
     with pytest.raises(ArgumentError, match="float64"):
         gradcheck(torch.sin, torch.ones(2))
-
-
-def test_dtypes_and_inputs_left_alone(worlds):
-    assert worlds.run(3, right_pairs) == [None] * 3
 
 
 def in_a_part(rank):

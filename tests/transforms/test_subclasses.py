@@ -12,6 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import varcomm
 from tests.graph.graphs import wild
+from tests.worlds import on_ranks
 from varcomm import checkpoint, data_parallel, tensor_parallel
 from varcomm.graph import partition
 from varcomm.sharding import to_dtensor
@@ -135,7 +136,8 @@ def test_wrappers_are_refused(worlds, tmp_path):
     worlds.run(3, wrapped, tmp_path)
 
 
-def awaited(rank):
+@on_ranks(2)
+def test_results_of_functional_collectives(rank):
     """Torch waits for the result of a functional collective in the first operation."""
     x = functional.all_reduce(torch.full((2, 3), rank + 1.0), "sum", dist.group.WORLD)
     assert isinstance(x, functional.AsyncCollectiveTensor)
@@ -144,10 +146,6 @@ def awaited(rank):
     assert torch.equal(y, torch.full((4, 3), 3.0))
     y.sum().backward()
     assert torch.equal(x.grad, torch.full((2, 3), 2.0))
-
-
-def test_results_of_functional_collectives(worlds):
-    worlds.run(2, awaited)
 
 
 def refused(rank, folder):

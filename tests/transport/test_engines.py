@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 import varcomm
-from tests.ops.comparing import Failures, assert_none
+from tests.ops.comparing import Failures
 from tests.ops.primitives import PATTERNS, PRIMITIVES, case
+from tests.worlds import on_ranks
 from varcomm.transport.engine import Route
 from varcomm.transport.engines.choose import engine_for
 from varcomm.transport.engines.gloo import Gloo
@@ -56,7 +57,8 @@ def test_messages_on_gloo(worlds):
 DTYPES = ("bool", "int8", "uint16", "bfloat16", "float8_e4m3fn", "int32", "uint64", "complex128")
 
 
-def odd_views(rank):
+@on_ranks(RANKS)
+def test_odd_views_of_each_dtype(rank):
     """Rows of each dtype in odd strides, on one rank only; return the calls that are wrong."""
     failures = []
     for name in DTYPES:
@@ -83,10 +85,6 @@ def odd_views(rank):
     return failures
 
 
-def test_odd_views_of_each_dtype(worlds):
-    assert worlds.run(RANKS, odd_views) == [[]] * RANKS
-
-
 @contextmanager
 def pinned():
     """Let Gloo serve this rank only behind copies; its tensors are on the CPU already."""
@@ -100,7 +98,12 @@ def pinned():
         vars(group).pop("operators", None)
 
 
-def through_copies(rank, names):
+FIRST = ("all_gather_v", "all_to_all_v", "broadcast")
+
+
+@pytest.mark.parametrize("names", [FIRST, pytest.param((*PRIMITIVES,), marks=pytest.mark.slow)])
+@on_ranks(RANKS)
+def test_copies_through_the_cpu(rank, names):
     failures = Failures()
     with pinned() as engine:
         assert engine_for(resolve(None), CPU) is engine
@@ -125,11 +128,3 @@ def through_copies(rank, names):
             assert all(torch.equal(handle.wait(), whole) for handle in handles)
             assert total.eq(3).all()
     return failures
-
-
-FIRST = ("all_gather_v", "all_to_all_v", "broadcast")
-
-
-@pytest.mark.parametrize("names", [FIRST, pytest.param((*PRIMITIVES,), marks=pytest.mark.slow)])
-def test_copies_through_the_cpu(worlds, names):
-    assert_none(worlds.run(RANKS, through_copies, names))

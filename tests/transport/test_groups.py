@@ -11,10 +11,11 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import varcomm
-from tests.ops.comparing import Failures, assert_none
+from tests.ops.comparing import Failures
 from tests.ops.primitives import PATTERNS, PRIMITIVES, case
 from tests.transport.groups import ordered_group
 from tests.transport.twin import compare
+from tests.worlds import on_ranks
 from varcomm import GroupError
 from varcomm.transport.agreement import share
 from varcomm.transport.auxiliary_group import aside, free_lanes, take_lane, weakly
@@ -32,7 +33,8 @@ def check_all_primitives(failures, group, words):
 SUBGROUPS = {3: ((1, 2),), 5: ((2, 3), (3, 4), (1, 2, 4))}
 
 
-def check_groups(rank):
+@on_ranks(3, pytest.param(5, marks=pytest.mark.slow))
+def test_subgroups_and_another_order(rank):
     failures = Failures()
     world = dist.get_world_size()
     for members in SUBGROUPS[world]:
@@ -50,11 +52,6 @@ def check_groups(rank):
             last = varcomm.gather_v(own, sizes, dst=2, group=group)
             assert last.tolist() == ([2, 0, 1] if rank == 1 else [])
     return failures
-
-
-@pytest.mark.parametrize("world", [3, pytest.param(5, marks=pytest.mark.slow)])
-def test_subgroups_and_another_order(worlds, world):
-    assert_none(worlds.run(world, check_groups))
 
 
 def in_meshes(rank):
@@ -104,7 +101,8 @@ def test_meshes_and_refusals(worlds):
             call()
 
 
-def gone(rank):
+@on_ranks(3)
+def test_a_group_that_has_been_destroyed(rank):
     group = dist.new_group([0, 1, 2])
     found, known = weakly(resolve(group)), resolve(group)
     assert found() is known
@@ -121,10 +119,6 @@ def gone(rank):
     gc.collect()
     with pytest.raises(GroupError, match="destroyed"):
         found()
-
-
-def test_a_group_that_has_been_destroyed(worlds):
-    worlds.run(3, gone)
 
 
 # Auxiliary groups.
