@@ -59,6 +59,7 @@ def hangs_at_reduce(rank, name, device):
     return "not an adjoint pair" if name == "broadcast" else ""
 
 
+@pytest.mark.slow
 def test_checks_that_fail_and_hang(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "LIMIT", 6.0)
     monkeypatch.setattr(doctor, "check", hangs_at_reduce)

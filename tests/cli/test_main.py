@@ -103,6 +103,7 @@ def started(*words, **more):
     )
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_and_a_full_disk(tmp_path):
     np.savez(tmp_path / "path.npz", edge_index=[[0, 1], [1, 2]])
     command = ("-m", "varcomm", "partition", str(tmp_path / "path.npz"), "--parts", "1")
@@ -145,11 +146,13 @@ def has_printed(folder, pid):
     ("line", "is_time"),
     [
         ("bench", has_ranks),
-        ("partition ring.npz --parts 5000 --method block --out parts", has_parts),
-        pytest.param("doctor", has_ranks, marks=pytest.mark.slow),
-        pytest.param(
-            *("simulate --grid 400x800 --ranks 1,2,4,8,16,32,64,128", has_printed),
-            marks=pytest.mark.slow,
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("partition ring.npz --parts 5000 --method block --out parts", has_parts),
+                ("doctor", has_ranks),
+                ("simulate --grid 400x800 --ranks 1,2,4,8,16,32,64,128", has_printed),
+            )
         ),
     ],
 )

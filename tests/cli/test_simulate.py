@@ -30,6 +30,7 @@ def test_relief_of_the_earth(tmp_path):
         assert int(is_sea.sum()) == 720 - 40
 
 
+@pytest.mark.slow
 def test_graphs(tmp_path, capsys):
     path = channel(tmp_path / "square.vtu", 9, 9)
     for graph, ranks, shown in (

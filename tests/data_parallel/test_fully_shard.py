@@ -68,6 +68,7 @@ def trained_on_a_mesh(rank, sizes):
     return {name: value.full_tensor() for name, value in model.named_parameters()}, kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(7, 11), (5, 1)], ids=["uneven", "one rank without a node"])
 def test_a_mesh_of_data_and_graph(worlds, sizes):
     alone = net()

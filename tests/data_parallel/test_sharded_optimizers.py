@@ -233,6 +233,7 @@ def on_a_mesh(rank, sizes):
     return elements
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", ["balanced", "whole-parameters"])
 def test_data_x_tensor_mesh(worlds, sizes):
     """Two states for each element, and for the last bias, which is replicated, on both."""

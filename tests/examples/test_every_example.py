@@ -48,17 +48,22 @@ CHECKED += ["poisson --smoke --check", TEXT, "adaptive --smoke --check"]
 CHECKED += ["dynamics --smoke --cells 2 --network --check"]
 CHECKED += ["points --smoke --spacing 10 --hours 8 --steps 1 --check"]
 NODES = "nodes --smoke --models gcn --check"
-RUNS = [(3, line) for line in [*CHECKED, NODES, "ocean_3d --smoke", "weather --smoke"]]
-RUNS += [(3, f"{TEXT} --sequence-parallel"), (3, "three_ways --smoke --mesh 1x3x1 1x1x3 --check 4")]
+FIRST = ["poisson --smoke --check", TEXT, "adaptive --smoke --check", "ocean_3d --smoke"]
+FIRST += ["weather --smoke"]
 MESHES = {1: "1x1x1", 2: "2x1x1 1x2x1 1x1x2", 4: "1x2x2 2x2x1 2x1x2", 5: "1x5x1 1x1x5 5x1x1"}
 SLOW_RUNS = [(ranks, line) for ranks in (1, 2, 5) for line in CHECKED]
+SLOW_RUNS += [(3, line) for line in CHECKED if line not in FIRST]
+SLOW_RUNS += [(3, NODES), (3, f"{TEXT} --sequence-parallel")]
+SLOW_RUNS += [(3, "three_ways --smoke --mesh 1x3x1 1x1x3 --check 4")]
 SLOW_RUNS += [(3, "nodes --smoke --check"), (2, f"{TEXT} --sequence-parallel")]
 SLOW_RUNS += [(n, f"three_ways --smoke --mesh {m} --check 4") for n, m in MESHES.items()]
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("ranks", "line"), RUNS + [pytest.param(*run, marks=pytest.mark.slow) for run in SLOW_RUNS]
+    ("ranks", "line"),
+    [(3, line) for line in FIRST]
+    + [pytest.param(*run, marks=pytest.mark.slow) for run in SLOW_RUNS],
 )
 def test_training_on_ranks(worlds, ranks, line, tmp_path):
     (folder, *words), path = line.split(), tmp_path / "a folder" / "picture.png"

@@ -31,7 +31,8 @@ def runs(folder):
     return example("history").History(folder.with_suffix(".jsonl")).runs()
 
 
-@pytest.mark.parametrize("more", [[], pytest.param(["--async"], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["--async"]])
 def test_other_ranks_continue_as_one_process_would(worlds, tmp_path, more):
     folder, alone = tmp_path / "several", tmp_path / "one"
     for ranks, steps in ((3, "15"), (2, "30"), (1, "45")):

@@ -174,7 +174,7 @@ def checked(rank, size, node, port):
 @pytest.mark.parametrize(
     ("size", "node", "merges"),
     [
-        (16, 8, (8, 2)),
+        pytest.param(16, 8, (8, 2), marks=pytest.mark.slow),
         pytest.param(16, 0, (4, 4), marks=pytest.mark.slow),
         pytest.param(17, 0, None, marks=pytest.mark.slow),
         pytest.param(32, 4, (4, 8), marks=pytest.mark.slow),

@@ -30,6 +30,7 @@ def step_of_grid():
     return simulate.step(prepare, parts_of_grid())
 
 
+@pytest.mark.slow
 def test_other_ranks_are_predicted():
     found = step_of_grid()
     others = [rank for rank in range(12) if rank not in found.works]
