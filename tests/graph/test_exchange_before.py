@@ -85,7 +85,8 @@ WRONG = (
 )
 
 
-def refusals(rank):
+@on_ranks(3)
+def test_refusals(rank):
     graph = partition(wild(), method="block")
     for wrong, word in WRONG:
         with pytest.raises(ArgumentError) as caught:
@@ -119,8 +120,3 @@ def refusals(rank):
     alike = partition(Data(x=torch.ones(6, 4), edge_index=ends), method=owner)
     with pytest.raises(ArgumentError, match="cannot be distinguished"):
         exchange_before(make(), alike, PART)
-    return True
-
-
-def test_refusals(worlds):
-    assert worlds.run(3, refusals) == [True] * 3

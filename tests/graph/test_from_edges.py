@@ -12,6 +12,7 @@ from torch_geometric.data import Data
 import varcomm
 from tests.graph.graphs import WORLDS, rich, wild
 from tests.graph.parts import Refused, assert_told, differences
+from tests.worlds import on_ranks
 from varcomm import ArgumentError, DisagreementError, GroupError, ShardSizes
 from varcomm.graph import assign, from_edges, partition
 
@@ -105,16 +106,6 @@ SMALL = {
 }
 
 
-def wrong_cases(rank, ranks):
-    given = [(f"plain, {seed}", pieces_of(plain(), ranks, seed)) for seed in range(24)]
-    given += [(f"rich, {seed}", pieces_of(rich(), ranks, seed)) for seed in range(3, 6)]
-    for name, data in SMALL.items():
-        given += [(f"{name}, {seed}", pieces_of(data, ranks, seed)) for seed in range(6)]
-    found = {name: differences(pieces.built(rank), pieces.expected()) for name, pieces in given}
-    found |= by_position(rank, ranks)
-    return {name: wrong for name, wrong in found.items() if wrong}
-
-
 def by_position(rank, ranks):
     """Nodes and edges in uneven pieces; the first rank describes no node."""
     data, found = wild(), {}
@@ -140,9 +131,15 @@ def by_position(rank, ranks):
     return found
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_pieces_make_what_partition_makes_of_the_full_graph(worlds, ranks):
-    assert worlds.run(ranks, wrong_cases, ranks) == [{}] * ranks
+@on_ranks(*WORLDS)
+def test_pieces_make_what_partition_makes_of_the_full_graph(rank, ranks):
+    given = [(f"plain, {seed}", pieces_of(plain(), ranks, seed)) for seed in range(24)]
+    given += [(f"rich, {seed}", pieces_of(rich(), ranks, seed)) for seed in range(3, 6)]
+    for name, data in SMALL.items():
+        given += [(f"{name}, {seed}", pieces_of(data, ranks, seed)) for seed in range(6)]
+    found = {name: differences(pieces.built(rank), pieces.expected()) for name, pieces in given}
+    found |= by_position(rank, ranks)
+    assert {name: wrong for name, wrong in found.items() if wrong} == {}
 
 
 def bytes_sent(rank, pieces):

@@ -185,7 +185,8 @@ EXTREMES = {
 }
 
 
-def extremes(rank):
+@on_ranks(3)
+def test_values_that_are_not_finite(rank):
     """Of a graph with one row a rank: what is not finite, nothing at all, who gets gradients."""
     data = Data(edge_index=torch.zeros(2, 0, dtype=torch.int64), num_nodes=3)
     graph = partition(data, method=torch.arange(3))
@@ -210,11 +211,7 @@ def extremes(rank):
             torch.bfloat16,
             {"sum": 12, "mean": 2}.get(name, 4),
         )
-    return graph.max(torch.full((1,), float(-rank)), torch.tensor([rank == 2])).item()
-
-
-def test_values_that_are_not_finite(worlds):
-    assert worlds.run(3, extremes) == [-2] * 3
+    assert graph.max(torch.full((1,), float(-rank)), torch.tensor([rank == 2])).item() == -2
 
 
 # wrong values, and wrong masks
@@ -262,7 +259,8 @@ def test_forward_mode_sums_of_nothing_dtypes_and_refusals(rank):
                 getattr(three, kind)(values, mask)
 
 
-def refused(rank):
+@on_ranks(3)
+def test_refusals(rank):
     """Calls that each rank refuses alone, then those that the root refuses for all."""
     graph = graph_of(wild(), "block")
     for word, call in (
@@ -280,14 +278,11 @@ def refused(rank):
             graph.scatter(x if rank == 1 else None, src=1)
     with varcomm.debug(), pytest.raises(DisagreementError, match=r"graph\.max: ranks disagree on"):
         graph.max(torch.ones(graph.num_owned, 1 + rank))
-    return torch.equal(graph.scatter(wild().x if rank == 1 else None, src=1), graph.x)
+    assert torch.equal(graph.scatter(wild().x if rank == 1 else None, src=1), graph.x)
 
 
-def test_refusals(worlds):
-    assert worlds.run(3, refused) == [True] * 3
-
-
-def copies(rank):
+@on_ranks(2)
+def test_copies_devices_and_changes(rank):
     data = wild()
     data.level, data.title = torch.ones(1, 2), "wild"
     graph = partition(data, method="random", hops=2)
@@ -307,8 +302,6 @@ def copies(rank):
         with pytest.raises(FrozenInstanceError, match=f"cannot assign to field '{name}'"):
             setattr(shard, name, 1)
     assert ("x" in graph.nodes, hasattr(graph.edges, "__x__")) == (True, False)
-    return again is not graph, differences(again, graph), there.title
-
-
-def test_copies_devices_and_changes(worlds):
-    assert worlds.run(2, copies) == [(True, [], "wild")] * 2
+    assert again is not graph
+    assert not differences(again, graph)
+    assert there.title == "wild"

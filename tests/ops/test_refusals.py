@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import varcomm
 from tests.ops.primitives import PRIMITIVES, case
+from tests.worlds import on_ranks
 from varcomm import ArgumentError, DisagreementError, GroupError, LaunchError, ShardSizes
 
 F = torch.zeros  # (rows, 2) of floats match sizes [2, 1] on rank 0 with two rows
@@ -109,7 +110,9 @@ def mistakes(name):
         yield lambda: op(x, 0, [2, 0], -2, [2, 0]), "are the same dimension .*; use all_to_all_v"
 
 
-def raise_on_rank_0(rank, name):
+@pytest.mark.parametrize("name", [name for name in RIGHT if name != "indexed_all_to_all_v"])
+@on_ranks(2)
+def test_mistake_on_one_rank(rank, name):
     """Rank 0 makes each mistake by itself, which moves nothing; in debug() all ranks raise."""
     RIGHT[name](rank)
     calls = list(mistakes(name))
@@ -121,12 +124,8 @@ def raise_on_rank_0(rank, name):
         expected = f"^{name}: not called, since on rank 0: {name} on rank 0 of 2: .*{message}"
         with pytest.raises(DisagreementError, match=expected), varcomm.debug():
             call() if rank == 0 else RIGHT[name](rank)
-    return len(calls) > 2, varcomm.all_reduce(torch.tensor(1)).item()
-
-
-@pytest.mark.parametrize("name", [name for name in RIGHT if name != "indexed_all_to_all_v"])
-def test_mistake_on_one_rank(worlds, name):
-    assert worlds.run(2, raise_on_rank_0, name) == [(True, 2)] * 2
+    assert len(calls) > 2
+    assert varcomm.all_reduce(torch.tensor(1)).item() == 2
 
 
 def mistakes_at_the_root(group_size):
@@ -220,20 +219,19 @@ def test_devices_flags_and_groups(worlds):
     assert worlds.run(2, others) == [2, 2]
 
 
-def calls_again(rank):
+@on_ranks(3)
+def test_calls_with_other_dims(rank):
     """Kept operators: a dim that changes is read at each call, an unhashable dim is refused."""
     x, dim = torch.full((2, 2), float(rank)), torch.tensor(0)
     shapes = [varcomm.all_gather_v(x, [2, 2, 2], d).shape for d in (dim, dim + 1, np.array(1))]
     with varcomm.debug(timeout=20), pytest.raises(DisagreementError) as caught:
         varcomm.all_gather_v(x, [2, 2, 2], [0] if rank == 1 else 0)
-    return list(map(tuple, shapes)), "rank 1" in str(caught.value)
+    assert list(map(tuple, shapes)) == [(6, 2), (2, 6), (2, 6)]
+    assert "rank 1" in str(caught.value)
 
 
-def test_calls_with_other_dims(worlds):
-    assert worlds.run(3, calls_again) == [([(6, 2), (2, 6), (2, 6)], True)] * 3
-
-
-def destroyed(rank):
+@on_ranks(3)
+def test_a_destroyed_group_is_freed_when_the_next_one_comes(rank):
     gc.disable()
     group = dist.new_group()
     varcomm.all_gather_v(torch.ones(1), [1, 1, 1], group=group)
@@ -244,8 +242,4 @@ def destroyed(rank):
     varcomm.all_gather_v(torch.ones(1), [1, 1, 1], group=again)
     gone = seen() is None
     gc.enable()
-    return gone
-
-
-def test_a_destroyed_group_is_freed_when_the_next_one_comes(worlds):
-    assert worlds.run(3, destroyed) == [True] * 3
+    assert gone

@@ -5,6 +5,7 @@ import torch
 
 import varcomm
 from tests.plan.naive import all_to_all_needs, three_still_exchange
+from tests.worlds import on_ranks
 from varcomm import (
     ArgumentError,
     DisagreementError,
@@ -118,7 +119,8 @@ CALLS = [
 ]
 
 
-def called_wrongly(rank):
+@on_ranks(3)
+def test_a_wrong_call_is_refused_before_any_communication(rank):
     """One rank alone calls: each refusal comes before any communication, or it would hang."""
     plan = all_to_all_needs(3).plan_of_indices(rank)
     plan(torch.zeros(plan.num_rows))  # a right call before changes nothing
@@ -130,11 +132,7 @@ def called_wrongly(rank):
             assert word in str(caught.value)
         with pytest.raises(ArgumentError, match="dim=1"):
             plan.nbytes(torch.zeros(2), dim=1)
-    return three_still_exchange(rank)
-
-
-def test_a_wrong_call_is_refused_before_any_communication(worlds):
-    assert worlds.run(3, called_wrongly) == [True] * 3
+    assert three_still_exchange(rank)
 
 
 def other_plans(rank):
@@ -210,7 +208,8 @@ def test_debug_compares_calls(worlds):
     assert exchanged
 
 
-def called_without_a_plan(rank):
+@on_ranks(3)
+def test_a_wrong_call_without_a_plan(rank):
     """Rank 1 alone calls: each refusal comes before any communication, or it would hang."""
     if rank == 1:
         for wrong, word in WRONG_INDEXED:
@@ -218,8 +217,4 @@ def called_without_a_plan(rank):
                 wrong()
             assert str(caught.value).startswith("indexed_all_to_all_v on rank 1 of 3: ")
             assert word in str(caught.value)
-    return three_still_exchange(rank)
-
-
-def test_a_wrong_call_without_a_plan(worlds):
-    assert worlds.run(3, called_without_a_plan) == [True] * 3
+    assert three_still_exchange(rank)

@@ -82,7 +82,9 @@ def test_subgroups_without_rank_0(rank):
     return failures
 
 
-def narrow(rank, dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@on_ranks(3)
+def test_narrow_logits_are_computed_in_fp32(rank, dtype):
     """Narrow logits give the loss of the same numbers in fp32, and a gradient rounded once."""
     sizes = [400, 0, 613]
     whole, target = drawn(0, 20, 1013, dtype=dtype), targets(20, classes=1013)
@@ -96,12 +98,7 @@ def narrow(rank, dtype):
     rounding = torch.finfo(dtype).eps / 2 * of_shard.abs() + 1e-7
     assert (loss.dtype, shard.grad.dtype) == (torch.float32, dtype)
     assert (loss - want).abs().max() < 2e-6
-    return bool(((shard.grad.double() - of_shard).abs() <= rounding).all())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_narrow_logits_are_computed_in_fp32(worlds, dtype):
-    assert worlds.run(3, narrow, dtype) == [True] * 3
+    assert bool(((shard.grad.double() - of_shard).abs() <= rounding).all())
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -130,7 +127,8 @@ def test_narrow_hidden_states(rank, autocast):
     return failures
 
 
-def all_ignored(rank):
+@on_ranks(2)
+def test_all_tokens_ignored(rank):
     """The mean is NaN, as in torch, and its gradient 0."""
     for reduction in ("none", "sum", "mean"):
         logits = drawn(0, 3, 2 + rank).requires_grad_()
@@ -139,14 +137,10 @@ def all_ignored(rank):
         loss.sum().backward()
         assert bool(loss.isnan().all() if reduction == "mean" else (loss == 0).all())
         assert not logits.grad.any()
-    return True
 
 
-def test_all_tokens_ignored(worlds):
-    assert worlds.run(2, all_ignored) == [True] * 2
-
-
-def forward_mode(rank, ranks):
+@on_ranks(*WORLDS[:3])
+def test_forward_mode(rank, ranks):
     """Finite differences; results, and rows of hidden states, differ between ranks."""
     sizes, rows = {1: ([5], [3]), 2: ([2, 3], [1, 2]), 3: ([3, 0, 2], [2, 0, 1])}[ranks]
     target, weight = torch.tensor([4, -100, 2]), class_weights(5)
@@ -161,12 +155,6 @@ def forward_mode(rank, ranks):
             return copy_to_tensor_model_parallel_region(loss)
 
         gradcheck(fn, *(x[rank] for x in wholes), fast_mode=ranks != 2)
-    return True
-
-
-@pytest.mark.parametrize("ranks", WORLDS[:3])
-def test_forward_mode(worlds, ranks):
-    assert worlds.run(ranks, forward_mode, ranks) == [True] * ranks
 
 
 def second_of(loss, logits, weight=None):
@@ -175,7 +163,8 @@ def second_of(loss, logits, weight=None):
     return first, total.sum()
 
 
-def where_nothing_is_possible(rank):
+@on_ranks(3)
+def test_second_derivatives_at_minus_infinity(rank):
     """Second derivatives where a shard, or a class, has a probability of 0."""
     inf = torch.inf
     whole = torch.tensor([[1.0, 2.0, -inf, -inf], [-inf, 0.5, 3.0, -inf]]).double()
@@ -188,14 +177,11 @@ def where_nothing_is_possible(rank):
     of_first, total = second_of(F.cross_entropy(whole, target, reduction="sum"), whole)
     (of_second,) = torch.autograd.grad(total, whole)
     pairs = ((first, of_first), (second, of_second))
-    return all(torch.allclose(got, x.split(sizes, -1)[rank], 1e-12) for got, x in pairs)
+    assert all(torch.allclose(got, x.split(sizes, -1)[rank], 1e-12) for got, x in pairs)
 
 
-def test_second_derivatives_at_minus_infinity(worlds):
-    assert worlds.run(3, where_nothing_is_possible) == [True] * 3
-
-
-def of_a_linear_penalty(rank):
+@on_ranks(2)
+def test_second_derivative_of_a_loss_that_differs_between_ranks(rank):
     """A loss that is linear in the gradient on one rank, and leaves it out on the other."""
     whole, target = drawn(0, 3, 6), torch.tensor([5, 0, 2])
     logits = whole.split([2, 4], -1)[rank].clone().requires_grad_()
@@ -205,14 +191,11 @@ def of_a_linear_penalty(rank):
     mask = torch.arange(6) >= 2
     _, total = second_of(F.cross_entropy(twin, target, reduction="sum"), twin, mask)
     (of_second,) = torch.autograd.grad(total, twin)
-    return torch.allclose(second, of_second.split([2, 4], -1)[rank], 1e-12)
+    assert torch.allclose(second, of_second.split([2, 4], -1)[rank], 1e-12)
 
 
-def test_second_derivative_of_a_loss_that_differs_between_ranks(worlds):
-    assert worlds.run(2, of_a_linear_penalty) == [True] * 2
-
-
-def overwritten(rank):
+@on_ranks(2)
+def test_inputs_that_a_user_overwrites_are_noticed(rank):
     """The head is not copied, and is read again in backward."""
     hidden, head = drawn(0, 5, 3).requires_grad_(), drawn(1, 2, 3).requires_grad_()
     loss = linear_cross_entropy(hidden, head, targets(5, classes=4), [2, 2])
@@ -220,8 +203,3 @@ def overwritten(rank):
         head.zero_()
     with pytest.raises(RuntimeError, match="inplace"):
         loss.sum().backward()
-    return True
-
-
-def test_inputs_that_a_user_overwrites_are_noticed(worlds):
-    assert worlds.run(2, overwritten) == [True] * 2

@@ -6,6 +6,7 @@ from torch.autograd.profiler import profile
 
 from tests.tensor_parallel.cross_entropy_cases import class_weights, targets
 from tests.tensor_parallel.twins import drawn, traced
+from tests.worlds import on_ranks
 from varcomm.tensor_parallel import linear_cross_entropy, vocab_parallel_cross_entropy
 
 TOKENS, CLASSES, WIDTH = 512, 40_000, 64
@@ -74,7 +75,8 @@ def test_logits_of_hidden_states_never_exist(worlds):
         assert backward <= max(3 * CHUNK, 3 * hidden) + hidden + 2 * FEW
 
 
-def kept(rank):
+@on_ranks(2)
+def test_what_is_kept_for_backward(rank):
     """Backward keeps the inputs, a copy of hidden states, and nothing of the size of logits."""
     logits, hidden, head = (
         torch.randn(*shape, requires_grad=True) for shape in ((64, 3000), (64, 8), (3000, 8))
@@ -90,11 +92,6 @@ def kept(rank):
         loss = vocab_parallel_cross_entropy(logits, target, sizes).sum()
         loss = loss + linear_cross_entropy(hidden, head, target, sizes).sum()
     loss.backward()
-    return True
-
-
-def test_what_is_kept_for_backward(worlds):
-    assert worlds.run(2, kept) == [True] * 2
 
 
 def sent(rank, dtype):

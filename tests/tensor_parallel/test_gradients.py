@@ -85,18 +85,17 @@ def test_narrow_gradients_are_summed_in_fp32(worlds, dtype):
     assert first[:2] == (DOUBLE, True)
 
 
-def one_message(rank):
+@on_ranks(3)
+def test_one_number_of_each_rank_travels(rank):
     own = sharded(DOUBLE, [4, 3, 0])
     with varcomm.trace() as calls:
         clip_grad_norm_(own, 1.0)
-    return [(call.name, call.sent, call.received) for call in calls]
+    assert [(call.name, call.sent, call.received) for call in calls] == [("all_gather_v", 16, 16)]
 
 
-def test_one_number_of_each_rank_travels(worlds):
-    assert worlds.run(3, one_message) == [[("all_gather_v", 16, 16)]] * 3
-
-
-def not_finite(rank, value, norm_type):
+@pytest.mark.parametrize(("value", "norm_type"), [(math.nan, 2.0), (math.inf, math.inf)])
+@on_ranks(2)
+def test_what_is_not_finite(rank, value, norm_type):
     """One element, on rank 1, is not finite; the other rank has torch's error as well."""
     weight = mark(nn.Parameter(torch.zeros(2)), ShardSpec.of([2, 2]))
     weight.grad = torch.tensor([1.0, value if rank == 1 else 1.0])
@@ -109,12 +108,8 @@ def not_finite(rank, value, norm_type):
     expected = torch.nn.utils.clip_grad_norm_([twin], 1.0, norm_type)
     same = torch.testing.assert_close(norm.float(), expected, equal_nan=True)
     torch.testing.assert_close(weight.grad, twin.grad[2 * rank :][:2], equal_nan=True)
-    return untouched, same
-
-
-@pytest.mark.parametrize(("value", "norm_type"), [(math.nan, 2.0), (math.inf, math.inf)])
-def test_what_is_not_finite(worlds, value, norm_type):
-    assert worlds.run(2, not_finite, value, norm_type) == [(1.0, None)] * 2
+    assert untouched == 1.0
+    assert same is None
 
 
 def in_main_grad(rank):

@@ -9,6 +9,7 @@ from torch import nn
 
 import varcomm
 import varcomm.tensor_parallel as tp
+from tests.worlds import on_ranks
 from varcomm import ArgumentError, DisagreementError
 from varcomm.tensor_parallel.init import drawing
 
@@ -186,13 +187,11 @@ def faults(cases):
     return wrong
 
 
-def refused(rank):
+@on_ranks(RANKS)
+def test_wrong_arguments(rank):
     wrong = faults((partial(call, rank), ArgumentError, word) for call, word in LOCAL)
-    return wrong, varcomm.all_reduce(torch.ones(())).item()
-
-
-def test_wrong_arguments(worlds):
-    assert worlds.run(RANKS, refused) == [({}, 3.0)] * RANKS
+    assert not wrong
+    assert varcomm.all_reduce(torch.ones(())).item() == 3.0
 
 
 class Doubled(nn.Linear):
@@ -317,25 +316,20 @@ OF_FIRST = [
 ]
 
 
-def shared(rank):
+@on_ranks(RANKS)
+def test_an_error_of_one_rank_is_an_error_of_all(rank):
     cases = [(partial(c, rank == 1), kind, w) for kind, rows in SHARED.items() for c, w in rows]
     cases += [(partial(call, rank == 0), ArgumentError, word) for call, word in OF_FIRST]
-    return faults(cases), varcomm.all_reduce(torch.ones(())).item()
+    assert not faults(cases)
+    assert varcomm.all_reduce(torch.ones(())).item() == 3.0
 
 
-def test_an_error_of_one_rank_is_an_error_of_all(worlds):
-    assert worlds.run(RANKS, shared) == [({}, 3.0)] * RANKS
-
-
-def group_of(rank):
+@on_ranks(RANKS)
+def test_a_norm_over_another_group(rank):
     groups = [torch.distributed.new_group([r]) for r in range(RANKS)]
     spec = varcomm.sharding.ShardSpec.of([2], 0, groups[rank])
     parameter = varcomm.sharding.mark(nn.Parameter(torch.ones(2)), spec)
-    return faults([(partial(tp.grad_norm, [parameter]), ArgumentError, "another group")])
-
-
-def test_a_norm_over_another_group(worlds):
-    assert worlds.run(RANKS, group_of) == [{}] * RANKS
+    assert not faults([(partial(tp.grad_norm, [parameter]), ArgumentError, "another group")])
 
 
 # Inside debug(), ranks that differ all raise: call, word of the message.

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import varcomm
 from tests.ops.primitives import PRIMITIVES, case
+from tests.worlds import on_ranks
 from varcomm import ArgumentError, CommunicationError, DisagreementError, ExchangePlan
 from varcomm.transport.agreement import debugging
 from varcomm.transport.debug import debug_timeout
@@ -136,7 +137,8 @@ def test_ranks_that_differ_raise_one_error(worlds, calls):
         assert named, message
 
 
-def right_calls(rank):
+@on_ranks(1, 3)
+def test_right_calls_pass(rank):
     for name in PRIMITIVES:
         c = case(name, "one empty", dist.get_world_size())
         with varcomm.debug():
@@ -144,12 +146,7 @@ def right_calls(rank):
             y = c.bind()(x)
             y.sum().backward()
         torch.testing.assert_close(y, c.reference(c.draw(torch.float64))[rank])
-    return debugging()
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_right_calls_pass(worlds, ranks):
-    assert worlds.run(ranks, right_calls) == [False] * ranks
+    assert not debugging()
 
 
 # Ranks that do not come.
