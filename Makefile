@@ -17,7 +17,7 @@ help:  ## show this list
 	@echo
 	@echo "  PYTHON=python3.12 make test   chooses another interpreter (3.11 or newer)"
 
-test: $(STAMP)  ## run the first tier of tests: 12 minutes on 2 cores
+test: $(STAMP)  ## run the first tier of tests: 8 minutes on 2 cores
 	@$(BIN)/python -m pytest
 
 test-all: $(STAMP)  ## run both tiers, and parts of them on MPI and with the NCCL engine
