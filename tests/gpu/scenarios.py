@@ -1143,7 +1143,7 @@ EXCEPTIONS = {
         **dict.fromkeys(("PendingSave", "PerRank", "RowsById"), "what save() takes and returns"),
     },
     "varcomm.sharding": dict.fromkeys(
-        ("Box", "RaggedSpec", "ShardSpec", "Sharded", "mark", "shard_spec"), "a description"
+        ("Box", "ShardSpec", "Sharded", "mark", "shard_spec"), "a description"
     )
     | {
         "from_dtensor": "as varcomm.from_dtensor",

@@ -16,7 +16,7 @@ from varcomm.ops.checks import checked_tensor
 from varcomm.sharding.spec import ShardSpec
 from varcomm.sizes import exact_int
 
-__all__ = ["Box", "Sharded", "check_inside", "flat_places", "refuse_unwritable"]
+__all__ = ["Box", "Sharded", "check_inside", "refuse_unwritable"]
 
 Place = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -34,7 +34,7 @@ class Box:
 
     See Also
     --------
-    Sharded, RaggedSpec
+    Sharded, mark
 
     Examples
     --------
