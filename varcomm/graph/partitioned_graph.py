@@ -92,7 +92,8 @@ class PartitionedGraph:
     def __post_init__(self) -> None:
         for kind, edges in self.edge_shards.items():
             ends = (None, None) if kind is None else (kind[0], kind[-1])
-            vars(edges).update(sources=self.node_shards[ends[0]], has_loops=ends[0] == ends[1])
+            edges.rules.sources = self.node_shards[ends[0]]
+            edges.rules.has_loops = ends[0] == ends[1]
 
     @property
     def group(self) -> Group:

@@ -182,8 +182,8 @@ def _use_ordinary_vectors(graph: Any) -> None:
 def _axes(graph: Any) -> list[Axis]:
     axes = [Axis(rows, shard.sizes.total, shard.owned_ids) for rows, shard in _shards(graph)]
     for edges in graph.edge_shards.values():
-        with_halo = torch.cat([edges.sources.owned_ids, edges.halo_ids])
-        axes.append(Axis("rows with halo", edges.sources.sizes.total, with_halo))
+        with_halo = torch.cat([edges.rules.sources.owned_ids, edges.halo_ids])
+        axes.append(Axis("rows with halo", edges.rules.sources.sizes.total, with_halo))
     return axes
 
 

@@ -92,7 +92,7 @@ class PartitionedIndex(torch.Tensor):
     ----------
     plain : torch.Tensor
         The numbers as an ordinary tensor in the same memory: local ids, or numbers of graphs.
-    of : EdgeShard or Graphs
+    of : EdgeRules or Graphs
         The edges or graphs to which the numbers refer.
     kind : str
         Which of its numbers they are.

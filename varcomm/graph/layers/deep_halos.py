@@ -103,7 +103,7 @@ class _Block:
                         f"{where}a tensor of shape {tuple(x.shape)} stands where one with a row "
                         f"for each of the {edges.num_sources} owned nodes stood before."
                     )
-        rows = edges.rows_and_halos([plain(values[place]) for place in places])
+        rows = edges.rules.rows_and_halos([plain(values[place]) for place in places])
         graphs = Graphs(edges.group, num_owned=edges.num_sources)
         for place, x in zip(places, rows, strict=True):
             own = values[place]

@@ -209,7 +209,7 @@ class _Exchange:
                         f"graph.batch; got {described(value)}."
                     )
         self.exchanged[:] = [name for name in self.names if given.get(name) is not None]
-        rows = self.edges.rows_and_halos([given[name] for name in self.exchanged])
+        rows = self.edges.rules.rows_and_halos([given[name] for name in self.exchanged])
         given.update({name: mapped(plain, value) for name, value in given.items()})
         given.update(zip(self.exchanged, rows, strict=True))
         return call.args, call.kwargs

@@ -87,7 +87,7 @@ def message_passing(
     """
     edges, messages, aggregate = _run("graph.message_passing", graph, message, x, edge_values, aggr)
     # PyG is not typed
-    return aggregate(messages, edges.edge_index[1], dim_size=edges.layer_counts()[2], dim=0)  # type: ignore[no-any-return]
+    return aggregate(messages, edges.edge_index[1], dim_size=edges.rules.layer_counts()[2], dim=0)  # type: ignore[no-any-return]
 
 
 def edge_update(
@@ -148,7 +148,7 @@ def _run(
             f"{name}: graph must be a PartitionedGraph, as from graph.partition, or its edges of "
             f"one type; got {type(graph).__name__}."
         )
-    sources, _, targets = edges.layer_counts()
+    sources, _, targets = edges.rules.layer_counts()
     pair = x if isinstance(x, tuple | list) else (x, x)
     with checking(name, edges.group) as where:
         if not callable(message):
@@ -173,7 +173,7 @@ def _run(
                 )
         aggregate = _aggregation(aggr, where)
     j, i = edges.local_ids
-    x_j = edges.rows_and_halo(pair[0]).index_select(0, j)
+    x_j = edges.rules.rows_and_halo(pair[0]).index_select(0, j)
     messages = message(pair[1].index_select(0, i), x_j, *edge_values)
     if not isinstance(messages, torch.Tensor) or messages.shape[:1] != j.shape:
         with checking(name, edges.group) as where:

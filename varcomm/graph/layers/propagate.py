@@ -16,7 +16,7 @@ from torch_geometric.nn.models.attentive_fp import GATEConv
 
 from varcomm._torch_private import transforms_active
 from varcomm.errors import ArgumentError
-from varcomm.graph.edge_shard import EdgeShard
+from varcomm.graph.index.edges import EdgeRules
 from varcomm.graph.index.partitioned_index import PartitionedIndex
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.ops.operator import checking
@@ -74,8 +74,8 @@ class Running:
             raise ArgumentError(
                 f"{where}these are numbers of another kind than edges: {edge_index.kind}."
             )
-        known = self.graph.edge_shards.values()
-        if not torch.compiler.is_compiling() and not any(edge_index.of is one for one in known):
+        rules = (edges.rules for edges in self.graph.edge_shards.values())
+        if not torch.compiler.is_compiling() and not any(edge_index.of is one for one in rules):
             raise ArgumentError(
                 f"{where}these are the edges of another graph than the one that the model is "
                 "distributed on. If the model is to run on another graph, call "
@@ -129,7 +129,7 @@ class _Adapted:
             if self.method == "propagate":
                 self.running.step(where)
         layer, edges = self.layer, edge_index.of
-        assert isinstance(edges, EdgeShard)
+        assert isinstance(edges, EdgeRules)
         read = self._at_sources(edge_index, values)
         own = partial(getattr(type(layer), self.method), layer, size=size)
         forward = type(layer).forward

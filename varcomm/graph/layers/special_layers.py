@@ -12,8 +12,8 @@ from torch_geometric import nn as pyg
 from torch_geometric.utils import add_remaining_self_loops, get_laplacian, one_hot, scatter
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.index.batch import extreme, largest
+from varcomm.graph.index.edges import EdgeRules
 from varcomm.graph.index.partitioned_index import PartitionedIndex, plain
 from varcomm.graph.layers.propagate import SCORES_FIRST, Running, Scores
 from varcomm.ops.all_gather_v import all_gather_v
@@ -86,7 +86,7 @@ def _gcn_forward(
     is_plain = type(self) is pyg.GCNConv and self.normalize and not self.cached
     summed = is_plain and self.aggr == "add" and self.flow == "source_to_target"
     edges = edge_index.of if isinstance(edge_index, PartitionedIndex) else None
-    one_hop = isinstance(edges, EdgeShard) and edges.hops == 1 and edge_index.kind == "edges"
+    one_hop = isinstance(edges, EdgeRules) and edges.hops == 1 and edge_index.kind == "edges"
     if not (summed and one_hop):
         return pyg.GCNConv.forward(self, x, edge_index, edge_weight)  # type: ignore[no-any-return]
     nodes = x.size(self.node_dim)

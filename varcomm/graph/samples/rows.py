@@ -190,7 +190,7 @@ class Rows(Dataset[torch.Tensor]):
         self._exchanges = halo == "exchange"
         ids = shard.owned_ids if rows is None else rows.to(self._device, torch.int64)
         if edges is not None and halo == "read":
-            ids = torch.cat([ids, edges.halo_ids]) if rows is None else edges.rows_and_halo(ids)
+            ids = torch.cat([ids, edges.halo_ids if rows is None else edges.halo(ids)])
         needed, place = ids.cpu().unique(return_inverse=True)
         in_order = bool((place == torch.arange(len(place))).all())
         self._place = None if in_order else place

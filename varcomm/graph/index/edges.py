@@ -1,0 +1,376 @@
+"""Rules of ``edge_index``: sources fetch the halo, sums at sources return to the owners.
+
+The edges are those of an :class:`EdgeShard`, which holds the data and makes the rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from varcomm.errors import ArgumentError
+from varcomm.graph.index.batch import STARTS_FROM_ZERO
+from varcomm.graph.index.partitioned_index import How, Kind, Numbering, PartitionedIndex, ordinary
+from varcomm.graph.node_shard import NodeShard
+from varcomm.graph.on_device import require
+from varcomm.ops.all_gather_v import all_gather_v
+from varcomm.ops.all_to_all_v import all_to_all_v
+from varcomm.ops.compilation import count_in, extent_of, kept_from_compilation
+from varcomm.ops.operator import checking, in_graph
+from varcomm.plan.exchange_plan import ExchangePlan
+from varcomm.transport.group import Group
+
+__all__ = ["EdgeRules"]
+
+
+_SELECT = frozenset(
+    ["__getitem__", "narrow", "split", "chunk", "index_select", "masked_select", "unbind"]
+)
+
+
+class _WithHalo(torch.Tensor):
+    """Owned rows followed by the rows of the halo, and results of row-wise operations on them.
+
+    The type marks the rows, because their number does not: a rank may have no halo, and a table of
+    the full graph may have equally many rows. Slices and selected rows are ordinary tensors.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Compute as an ordinary tensor; select as one."""
+        if not all(issubclass(cls, kind) for kind in types):
+            return NotImplemented  # a PartitionedIndex selects rows
+        out = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        selects = getattr(func, "__name__", "") in _SELECT
+        return ordinary(out, cls) if selects else out
+
+
+@dataclass(eq=False)
+class EdgeRules(Numbering):
+    """Rules of the index vectors of one :class:`EdgeShard`, which has the same attributes.
+
+    The graph sets `sources`, the nodes of the source's type, and `has_loops`, whether the nodes of
+    the target's type are the same.
+    """
+
+    group: Group
+    local_ids: torch.Tensor
+    halo_ids: torch.Tensor
+    plan: ExchangePlan
+    num_targets: int
+    counts: tuple[int, int]
+    hops: int
+    sources: NodeShard | None = None
+    has_loops: bool = True
+
+    # the numbers of targets, interior edges and self loops, as sizes that compiled code reads
+    extent: torch.Tensor = field(init=False)
+    # see exchanges; None outside propagate, and in compiled code
+    _exchanged: list[torch.Tensor] | None = field(init=False, default=None)
+    # owned nodes up to the last one that has an edge, once asked for
+    _last: list[int] = field(init=False, default_factory=list)
+    # the same for all edges, which other ranks keep as well
+    _last_of_whole: list[int] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.extent = extent_of(self.num_targets, *self.counts, device=self.local_ids.device)
+
+    def layer_counts(self) -> tuple[int, int, int]:
+        """Return the numbers of sources, halo nodes and targets in a layer.
+
+        With halos of several hops, a layer does not exchange: owned nodes and halo are its sources
+        and its targets. In compiled code the numbers are symbolic, so the same code serves other
+        partitions.
+        """
+        if torch.compiler.is_compiling():
+            halo, sources = self.plan.rows()
+            targets = count_in(self.extent, 0)
+        else:
+            halo, sources, targets = self.plan.num_received, self.plan.num_rows, self.num_targets
+        return (sources + halo, 0, sources + halo) if self.hops > 1 else (sources, halo, targets)
+
+    def with_halo(self, x: Any, dim: int = 0) -> Any:
+        """Append the halo rows; see :meth:`EdgeShard.with_halo`."""
+        one = isinstance(x, torch.Tensor)
+        rows = self.rows_and_halos([x] if one else x, dim)
+        rows = [out if in_graph(out) else out.as_subclass(_WithHalo) for out in rows]
+        return rows[0] if one else tuple(rows)
+
+    def rows_and_halo(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """Return the rows of :meth:`with_halo` as an ordinary tensor."""
+        return self.rows_and_halos([x], dim)[0]
+
+    def rows_and_halos(self, xs: Sequence[torch.Tensor], dim: int = 0) -> list[torch.Tensor]:
+        """Return rows of several tensors with the halo's, from one exchange."""
+        halos = self.plan(*xs, dim=dim) if len(xs) > 1 else [self.plan(x, dim) for x in xs]
+        return [_joined(x, halo, dim) for x, halo in zip(xs, halos, strict=True)]
+
+    def selected_from(self, kind: Kind, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return `x`, with the halo's rows appended if sources select."""
+        targets = self.layer_counts()[2]
+        if x.shape[dim] < targets and self.is_up_to_last(x.shape[dim]):
+            missing = x.new_zeros(*x.shape[:dim], targets - x.shape[dim], *x.shape[dim + 1 :])
+            x = torch.cat([x, missing], dim=dim)
+        given = x.shape[dim]
+        if kind == "target" and given == targets:
+            return ordinary(x, _WithHalo)  # type: ignore[no-any-return]
+        with checking("edge_index", self.group) as where:
+            has_halo = self._has_halo(kind, x, given, where)
+        if has_halo:
+            return ordinary(x, _WithHalo)  # type: ignore[no-any-return]
+        x = self.rows_and_halo(x, dim)
+        if self._exchanged is not None and x.requires_grad:
+            self._exchanged.append(x)
+        return x
+
+    def fetched(
+        self, edge_index: PartitionedIndex, read: Sequence[torch.Tensor], dim: int
+    ) -> PartitionedIndex:
+        """Return edges with the rows of these tensors at their sources, from one exchange.
+
+        A tensor that a layer reads twice occurs twice. One that it reads once needs no table.
+        """
+        if len(read) < 2 or self.hops > 1:
+            return edge_index
+        owned, reads = self.layer_counts()[0], 0
+        distinct: list[torch.Tensor] = []
+        for x in read:
+            is_owned = -x.dim() <= dim < x.dim() and x.shape[dim] == owned
+            if is_owned and not isinstance(x, _WithHalo):
+                reads += 1
+                if not any(x is other for other in distinct):
+                    distinct.append(x)
+        if reads < 2:
+            return edge_index
+        rows = self.rows_and_halos(distinct, dim)
+        if self._exchanged is not None:
+            self._exchanged.extend(x for x in rows if x.requires_grad)
+        return edge_index.knowing(zip(distinct, rows, strict=True))
+
+    def _has_halo(self, kind: Kind, x: torch.Tensor, given: int, where: str) -> bool:
+        """Return whether rows have the halo's behind the owned ones; raise unless they fit."""
+        sources, halo, targets = self.layer_counts()
+        if kind in ("edges", "reversed") and not self.has_loops:
+            raise ArgumentError(
+                f"{where}edges between two types of nodes select from two tensors: take rows at "
+                "edge_index[0] from one and at edge_index[1] from the other."
+            )
+        if kind != "target" or self.has_loops:
+            known = self.hops > 1 or isinstance(x, _WithHalo)
+            if in_graph(x):  # where the number of rows has to show it
+                known = known or bool(halo)
+            if given == sources + halo and known:
+                return True
+            if given == sources and kind != "target":
+                return False
+        owned = targets if kind == "target" else sources
+        raise ArgumentError(
+            f"{where}edges select from {given} rows, but this rank owns {owned} nodes. Call the "
+            "model with the local part, graph.x, graph.edge_index, ...; propagate, "
+            "x[edge_index[0]] and graph.with_halo(x) fetch the halo."
+        )
+
+    def start_at_targets(self, x: torch.Tensor, dim: int, src: torch.Tensor) -> torch.Tensor:
+        """Return the initial values of a reduction at targets: `x`, if it has a row per target."""
+        targets = self.layer_counts()[2]
+        if x.shape[dim] == targets or self.is_up_to_last(x.shape[dim]):
+            return x
+        if x.shape[dim] == 0 and src.shape[dim] == 0:  # PyG counts up to the last target
+            return x.new_zeros(*x.shape[:dim], targets, *x.shape[dim + 1 :])
+        with checking("edge_index", self.group) as where:
+            raise ArgumentError(
+                f"{where}a reduction at the targets has {x.shape[dim]} rows, but this rank owns "
+                f"{targets} nodes. Pass the number of owned nodes: x.size(0), or graph.num_owned."
+            )
+
+    def at_targets(self, out: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
+        """Return the result of a local reduction at targets."""
+        if self.hops == 1 or self._exchanged is not None:
+            return out
+        if src.dim() == 1:
+            # Outside of a propagate, degrees are counted: nodes of the halo lack edges here, and
+            # their owners send the degree.
+            return self.rows_and_halo(out[: self.plan.num_rows])
+        if torch.compiler.is_compiling():
+            return out
+        raise ArgumentError(
+            "messages that are summed outside a layer of PyG need halos of one hop: partition "
+            "the graph with hops=1."
+        )
+
+    @contextmanager
+    def exchanges(self) -> Iterator[list[torch.Tensor]]:
+        """Collect the rows of each differentiable exchange inside the block."""
+        before, collected = self._exchanged, list[torch.Tensor]()
+        self._exchanged = collected
+        try:
+            yield collected
+        finally:
+            self._exchanged = before
+
+    def reduced(
+        self, index: PartitionedIndex, how: How, src: torch.Tensor, size: int
+    ) -> torch.Tensor:
+        """Reduce rows of edges, (E, *F), at their sources, over all ranks: (n, *F)."""
+        if self.hops > 1:
+            raise ArgumentError(
+                "edges are counted where they leave a node, and halos of several hops lack these. "
+                "Partition the graph with hops=1."
+            )
+        ids = index.line
+        assert ids is not None
+        if how == "sum":
+            return self._sum_at_sources(ids, src)
+        if how == "prod":
+            raise _unknown_at_sources()
+        require(src.detach().isfinite().all(), _unknown_at_sources, self, "finite values")
+        top = self._extreme_at_sources(how, ids, src.detach())
+        if not src.requires_grad:
+            return top
+        # edges with the extreme share its gradient evenly
+        equal = src.detach() == self._rows_at(ids, top)
+        times = self._sum_at_sources(ids, equal.to(src.dtype))
+        times = (times + (top == 0).mul(STARTS_FROM_ZERO)).clamp(min=1)
+        share = equal / self._rows_at(ids, times)
+        parts = self._sum_at_sources(ids, src.masked_fill(~equal, 0) * share)
+        return parts + (top - parts).detach()
+
+    def _rows_at(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.rows_and_halo(x).index_select(0, ids)
+
+    def _sum_at_sources(self, index: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
+        sources, halo, _ = self.layer_counts()
+        local = src.new_zeros(sources + halo, *src.shape[1:]).index_add(0, index, src)
+        return local[:sources] + self.plan.adjoint(local[sources:])
+
+    def _extreme_at_sources(self, how: How, index: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
+        beyond = torch.iinfo if not src.is_floating_point() else torch.finfo
+        worst = beyond(src.dtype).min if how == "amax" else beyond(src.dtype).max
+        local = src.new_full((self.plan.num_rows + self.plan.num_received, *src.shape[1:]), worst)
+        local = local.index_reduce(0, index, src, how)
+        plan, pg = self.plan, self.group.process_group
+        halo = local[self.plan.num_rows :]
+        received = all_to_all_v(halo, plan.recv_counts, plan.send_counts, group=pg)
+        out = local[: self.plan.num_rows].index_reduce(0, plan.send_index, received, how)
+        return out.masked_fill(out == worst, 0)
+
+    def count(self, kind: Kind, index: torch.Tensor, whole: bool) -> int:
+        """Return the number of owned nodes; for edges, up to the last node that has an edge.
+
+        Communication: for edges, 8 bytes per rank; for all of them, at the first call only.
+        """
+        if kind == "target":
+            return self.layer_counts()[2]
+        if kind == "source":
+            return self.layer_counts()[0]
+        if self.hops > 1:
+            return self.layer_counts()[2]
+        if self.sources is None or not self.has_loops:
+            raise ArgumentError(
+                "the largest number in edges of two types of nodes says nothing about either. Give "
+                "num_nodes=x.size(0)."
+            )
+        return self._up_to_last(index, whole)
+
+    @kept_from_compilation
+    def _up_to_last(self, index: torch.Tensor, whole: bool) -> int:
+        assert self.sources is not None
+        if whole and self._last_of_whole:
+            self._last[:] = self._last_of_whole
+            return self._last[-1]
+        owned = self.sources.owned_ids
+        ids = torch.cat([owned, self.halo_ids])[index]
+        last = ids.max().view(1) if ids.numel() else ids.new_full((1,), -1)
+        group = self.group
+        lasts = all_gather_v(last, [1] * group.size, group=group.process_group)
+        self._last[:] = [int((owned <= lasts.max()).sum())]
+        if whole:
+            self._last_of_whole[:] = self._last
+        return self._last[-1]
+
+    def is_up_to_last(self, count: int) -> bool:
+        """Return whether a number of nodes counts owned nodes up to the last one with an edge."""
+        return not torch.compiler.is_compiling() and self._last[-1:] == [count]
+
+    def positions_of_loops(self, loops: bool, mask: torch.Tensor) -> torch.Tensor | slice:
+        """Return a selector of all self loops, or of all other edges, in place of a mask."""
+        count = count_in(self.extent, 2)
+        if not loops and count == 0:
+            return slice(None)
+        if torch.compiler.is_compiling():
+            return _positions(mask, count if loops else mask.shape[0] - count)
+        return self._loops[0 if loops else 1]
+
+    @cached_property
+    def _loops(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions of self loops, and of other edges; kept for the next layer and step."""
+        source, target = self.local_ids
+        return (source == target).nonzero().view(-1), (source != target).nonzero().view(-1)
+
+    def check_loops(self, edges: torch.Tensor) -> torch.Tensor:
+        """Return appended edges if they are self loops of owned nodes."""
+        targets = self.layer_counts()[2]
+        if not self.has_loops:
+            raise ArgumentError(
+                "edges between two types of nodes have no self loops: build the layer with "
+                "add_self_loops=False."
+            )
+        if in_graph(edges):
+            return torch.ops.varcomm.self_loops(edges, targets)  # type: ignore[no-any-return]
+        return _self_loops(edges, targets, self)
+
+
+@torch.library.custom_op("varcomm::self_loops", mutates_args=())
+def _checked_self_loops(edges: torch.Tensor, targets: int) -> torch.Tensor:
+    return _self_loops(edges, targets, None).clone()
+
+
+@_checked_self_loops.register_fake
+def _(edges: torch.Tensor, targets: int) -> torch.Tensor:
+    return torch.empty_like(edges)
+
+
+def _self_loops(edges: torch.Tensor, targets: int, owner: EdgeRules | None) -> torch.Tensor:
+    """Return edges, if each is a self loop of one of this number of nodes."""
+    source, target = edges
+
+    def error() -> ArgumentError:
+        return ArgumentError(
+            "edges that are appended to those of a partitioned graph must be self loops of owned "
+            f"nodes, of which this rank has {targets}. Add other edges before the graph is "
+            "partitioned."
+        )
+
+    are_loops = (source == target) & (source >= 0) & (source < targets)
+    require(are_loops.all(), error, owner, ("self loops", len(source)))
+    return edges
+
+
+def _unknown_at_sources() -> ArgumentError:
+    return ArgumentError(
+        "products, and extremes of infinite values, at the sources of edges are not known across "
+        "ranks."
+    )
+
+
+def _joined(x: torch.Tensor, halo: torch.Tensor, dim: int) -> torch.Tensor:
+    if x.dim() == 1:
+        # torch.cat drops an empty tensor of one dimension from the autograd graph
+        return torch.cat([x.unsqueeze(1), halo.unsqueeze(1)]).squeeze(1)
+    return torch.cat([x, halo], dim=dim)
+
+
+def _positions(mask: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the `count` positions of a mask; in compiled code no shape may depend on data."""
+    return torch.nonzero_static(mask, size=count).view(-1)
