@@ -20,10 +20,9 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.on_device import require
 from varcomm.ops.checks import holds_values
 
-__all__ = ["Numbering", "PartitionedIndex", "ordinary", "plain"]
+__all__ = ["Numbering", "PartitionedIndex", "ordinary", "plain", "rule"]
 
 # Meaning of the numbers: pairs of a source and a target, or the other way around; nodes at the
 # source or target of edges; graphs of a batch; which edges are self loops, and which are not;
@@ -31,13 +30,36 @@ __all__ = ["Numbering", "PartitionedIndex", "ordinary", "plain"]
 Kind = Literal["edges", "reversed", "source", "target", "graph", "loops", "no loops", "computed"]
 How = Literal["sum", "amax", "amin", "prod"]
 Known: TypeAlias = tuple[tuple[torch.Tensor, torch.Tensor], ...]
-_KNOWN = ("sum", "amax", "amin", "prod")
+Rule: TypeAlias = Callable[..., Any]
 
-_ENDS: dict[str, tuple[Kind, Kind]] = {
-    "edges": ("source", "target"),
-    "reversed": ("target", "source"),
-}
-_PAIRS: dict[tuple[str, ...], Kind] = {ends: kind for kind, ends in _ENDS.items()}  # type: ignore[misc]
+# Rules by the name of the function of torch, and what compiled code finds: rules and names by the
+# function itself. varcomm/graph/index/rules.py fills them.
+RULES: dict[str, Rule] = {}
+RULES_OF_FUNCTIONS: dict[Rule, Rule] = {}
+NAMES: dict[Rule, str] = {}
+
+
+def rule(names: str) -> Callable[[Rule], Rule]:
+    """Return a decorator: the rule is that of all functions and methods of torch with these names.
+
+    A rule takes the function and its arguments, of which at least one is a vector.
+    """
+
+    def register(function: Rule) -> Rule:
+        for name in names.split():
+            RULES[name] = function
+            for named in functions_named(name):
+                NAMES[named], RULES_OF_FUNCTIONS[named] = name, function
+        return function
+
+    return register
+
+
+def functions_named(name: str) -> set[Rule]:
+    """Return the functions and methods of torch with a name."""
+    owners = (torch, torch.Tensor, torch.nn.functional)
+    named = (getattr(owner, name, None) for owner in owners)
+    return {function for function in named if callable(function)}
 
 
 class Numbering:
@@ -149,15 +171,15 @@ class PartitionedIndex(torch.Tensor):
     ) -> Any:
         """Carry on what the numbers stand for; select and reduce as on the full graph."""
         # compiled code is traced instruction by instruction: this is kept short for that
-        rule = _BY_FUNCTION.get(func) if torch.compiler.is_compiling() else _rule_of(func)
+        rule = RULES_OF_FUNCTIONS.get(func) if torch.compiler.is_compiling() else _rule_of(func)
         if not kwargs:
-            return _other(func, args, {}) if rule is None else rule(func, *args)
+            return other(func, args, {}) if rule is None else rule(func, *args)
         if kwargs.get("out") is not None:
-            raise _refuse(func, _first(*args, *kwargs.values()).kind, "Do not pass out=.")
+            raise refuse(func, first_index(*args, *kwargs.values()).kind, "Do not pass out=.")
         kwargs = {name: value for name, value in kwargs.items() if name != "out"}
         if "input" in kwargs:
             args = (kwargs.pop("input"), *args)
-        return _other(func, args, kwargs) if rule is None else rule(func, *args, **kwargs)
+        return other(func, args, kwargs) if rule is None else rule(func, *args, **kwargs)
 
     def __copy__(self) -> PartitionedIndex:
         return PartitionedIndex.make(self.plain, self.of, self.kind, self.whole, self.line)
@@ -166,8 +188,8 @@ class PartitionedIndex(torch.Tensor):
         return PartitionedIndex.make(self.plain.clone(), self.of, self.kind, self.whole)
 
     def tolist(self) -> Any:
-        """Refuse: torch would return the local numbers without a call of the rules below."""
-        raise _refuse(torch.Tensor.tolist, self.kind)
+        """Refuse: torch would return the local numbers without a call of the rules."""
+        raise refuse(torch.Tensor.tolist, self.kind)
 
 
 def _of_plain(name: str) -> property:
@@ -184,7 +206,7 @@ def plain(value: Any) -> Any:
     return value.plain if isinstance(value, PartitionedIndex) else value
 
 
-def _refuse(func: Callable[..., Any], kind: str, more: str = "") -> ArgumentError:
+def refuse(func: Callable[..., Any], kind: str, more: str = "") -> ArgumentError:
     name = getattr(func, "__name__", str(func)).strip("_").replace("reduce_ex", "pickling")
     what = {
         "computed": "numbers computed from local ids of a partitioned graph",
@@ -198,40 +220,30 @@ def _refuse(func: Callable[..., Any], kind: str, more: str = "") -> ArgumentErro
     return ArgumentError(f"{name} is not known on a part of a graph for {what}. {more}")
 
 
-def _name_of(func: Callable[..., Any]) -> str:
+def name_of(func: Callable[..., Any]) -> str:
     """Return the name of a function of torch; compiled code finds it by the function alone."""
     if torch.compiler.is_compiling():
-        return _NAMES.get(func, "")
+        return NAMES.get(func, "")
     return getattr(func, "__name__", "")
 
 
 def _rule_of(func: Callable[..., Any]) -> Callable[..., Any] | None:
-    return _RULES.get(getattr(func, "__name__", ""))
+    return RULES.get(getattr(func, "__name__", ""))
 
 
-def _other(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def other(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Compute with local numbers: integers that result select nothing, and floats are refused."""
-    out = _fresh(func, *args, **kwargs)
-    return _computed(func, out, _first(*args, *kwargs.values()))
+    out = fresh(func, *args, **kwargs)
+    return computed(func, out, first_index(*args, *kwargs.values()))
 
 
-def _known(func: Callable[..., Any], x: PartitionedIndex, *args: Any, **kwargs: Any) -> Any:
-    """Return a number or a property of this rank's vector."""
-    return func(x.plain, *args, **kwargs)
-
-
-def _fresh(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def fresh(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return a tensor with other values, or a text."""
-    values = {name: _unwrapped(value) for name, value in kwargs.items()}
-    return func(*[_unwrapped(one) for one in args], **values)
+    values = {name: unwrapped(value) for name, value in kwargs.items()}
+    return func(*[unwrapped(one) for one in args], **values)
 
 
-def _in_place(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    given = _first(*args, *kwargs.values())
-    raise _refuse(func, given.kind, "Operations in place do not change what numbers stand for.")
-
-
-def _first(*values: Any) -> PartitionedIndex:
+def first_index(*values: Any) -> PartitionedIndex:
     """Return the first vector among these and in lists of them."""
     for value in values:
         parts = value if isinstance(value, list | tuple) else (value,)
@@ -241,69 +253,27 @@ def _first(*values: Any) -> PartitionedIndex:
     raise AssertionError
 
 
-def _unwrapped(value: Any) -> Any:
+def unwrapped(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)([plain(one) for one in value])
     return plain(value)
 
 
-def _computed(func: Callable[..., Any], out: Any, given: PartitionedIndex) -> Any:
+def computed(func: Callable[..., Any], out: Any, given: PartitionedIndex) -> Any:
     if isinstance(out, list | tuple) and not isinstance(out, torch.Size):
-        parts = [_computed(func, one, given) for one in out]
+        parts = [computed(func, one, given) for one in out]
         return parts if isinstance(out, list) else tuple(parts)
     if not isinstance(out, torch.Tensor):
         return out
     if given.kind in ("loops", "no loops"):
         if out.dim() == 0 and given.plain.dim() > 0:
-            raise _refuse(func, given.kind)  # whether this rank has self loops
+            raise refuse(func, given.kind)  # whether this rank has self loops
         return out
     if out.dtype == torch.bool and (given.kind == "graph" or out.dim() == 0):
         return out
     if out.is_floating_point() or out.is_complex() or out.dtype == torch.bool:
-        raise _refuse(func, given.kind)
+        raise refuse(func, given.kind)
     return PartitionedIndex.make(out, given.of, "computed")
-
-
-# Rules: each takes the function and its arguments.
-
-
-def _same(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Carry on: the result has the same numbers, in another memory or shape."""
-    if not isinstance(x, PartitionedIndex):
-        return _other(func, (x, *args), kwargs)
-    out = func(x.plain, *[plain(one) for one in args], **{k: plain(v) for k, v in kwargs.items()})
-    if out.dtype != x.plain.dtype or out.device != x.plain.device:
-        return _computed(func, out, x)
-    if x.kind in _ENDS and out.shape[:1] != (2,):
-        return _computed(func, out, x)
-    if not torch.compiler.is_compiling():
-        out = out.as_subclass(torch.Tensor)  # of expand_as(rows with a halo)
-    return PartitionedIndex.make(out, x.of, x.kind, x.whole, x.line)
-
-
-class _NoEdges(torch.Tensor):
-    """Values of no edges, (0,), which torch.cat drops from the autograd graph.
-
-    A rank without edges would then miss a collective in a second backward.
-    """
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Concatenate as columns; all other results are ordinary tensors."""
-        tensors = args[0] if args else (kwargs or {}).get("tensors", ())
-        name = _name_of(func)
-        if name in _CATS and all(one.dim() == 1 for one in tensors):
-            columns = [one.as_subclass(torch.Tensor).unsqueeze(1) for one in tensors]
-            return _of_no_edges(torch.cat(columns).squeeze(1))
-        given = [ordinary(one, cls) for one in args]
-        out = func(*given, **{name: ordinary(one, cls) for name, one in (kwargs or {}).items()})
-        return _of_no_edges(out) if name in _SIGNS else out
 
 
 def ordinary(value: Any, kind: type[torch.Tensor]) -> Any:
@@ -311,401 +281,3 @@ def ordinary(value: Any, kind: type[torch.Tensor]) -> Any:
     if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
         return type(value)([ordinary(one, kind) for one in value])
     return value.as_subclass(torch.Tensor) if isinstance(value, kind) else value
-
-
-def _of_no_edges(values: torch.Tensor) -> torch.Tensor:
-    """Return values of edges; see :class:`_NoEdges`."""
-    if torch.compiler.is_compiling() or values.dim() != 1 or len(values):
-        return values
-    return values.as_subclass(_NoEdges) if values.is_floating_point() else values
-
-
-def _is_all(key: Any) -> bool:
-    return isinstance(key, slice) and key.start is None and key.stop is None and key.step is None
-
-
-def _getitem(func: Callable[..., Any], x: Any, key: Any) -> Any:
-    if isinstance(x, PartitionedIndex):
-        if isinstance(key, PartitionedIndex) and key.kind in ("source", "target"):
-            return PartitionedIndex.make(_getitem(func, x.plain, key), x.of, x.kind)
-        return _part(func, x, key)
-    if isinstance(key, PartitionedIndex):
-        if key.kind in ("loops", "no loops"):
-            rows = _selecting(key, x.shape[:1])
-            return _of_no_edges(_copied(x[rows], rows))
-        if key.plain.dim() == 1:
-            return _index_select(func, x, 0, key)
-        return _rows(func, key, x, 0)[key.plain]
-    # among the others of a tuple
-    places = [at for at, one in enumerate(key) if isinstance(one, PartitionedIndex)]
-    first = places[0]
-    after = sum(one is not None for one in key[first:])
-    dim = x.dim() - after if key[0] is Ellipsis else first
-    before = key[1:first] if key[0] is Ellipsis else key[:first]
-    is_along_dim = all(map(_is_all, before))
-    if key[first].kind in ("loops", "no loops"):
-        rows = _selecting(key[first], x.shape[dim : dim + 1] if is_along_dim else ())
-        return _copied(x[tuple([rows if at == first else one for at, one in enumerate(key)])], rows)
-    if len(places) > 1 or not is_along_dim:
-        raise _refuse(func, key[first].kind)
-    return _rows(func, key[first], x, dim)[_unwrapped(key)]
-
-
-def _part(func: Callable[..., Any], x: PartitionedIndex, key: Any) -> Any:
-    """Return some of the numbers."""
-    if x.kind in _ENDS and isinstance(key, int):
-        return PartitionedIndex.make(x.plain[key], x.of, _ENDS[x.kind][key], x.whole, known=x.known)
-    if x.kind in _ENDS and isinstance(key, list) and key == [1, 0]:
-        return _flip(func, x, 0)
-    own = None
-    if isinstance(key, tuple):
-        last = len(key) - 1
-        sizes = [x.plain.shape[-1:] if at == last else () for at in range(len(key))]
-        own = [_selecting(one, size) for one, size in zip(key, sizes, strict=True)]
-    out = x.plain[_selecting(key, x.plain.shape[:1]) if own is None else tuple(own)]
-    kind = x.kind
-    if kind in ("loops", "no loops"):
-        return out
-    if kind in _ENDS:
-        first = key[0] if own is not None and len(key) else key
-        if isinstance(first, int):
-            kind = _ENDS[kind][first]
-        elif (
-            own is None
-            or len(own) != 2
-            or not (_is_all(first) or first is Ellipsis)
-            or isinstance(own[1], int)
-        ):
-            kind = "computed"
-    chosen = key[-1] if own is not None and len(key) else key
-    if isinstance(chosen, PartitionedIndex) and chosen.kind == "loops" and kind == "source":
-        kind = "target"  # both ends of a self loop
-    whole = x.whole and isinstance(key, int)
-    return PartitionedIndex.make(out, x.of, kind, whole, known=x.known)
-
-
-def _selecting(key: Any, size: Sequence[int]) -> Any:
-    """Return a key that selects the same rows from an ordinary tensor.
-
-    `size` is the shape of the dimension that the key selects from, or empty for any other key.
-    """
-    if not isinstance(key, PartitionedIndex):
-        return key
-    if key.kind in ("loops", "no loops"):
-        fits = torch.compiler.is_compiling() or tuple(size) == tuple(key.plain.shape)
-        if key.whole and fits:
-            return key.of.positions_of_loops(key.kind == "loops", key.plain)
-        return key.plain
-    raise _refuse(torch.Tensor.__getitem__, key.kind)
-
-
-def _copied(values: torch.Tensor, rows: Any) -> torch.Tensor:
-    """Return selected rows in a memory of their own, as a mask returns them."""
-    if not isinstance(rows, slice) or torch.compiler.is_compiling():
-        return values
-    return values.clone(memory_format=torch.contiguous_format)
-
-
-def _rows(func: Callable[..., Any], index: PartitionedIndex, x: torch.Tensor, dim: int) -> Any:
-    """Return the rows that an index selects from."""
-    if index.kind == "computed":
-        raise _refuse(func, "computed")
-    if index.kind == "source":
-        for owned, rows in index.known:
-            if x is owned:
-                return rows
-    return index.of.selected_from(index.kind, x, dim % max(1, x.dim()))
-
-
-def _index_select(func: Callable[..., Any], x: Any, dim: int, index: Any) -> Any:
-    if isinstance(x, PartitionedIndex):
-        if isinstance(index, PartitionedIndex):
-            if index.kind not in ("source", "target"):
-                raise _refuse(func, index.kind)
-            out = _rows(func, index, x.plain, dim).index_select(dim, index.plain)
-            return PartitionedIndex.make(out, x.of, x.kind)
-        out = x.plain.index_select(dim, index)
-        kept = x.plain.dim() == 1 or (x.kind in _ENDS and dim % 2 == 1)
-        return PartitionedIndex.make(out, x.of, x.kind if kept else "computed")
-    return _of_no_edges(_rows(func, index, x, dim).index_select(dim, index.plain))
-
-
-def _setitem(func: Callable[..., Any], x: Any, key: Any, value: Any) -> None:
-    if isinstance(x, PartitionedIndex) or isinstance(value, PartitionedIndex):
-        raise _refuse(func, _first(x, value).kind)
-    if isinstance(key, PartitionedIndex) and key.kind in ("loops", "no loops"):
-        x[_selecting(key, x.shape[:1])] = value
-    elif isinstance(key, PartitionedIndex) and key.kind == "target":
-        key.of.start_at_targets(x, 0, key.plain)[key.plain] = value
-    else:
-        raise _refuse(func, _first(key).kind)
-
-
-def _reduction(
-    func: Callable[..., Any],
-    x: Any,
-    dim: int,
-    index: Any,
-    src: Any,
-    how: str,
-    include_self: bool,
-    local: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
-    """Reduce rows of `src` into `x` at the nodes or graphs of `index`."""
-    if not isinstance(index, PartitionedIndex) or isinstance(x, PartitionedIndex):
-        raise _refuse(func, _first(x, src).kind)
-    known = (*_KNOWN, "mean") if index.kind == "target" else _KNOWN
-    if isinstance(src, PartitionedIndex) or how not in known:
-        raise _refuse(func, index.kind)
-    if index.kind == "target":
-        out = local(index.of.start_at_targets(x, dim, src), index.plain)
-        return index.of.at_targets(out, src)
-    if index.kind not in ("source", "graph") or index.line is None:
-        raise _refuse(func, index.kind)
-    if not torch.compiler.is_compiling():
-        if index.plain.dim() > 1 and index.plain.shape != src.shape:
-            raise _refuse(func, index.kind, "Expand the vector to the shape of the values.")
-        _check_start(func, x, dim, index, how, include_self)
-    rows = src.movedim(dim, 0)
-    total = index.of.reduced(index, how, rows, x.shape[dim]).movedim(0, dim)  # type: ignore[arg-type]
-    total = total.to(x.dtype)
-    in_place = _name_of(func).endswith("_")
-    if index.kind == "source" and index.of.is_up_to_last(x.shape[dim]):
-        total = total.narrow(dim, 0, x.shape[dim])
-    elif x.shape[dim] != total.shape[dim]:
-        if x.shape[dim]:
-            raise ArgumentError(
-                f"{getattr(func, '__name__', func)}: dimension {dim} has {x.shape[dim]} rows, but "
-                f"the vector is of {total.shape[dim]} nodes or graphs."
-            )
-        return total  # of a rank without rows
-    if how == "sum":
-        return x.add_(total) if in_place else x + total  # type: ignore[no-any-return]
-    if include_self:
-        combine = {"amax": torch.maximum, "amin": torch.minimum, "prod": torch.mul}[how]
-        total = combine(x.clone(), total)
-    return x.copy_(total) if in_place else total
-
-
-def _check_start(
-    func: Callable[..., Any], x: Any, dim: int, index: PartitionedIndex, how: str, kept: bool
-) -> None:
-    """Raise unless rows without a value keep what they start from, and rows lie along `dim`."""
-    if index.plain.dim() > 1 and index.plain.shape[dim] > 1 and index.plain.stride(dim) == 0:
-        raise _refuse(func, index.kind, f"The vector does not lie along dimension {dim}.")
-    start = 1 if how == "prod" else 0
-    if not (kept and how in ("sum", "prod")):
-        require(
-            (x.detach() == start).all(),
-            lambda: _refuse(func, index.kind, f"Reduce into a tensor of {start}s."),
-            index.of,
-            ("start", how, kept, x.dtype, x.shape),
-        )
-
-
-def _scatter_add(func: Callable[..., Any], x: Any, dim: int, index: Any, src: Any) -> Any:
-    return _reduction(
-        func, x, dim, index, src, "sum", True, lambda x, index: func(x, dim, index, src)
-    )
-
-
-def _index_add(
-    func: Callable[..., Any], x: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1
-) -> Any:
-    return _reduction(
-        func, x, dim, index, source if alpha == 1 else source * alpha, "sum", True,
-        lambda x, index: func(x, dim, index, source, alpha=alpha),
-    )  # fmt: skip
-
-
-def _scatter_reduce(
-    func: Callable[..., Any],
-    x: Any,
-    dim: int,
-    index: Any,
-    src: Any,
-    reduce: str,
-    *,
-    include_self: bool = True,
-) -> Any:
-    if reduce == "mean" and isinstance(index, PartitionedIndex) and index.kind != "target":
-        add = torch.index_add if "index" in _name_of(func) else torch.scatter_add
-        if not include_self:
-            _check_start(func, x, dim, index, "amax", False)
-        count = add(torch.full_like(x, include_self), dim, index, torch.ones_like(src))
-        mean = add(x, dim, index, src) / count.clamp(min=1)
-        return x.copy_(mean) if _name_of(func).endswith("_") else mean
-
-    def local(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = func(x, dim, index, src, reduce=reduce, include_self=include_self)
-        return out
-
-    return _reduction(func, x, dim, index, src, reduce, include_self, local)
-
-
-def _unique(func: Callable[..., Any], x: Any, sorted: bool = True, **more: Any) -> Any:
-    """Return the graphs that have a node on any rank."""
-    if x.kind != "graph" or any(value not in (None, False) for value in more.values()):
-        raise _refuse(func, x.kind)
-    return torch.bincount(x).nonzero().view(-1)
-
-
-def _bincount(func: Callable[..., Any], x: Any, weights: Any = None, minlength: int = 0) -> Any:
-    if not isinstance(x, PartitionedIndex) or x.kind not in ("source", "target", "graph"):
-        raise _refuse(func, _first(x, weights).kind)
-    count = x.of.count(x.kind, x.plain, x.whole)
-    if count < minlength and x.kind != "graph":
-        raise _refuse(func, x.kind)
-    values = torch.ones_like(x.plain) if weights is None else weights
-    start = values.new_zeros(max(count, minlength))
-    return start.index_add(0, x, values)
-
-
-def _compare(func: Callable[..., Any], a: Any, b: Any) -> Any:
-    """Compare numbers; which edges are self loops is known."""
-    name = _name_of(func)
-    both = isinstance(a, PartitionedIndex) and isinstance(b, PartitionedIndex)
-    kinds = {a.kind, b.kind} if both else set()
-    if kinds == {"source", "target"}:
-        if a.of is not b.of or not a.of.has_loops or name not in _EQUAL:
-            raise _refuse(func, "edges", "Sources and targets have local ids, in no order.")
-        kind: Kind = "loops" if _EQUAL[name] else "no loops"
-        whole = a.whole and b.whole
-        return PartitionedIndex.make(func(a.plain, b.plain), a.of, kind, whole)
-    return _other(func, (a, b), {})
-
-
-def _not(func: Callable[..., Any], x: PartitionedIndex) -> Any:
-    out = func(x.plain)
-    if x.kind not in ("loops", "no loops"):
-        return _computed(func, out, x)
-    return PartitionedIndex.make(out, x.of, "no loops" if x.kind == "loops" else "loops", x.whole)
-
-
-def _equal_all(func: Callable[..., Any], a: Any, b: Any) -> bool:
-    ids = [one for one in (a, b) if isinstance(one, PartitionedIndex)]
-    if "computed" in {one.kind for one in ids} or len({one.kind for one in ids}) > 1:
-        raise _refuse(func, "computed")
-    return func(plain(a), plain(b))  # type: ignore[no-any-return]
-
-
-def _cat(func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0) -> Any:
-    ids = [one for one in tensors if isinstance(one, PartitionedIndex)]
-    first = ids[0]
-    same = all(one.kind == first.kind and one.of is first.of for one in ids)
-    if first.kind in _ENDS:
-        across = first.plain.dim() == 2 and dim % 2 == 1
-    else:
-        across = len(ids) == len(tensors)
-    if not same or not across or first.kind == "computed":
-        raise _refuse(func, first.kind)
-    parts = [
-        one.plain if isinstance(one, PartitionedIndex) else first.of.check_loops(one)
-        for one in tensors
-    ]
-    return PartitionedIndex.make(torch.cat(parts, dim=dim), first.of, first.kind)
-
-
-def _stack(func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0) -> Any:
-    out = torch.stack([plain(one) for one in tensors], dim=dim)
-    kinds = tuple([one.kind if isinstance(one, PartitionedIndex) else "" for one in tensors])
-    kind = _PAIRS.get(kinds)
-    if dim == 0 and kind is not None and tensors[0].of is tensors[1].of:
-        whole = all(one.whole for one in tensors)
-        return PartitionedIndex.make(out, tensors[0].of, kind, whole)
-    first = next(one for one in tensors if isinstance(one, PartitionedIndex))
-    return _computed(func, out, first)
-
-
-def _unbind(func: Callable[..., Any], x: PartitionedIndex, dim: int = 0) -> Any:
-    if x.kind in _ENDS and dim == 0:
-        return (x[0], x[1])
-    return _computed(func, x.plain.unbind(dim), x)
-
-
-def _iterate(func: Callable[..., Any], x: PartitionedIndex) -> Any:
-    return iter(_unbind(func, x))
-
-
-def _flip(func: Callable[..., Any], x: PartitionedIndex, *dims: Any) -> Any:
-    dims = tuple(dims[0]) if dims and isinstance(dims[0], list | tuple) else dims
-    out = x.plain.flip(dims)
-    if x.kind in _ENDS and dims == (0,):
-        pair = _PAIRS[_ENDS[x.kind][::-1]]
-        return PartitionedIndex.make(out, x.of, pair, x.whole)
-    if x.kind in _ENDS or x.plain.dim() > 1:
-        return _computed(func, out, x)
-    return PartitionedIndex.make(out, x.of, x.kind)
-
-
-def _greatest(func: Callable[..., Any], x: PartitionedIndex, *args: Any, **kwargs: Any) -> Any:
-    if args or kwargs or x.kind in ("computed", "loops", "no loops"):
-        return _other(func, (x, *args), kwargs)
-    return torch.tensor(x.of.count(x.kind, x.plain, x.whole) - 1)
-
-
-def _numel(func: Callable[..., Any], x: PartitionedIndex) -> int:
-    """Return at least 1 if other ranks may have elements: PyG skips empty vectors."""
-    count = x.plain.numel()
-    return count or int(x.kind in ("edges", "reversed", "source", "graph"))
-
-
-def _sort(func: Callable[..., Any], x: PartitionedIndex, *args: Any, **kwargs: Any) -> Any:
-    """Order edges by the ids of their ends, which puts those of a node together."""
-    if x.kind not in ("source", "target"):
-        return _other(func, (x, *args), kwargs)
-    out = func(x.plain, *args, **kwargs)
-    if isinstance(out, torch.Tensor):
-        return out
-    return PartitionedIndex.make(out[0], x.of, x.kind), out[1]
-
-
-def _never(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Refuse, before torch looks at ids out of range."""
-    raise _refuse(func, _first(*args, *kwargs.values()).kind)
-
-
-_SIGNS = {"neg", "__neg__", "mul", "__mul__", "__rmul__"}
-_CATS = {"cat", "concat", "concatenate"}
-_EQUAL = {"eq": True, "__eq__": True, "ne": False, "not_equal": False, "__ne__": False}
-_BY_NAMES: dict[str, Callable[..., Any]] = {
-    "clone contiguous detach resolve_conj resolve_neg to cpu cuda view view_as reshape expand "
-    "expand_as unsqueeze squeeze long pin_memory requires_grad_ alias": _same,
-    "new_zeros new_ones new_full new_empty new_tensor zeros_like ones_like full_like empty_like "
-    "rand_like randn_like isclose allclose __repr__ __format__": _fresh,
-    "dim ndimension size stride is_contiguous is_floating_point is_complex": _known,
-    "__getitem__": _getitem,
-    "__setitem__": _setitem,
-    "index_select": _index_select,
-    "scatter_add scatter_add_": _scatter_add,
-    "index_add index_add_": _index_add,
-    "scatter_reduce scatter_reduce_ index_reduce index_reduce_": _scatter_reduce,
-    "bincount": _bincount,
-    "eq __eq__ ne not_equal __ne__ lt __lt__ le __le__ gt __gt__ ge __ge__": _compare,
-    "bitwise_not logical_not __invert__": _not,
-    "equal": _equal_all,
-    "cat concat concatenate": _cat,
-    "stack": _stack,
-    "unbind": _unbind,
-    "__iter__": _iterate,
-    "flip": _flip,
-    "unique": _unique,
-    "max amax": _greatest,
-    "numel nelement": _numel,
-    "sort argsort": _sort,
-    "index_put_ index_put embedding_bag gather take take_along_dim put put_ "
-    "index_copy index_copy_ scatter scatter_ index_fill index_fill_ unique_consecutive "
-    "item __int__ __index__ __array__ numpy __dlpack__ __reduce_ex__ embedding "
-    "_segment_reduce": _never,
-}
-_RULES = {name: rule for names, rule in _BY_NAMES.items() for name in names.split()}
-for _name in {*dir(torch), *dir(torch.Tensor)} - {*_RULES}:
-    if _name.startswith("__i") or (_name.endswith("_") and not _name.endswith("__")):
-        _RULES[_name] = _in_place
-_NAMES = {
-    getattr(of, name): name
-    for name in (*_RULES, *_SIGNS)
-    for of in (torch, torch.Tensor, torch.nn.functional)
-    if callable(getattr(of, name, None))
-}
-_BY_FUNCTION = {func: _RULES[name] for func, name in _NAMES.items() if name in _RULES}
