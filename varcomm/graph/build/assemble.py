@@ -14,8 +14,8 @@ from varcomm.errors import ArgumentError
 from varcomm.graph.build.pyg_data import EdgeTable, NodeTable, ends, rows_at
 from varcomm.graph.directory import Directory
 from varcomm.graph.edge_shard import EdgeShard
-from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
 from varcomm.graph.node_shard import AscendingIds, NodeShard, described
+from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
 from varcomm.ops.all_to_all_v import all_to_all_v
 from varcomm.ops.packing import taken
 from varcomm.plan.checks import checked_range

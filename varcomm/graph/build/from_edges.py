@@ -19,9 +19,9 @@ from varcomm.graph.build.assemble import (
     sent_to_owners,
 )
 from varcomm.graph.build.pyg_data import check_edge_index, check_name
+from varcomm.graph.node_shard import described
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.partitioners.assign import assign_sharded
-from varcomm.graph.node_shard import described
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.packing import taken
 from varcomm.plan.checks import checked_index

@@ -19,8 +19,8 @@ from torch_geometric.utils import is_sparse, to_edge_index
 from varcomm.errors import ArgumentError
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.index.partitioned_index import PartitionedIndex
-from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
 from varcomm.graph.node_shard import NodeShard, described
+from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.digest import digest
 from varcomm.ops.packing import taken
