@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import varcomm
 import varcomm.tensor_parallel as tp
@@ -379,3 +380,10 @@ def test_inits_of_the_full_shape_are_refused(name):
     for given in (init, lambda w: init(w)):
         with pytest.raises(ArgumentError, match="with the std of the full shape"):
             drawing(given)
+
+
+def test_inits_are_checked_with_values_in_fake_mode():
+    with FakeTensorMode():
+        drawing(nn.init.normal_)
+        with pytest.raises(ArgumentError, match="with the std of the full shape"):
+            drawing(nn.init.xavier_uniform_)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from hashlib import blake2b
 from inspect import Parameter, signature
@@ -11,7 +12,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.reduction import accumulation_dtype
@@ -35,11 +35,9 @@ def drawing(init: Any) -> Fill:
     if not callable(init):
         raise ArgumentError(f"init must be init(tensor, generator) or init(tensor); got {init!r}.")
     fill = _with_generator(init)
-    with unset_fake_temporarily(), torch.device("cpu"), torch.no_grad():
-        one, other = (torch.zeros(shape) for shape in _PROBES)
-        for probe in (one, other):
-            fill(probe, torch.Generator("cpu").manual_seed(0))
-    if not torch.allclose(one.view(-1), other.view(-1), rtol=0, atol=0, equal_nan=True):
+    with ThreadPoolExecutor(1) as threads:  # FakeTensorMode, without values, is of one thread
+        depends_on_shape = threads.submit(_depends_on_shape, fill).result()
+    if depends_on_shape:
         inner = init.func if isinstance(init, partial) else init
         raise ArgumentError(
             f"init draws each element by itself, and {getattr(inner, '__name__', inner)} needs the "
@@ -48,6 +46,14 @@ def drawing(init: Any) -> Fill:
             "generator: x.normal_(0, std, generator=generator), with the std of the full shape."
         )
     return fill
+
+
+def _depends_on_shape(fill: Fill) -> bool:
+    with torch.device("cpu"), torch.no_grad():
+        one, other = (torch.zeros(shape) for shape in _PROBES)
+        for probe in (one, other):
+            fill(probe, torch.Generator("cpu").manual_seed(0))
+        return not torch.allclose(one.view(-1), other.view(-1), rtol=0, atol=0, equal_nan=True)
 
 
 def _with_generator(init: Any) -> Fill:
