@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.checks import checked_flag
@@ -444,15 +445,20 @@ class _SequenceParallel(nn.Module):
     """Base class of changed modules."""
 
     _group: Group
+    _mapped: Mapping[str, Tensor] = MappingProxyType({})  # parameters as forward reads them
+
+    def __getattr__(self, name: str) -> Any:
+        return self._mapped[name] if name in self._mapped else super().__getattr__(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        parameters: dict[str, Any] = self._parameters
-        kept = {name: p for name, p in parameters.items() if p is not None}
-        if torch.is_grad_enabled():
-            pg = self._group.process_group
-            for name, parameter in kept.items():
-                parameters[name] = copy_to_tensor_model_parallel_region(parameter, group=pg)
+        if not torch.is_grad_enabled():
+            return super().forward(*args, **kwargs)
+        pg = self._group.process_group
+        self._mapped = {
+            name: copy_to_tensor_model_parallel_region(parameter, group=pg)
+            for name, parameter in self.named_parameters(recurse=False, remove_duplicate=False)
+        }
         try:
             return super().forward(*args, **kwargs)
         finally:  # readers outside forward get the parameters themselves
-            parameters.update(kept)
+            self._mapped = {}
