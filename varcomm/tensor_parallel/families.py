@@ -379,9 +379,9 @@ def _sharded(
 
     first = next(iter(specs.values()))
     agreed(f"a sharded {type(layer).__name__}", check, first.group)
-    made: Any = copy.copy(layer)
-    for inside in ("_parameters", "_buffers", "_modules"):
-        vars(made)[inside] = dict(vars(layer)[inside])
+    # a copy with dictionaries of its own, which hold the same parameters, modules and hooks
+    values = [each.values() if isinstance(each, dict) else [each] for each in vars(layer).values()]
+    made: Any = copy.deepcopy(layer, {id(value): value for each in values for value in each})
     bases = (type(layer), kind) if last else (kind, type(layer))
     made.__class__ = type(f"Parallel{type(layer).__name__}", bases, {})
     vars(made).update(_shards=dict(specs), **attributes)
@@ -389,6 +389,7 @@ def _sharded(
         whole = getattr(layer, name)
         own = nn.Parameter(spec.shard(whole.detach()), whole.requires_grad)
         made.register_parameter(name, mark(own, spec))
+    made.mark_what_it_loads()
     return made
 
 

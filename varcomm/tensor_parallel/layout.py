@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from varcomm._torch_private import Module
 from varcomm.errors import ArgumentError
 from varcomm.ops.digest import digest, require_equal
 from varcomm.sharding import ShardSpec, mark, shard_spec
@@ -97,8 +98,16 @@ class FeatureCheck:
             )
 
 
-class MarkedModule(nn.Module):
+class MarkedModule(Module):
     """Module whose parameters carry a :class:`ShardSpec` and keep it when torch replaces them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mark_what_it_loads()
+
+    def mark_what_it_loads(self) -> None:
+        """Mark parameters after each load; ``assign=True`` replaces them."""
+        self.register_load_state_dict_post_hook(_mark_loaded)  # type: ignore[no-untyped-call]
 
     def _specs(self) -> Mapping[str, ShardSpec]:
         """Return the spec of each sharded parameter, by name."""
@@ -115,12 +124,13 @@ class MarkedModule(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._mark()
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        return super()._apply(fn, recurse)._mark()  # type: ignore[no-untyped-call, no-any-return]
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
+    def after_conversion(self) -> None:
+        """Mark parameters that torch has replaced."""
         self._mark()
+
+
+def _mark_loaded(module: Any, incompatible_keys: object) -> None:
+    module._mark()
 
 
 class ShardedModule(MarkedModule):
