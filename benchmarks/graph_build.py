@@ -61,7 +61,7 @@ def kept(graph):
     """Return the bytes of the local graph and its plan, including the order of sums."""
     tensors = [graph.edge_index, graph.halo_ids, graph.plan.send_index]
     tensors += [graph.edges.ids.gaps, graph.edges.ids.rest, graph.nodes.ids.gaps]
-    tensors += graph.plan.row_sum.bags
+    tensors += graph.plan.routes.bags
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

@@ -14,8 +14,7 @@ from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_reduce import all_reduce
 from varcomm.ops.all_to_all_v import all_to_all_v
-from varcomm.ops.checks import checked_shard
-from varcomm.ops.operator import checking
+from varcomm.ops.checks import checked_shard, checking
 from varcomm.ops.reduction import accumulation_dtype
 from varcomm.transport.group import GroupLike, resolve
 

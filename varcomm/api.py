@@ -20,7 +20,7 @@ from varcomm.ops.all_to_all_v import all_to_all_v, transpose_v
 from varcomm.ops.broadcast import broadcast, reduce
 from varcomm.ops.broadcast_module import broadcast_module
 from varcomm.ops.gather_v import gather_v, scatter_v
-from varcomm.ops.operator import Handle
+from varcomm.ops.handle import Handle
 from varcomm.ops.reduce_scatter_v import reduce_scatter_v
 from varcomm.ops.shard_v import shard_v
 from varcomm.plan.exchange_plan import ExchangePlan

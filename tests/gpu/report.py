@@ -118,6 +118,7 @@ def _in_a_process(case: Case, seconds: float) -> tuple[str, str]:
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid or 0, signal.SIGKILL)
+        process.kill()  # its group may not have begun
         process.join()
 
 

@@ -19,9 +19,9 @@ from varcomm.data_parallel.buckets import (
 from varcomm.data_parallel.global_count import Reduce, described, divisor_of
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_reduce import AllReduce
-from varcomm.ops.checks import checked_tensor
+from varcomm.ops.checks import checked_tensor, checking
 from varcomm.ops.digest import digest
-from varcomm.ops.operator import begin, checking
+from varcomm.ops.handle import send_in_rule
 from varcomm.sizes import at_least
 from varcomm.transport.agreement import compare, debugging
 from varcomm.transport.engine import Pending
@@ -119,7 +119,7 @@ def _sum(total: AllReduce, buckets: Sequence[Sequence[torch.nn.Parameter]]) -> N
     before: tuple[Sequence[torch.nn.Parameter], Pending] | None = None
     unused: list[_Unused] = []
     for bucket in [*buckets, []]:
-        begun = (bucket, begin(total, _flat(bucket), False)) if bucket else None
+        begun = (bucket, send_in_rule(total, _flat(bucket), False)) if bucket else None
         if before is not None:
             unused += _delivered(*before)
         before = begun

@@ -14,8 +14,10 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import AllGatherV, ReduceScatterV
 from varcomm.ops.all_reduce import AllReduce
-from varcomm.ops.operator import Operator, begin, checking
+from varcomm.ops.checks import checking
+from varcomm.ops.handle import send_in_rule
 from varcomm.ops.reduction import pieces
+from varcomm.ops.rule import Operator
 from varcomm.transport.agreement import debugging
 from varcomm.transport.auxiliary_group import weakly
 from varcomm.transport.engine import Pending
@@ -97,13 +99,13 @@ def sum_hook(state: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch
     counts = None if ranks.size >= MANY else pieces(values, ranks, one_round=False)
     how = ranks, tuple(counts or ()), 0, True
     operator: Operator = ReduceScatterV(*how) if counts else AllReduce(ranks, use_fp32=True)
-    start = partial(begin, operator, values, False)
+    start = partial(send_in_rule, operator, values, False)
     # comparing blocks, and ranks may be at other places of their backward
     begun = None if debugging() else start()
 
     def last_round() -> Pending:
         total = begun or start()
-        return begin(AllGatherV(*how), total.wait(), False) if counts else total
+        return send_in_rule(AllGatherV(*how), total.wait(), False) if counts else total
 
     sums.jobs.append((first, last_round, future))
     if bucket.is_last():

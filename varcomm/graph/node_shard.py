@@ -16,9 +16,9 @@ from varcomm.graph.index.partitioned_index import PartitionedIndex, plain
 from varcomm.graph.on_device import positions, require
 from varcomm.graph.replicated_values import replicated_sum
 from varcomm.ops.all_gather_v import all_gather_v
+from varcomm.ops.checks import checking
 from varcomm.ops.compilation import count_in, extent_of, kept_from_compilation
 from varcomm.ops.gather_v import gather_v, scatter_v
-from varcomm.ops.operator import checking
 from varcomm.ops.packing import taken
 from varcomm.plan.checks import checked_index
 from varcomm.plan.exchange_plan import ExchangePlan

@@ -17,10 +17,12 @@ from typing import Any, Protocol, cast
 import torch
 
 from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.ops.checks import checked_tensor
+from varcomm.ops.checks import checked_tensor, checking
 from varcomm.ops.digest import digest
-from varcomm.ops.operator import Operator, apply, checking, torch_operator
+from varcomm.ops.graph_operator import torch_operator
+from varcomm.ops.handle import apply
 from varcomm.ops.replicated import ReplicatedSum
+from varcomm.ops.rule import Operator
 from varcomm.transport.agreement import share
 from varcomm.transport.debug import debugging
 from varcomm.transport.engine import Pending
@@ -190,7 +192,7 @@ class _CopiesToOne(Operator):
     parts: bool = False
     compared: bool = False
 
-    def start(self, x: torch.Tensor) -> Pending:
+    def send(self, x: torch.Tensor) -> Pending:
         """Copy: the result of an operator never shares memory with its input."""
         return Pending([], lambda: x / self.group.size if self.parts else x.clone())
 

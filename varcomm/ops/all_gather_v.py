@@ -10,10 +10,12 @@ from typing import Any, overload
 import torch
 
 from varcomm.ops import levels, packing
-from varcomm.ops.checks import checked_shard
+from varcomm.ops.checks import checked_shard, checking
 from varcomm.ops.gather_nested import gather_without_sizes
-from varcomm.ops.operator import Operator, TensorOrHandle, call, checking, torch_operator
+from varcomm.ops.graph_operator import torch_operator
+from varcomm.ops.handle import TensorOrHandle, collective
 from varcomm.ops.reduction import sum_in_rank_order
+from varcomm.ops.rule import Operator
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import MANY, Group, GroupLike, resolve
 
@@ -216,11 +218,11 @@ def all_gather_v(
     if sizes is None:
 
         def one(x: torch.Tensor, rows: Sequence[int], at: int) -> TensorOrHandle:
-            return call(all_gather_operator, ranks, x, rows, (at, use_fp32), async_op)
+            return collective(all_gather_operator, ranks, x, rows, (at, use_fp32), async_op)
 
         how = dim, None, use_fp32, async_op
         return gather_without_sizes("all_gather_v", ranks, tensor, *how, one)
-    return call(all_gather_operator, ranks, tensor, sizes, (dim, use_fp32), async_op)
+    return collective(all_gather_operator, ranks, tensor, sizes, (dim, use_fp32), async_op)
 
 
 def all_gather_operator(

@@ -10,9 +10,12 @@ from typing import Any, Self
 import torch
 
 from varcomm.ops import levels, packing
+from varcomm.ops.checks import checking
+from varcomm.ops.graph_operator import torch_operator
+from varcomm.ops.handle import TensorOrHandle, collective
 from varcomm.ops.levels import InRounds, Rounds, all_gather
-from varcomm.ops.operator import Operator, TensorOrHandle, call, checking, torch_operator
 from varcomm.ops.reduction import checked_summable, pieces, sum_in_rank_order
+from varcomm.ops.rule import Operator
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import MANY, Group, GroupLike, resolve
 
@@ -200,7 +203,7 @@ def all_reduce(
     >>> varcomm.launch(lambda rank: varcomm.all_reduce(torch.tensor([rank, 10])), 3)
     [tensor([ 3, 30]), tensor([ 3, 30]), tensor([ 3, 30])]
     """
-    return call(_operator, resolve(group), tensor, (), (use_fp32,), async_op)
+    return collective(_operator, resolve(group), tensor, (), (use_fp32,), async_op)
 
 
 def _operator(

@@ -11,8 +11,10 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.ops import packing
-from varcomm.ops.checks import checked_shard, checked_whole
-from varcomm.ops.operator import Operator, TensorOrHandle, call, checking, run, torch_operator
+from varcomm.ops.checks import checked_shard, checked_whole, checking
+from varcomm.ops.graph_operator import torch_operator
+from varcomm.ops.handle import TensorOrHandle, collective, uncached
+from varcomm.ops.rule import Operator
 from varcomm.sizes import checked_sizes
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
@@ -137,9 +139,9 @@ def all_to_all_v(
     ranks = resolve(group)
     if type(send_sizes) in (list, tuple) and type(recv_sizes) in (list, tuple):
         both = *send_sizes, *recv_sizes
-        return call(_operator, ranks, tensor, both, (len(send_sizes), dim), async_op)
+        return collective(_operator, ranks, tensor, both, (len(send_sizes), dim), async_op)
     operator = all_to_all_operator(ranks, tensor, send_sizes, recv_sizes, dim, async_op)
-    return run(operator, tensor, async_op)
+    return uncached(operator, tensor, async_op)
 
 
 def _operator(
@@ -245,7 +247,7 @@ def transpose_v(
     """
     splits, concats = (split_dim, split_sizes), (concat_dim, concat_sizes)
     operator = transpose_operator(resolve(group), tensor, splits, concats, async_op)
-    return run(operator, tensor, async_op)
+    return uncached(operator, tensor, async_op)
 
 
 def transpose_operator(

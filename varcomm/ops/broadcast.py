@@ -11,10 +11,12 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_reduce import prepared_sum
-from varcomm.ops.checks import checked_tensor
-from varcomm.ops.operator import Operator, TensorOrHandle, call, checking, run, torch_operator
+from varcomm.ops.checks import checked_tensor, checking
+from varcomm.ops.graph_operator import torch_operator
+from varcomm.ops.handle import TensorOrHandle, collective, uncached
 from varcomm.ops.reduction import checked_summable
 from varcomm.ops.root_input import compare_like, known_input, root_input
+from varcomm.ops.rule import Operator
 from varcomm.sizes import checked_rank
 from varcomm.transport.debug import debugging
 from varcomm.transport.engine import Pending, broadcast_route
@@ -148,11 +150,11 @@ def broadcast(
     ranks = resolve(group)
     if like is not None:
         known, of_like = known_input("broadcast", tensor, like, src, ranks)
-        return call(_broadcast, ranks, known, (), (src, use_fp32, of_like), async_op)
+        return collective(_broadcast, ranks, known, (), (src, use_fp32, of_like), async_op)
     with checking("broadcast", ranks, use_fp32=use_fp32, async_op=async_op) as where:
         src = checked_rank(src, ranks.size, "src", where)
     x, shape = root_input("broadcast", tensor, src, ranks)
-    return run(Broadcast(ranks, src, shape, (0,), use_fp32), x, async_op)
+    return uncached(Broadcast(ranks, src, shape, (0,), use_fp32), x, async_op)
 
 
 def _broadcast(
@@ -228,7 +230,7 @@ def reduce(
     >>> varcomm.launch(lambda rank: varcomm.reduce(torch.tensor([rank, 10]), dst=1), 2)
     [tensor([0, 0]), tensor([ 1, 20])]
     """
-    return call(_reduce, resolve(group), tensor, (), (dst, use_fp32), async_op)
+    return collective(_reduce, resolve(group), tensor, (), (dst, use_fp32), async_op)
 
 
 def _reduce(

@@ -10,7 +10,7 @@ from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops.broadcast import Broadcast
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.digest import differing
-from varcomm.ops.operator import apply
+from varcomm.ops.handle import apply
 from varcomm.sizes import checked_rank
 from varcomm.transport.agreement import share
 from varcomm.transport.group import Group, GroupLike, resolve

@@ -8,9 +8,42 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, is_fake
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from varcomm.errors import ArgumentError
+from varcomm.errors import ArgumentError, CommunicationError, DisagreementError
 from varcomm.sizes import checked_dim, checked_sizes
+from varcomm.transport.debug import debugging
 from varcomm.transport.group import Group
+
+
+class checking:
+    """Surround the checks of a call's arguments; returns the beginning of their messages.
+
+    `flags` must be bools. Inside debug(), a wrong argument on one rank is an error on all ranks.
+    """
+
+    def __init__(self, name: str, group: Group, **flags: bool) -> None:
+        self.name, self.group, self.flags = name, group, flags
+
+    def __enter__(self) -> str:
+        where = f"{self.name} on {self.group.label}: "
+        try:
+            if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+                raise ArgumentError(
+                    f"{where}torch.jit.trace would record this rank's messages as constants. Use "
+                    "torch.compile, torch.export or make_fx, which record an operator."
+                )
+            for flag, value in self.flags.items():
+                checked_flag(value, flag, where)
+        except ArgumentError as error:
+            self.__exit__(None, error, None)
+            raise
+        return where
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        agreed = isinstance(error, DisagreementError | CommunicationError)  # all ranks raise these
+        if isinstance(error, Exception) and not agreed and debugging():
+            from varcomm.transport.agreement import fail
+
+            fail(self.group, self.name, error)
 
 
 def checked_flag(value: object, name: str, where: str) -> None:

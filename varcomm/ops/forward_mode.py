@@ -7,7 +7,7 @@ import torch.autograd.forward_ad as forward_ad
 
 from varcomm._torch_private import transforms_active
 from varcomm.errors import ArgumentError
-from varcomm.ops.operator import records_graph
+from varcomm.ops.graph_operator import records_graph
 
 
 def refuse_linearize(where: str, writers: str) -> None:

@@ -14,13 +14,15 @@ from torch import Tensor
 from varcomm._torch_private import transforms_active
 from varcomm.errors import ArgumentError
 from varcomm.ops import levels, packing
-from varcomm.ops.checks import checked_tensor
+from varcomm.ops.checks import checked_tensor, checking
 from varcomm.ops.compilation import kept_from_compilation
 from varcomm.ops.digest import require_equal
+from varcomm.ops.graph_operator import in_graph
+from varcomm.ops.handle import TensorOrHandle, apply
 from varcomm.ops.nested import leaves, rebuilt
-from varcomm.ops.operator import Operator, TensorOrHandle, apply, checking, in_graph
 from varcomm.ops.reduction import sum_in_rank_order
 from varcomm.ops.root_input import outside_transforms
+from varcomm.ops.rule import Operator
 from varcomm.sizes import ShardSizes, checked_dim, checked_rank
 from varcomm.transport.agreement import share
 from varcomm.transport.engine import Pending, as_bytes
@@ -271,7 +273,7 @@ class _Packed(Operator):
 class _Gather(_Packed):
     """From the packed rows of each rank to those of all, on every rank or at the root."""
 
-    def start(self, x: Tensor) -> Pending:
+    def send(self, x: Tensor) -> Pending:
         group, own = self.group, x.numel()
         send = [own * (self.root in (None, rank)) for rank in range(group.size)]
         total = [sum(part.nbytes(rank) for part in self.parts) for rank in range(group.size)]
@@ -296,7 +298,7 @@ class _Scatter(_Packed):
     Tensors without a gradient are zeros, and are not sent.
     """
 
-    def start(self, x: Tensor) -> Pending:
+    def send(self, x: Tensor) -> Pending:
         group, ranks = self.group, self.ranks
         sent = tuple(part for part in self.parts if part.has_gradient)
         flat = x.view(torch.uint8)

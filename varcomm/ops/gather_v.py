@@ -11,10 +11,12 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.ops import packing
-from varcomm.ops.checks import checked_shard, checked_tensor, checked_whole
+from varcomm.ops.checks import checked_shard, checked_tensor, checked_whole, checking
 from varcomm.ops.gather_nested import gather_without_sizes
-from varcomm.ops.operator import Operator, TensorOrHandle, call, checking, run, torch_operator
+from varcomm.ops.graph_operator import torch_operator
+from varcomm.ops.handle import TensorOrHandle, collective, uncached
 from varcomm.ops.root_input import compare_like, known_input, root_input
+from varcomm.ops.rule import Operator
 from varcomm.sizes import checked_dim, checked_rank, checked_sizes
 from varcomm.transport.debug import debugging
 from varcomm.transport.engine import Pending
@@ -178,10 +180,10 @@ def gather_v(
     if sizes is None:
 
         def one(x: torch.Tensor, rows: Sequence[int], at: int) -> TensorOrHandle:
-            return call(_gather, ranks, x, rows, (at, dst), async_op)
+            return collective(_gather, ranks, x, rows, (at, dst), async_op)
 
         return gather_without_sizes("gather_v", ranks, tensor, dim, dst, True, async_op, one)
-    return call(_gather, ranks, tensor, sizes, (dim, dst), async_op)
+    return collective(_gather, ranks, tensor, sizes, (dim, dst), async_op)
 
 
 def _gather(
@@ -261,7 +263,7 @@ def scatter_v(
     ranks = resolve(group)
     if like is not None:
         known, of_like = known_input("scatter_v", tensor, like, src, ranks)
-        return call(_scatter, ranks, known, sizes, (dim, src, of_like), async_op)
+        return collective(_scatter, ranks, known, sizes, (dim, src, of_like), async_op)
     with checking("scatter_v", ranks, async_op=async_op) as where:
         sizes = checked_sizes(sizes, "sizes", ranks.size, where)
         src = checked_rank(src, ranks.size, "src", where)
@@ -272,7 +274,7 @@ def scatter_v(
     x, shape = root_input("scatter_v", tensor, src, ranks, check, sizes)
     with checking("scatter_v", ranks):
         dim = checked_dim(dim, shape, where)
-    return run(ScatterV(ranks, sizes, dim, src, shape, (0,)), x, async_op)
+    return uncached(ScatterV(ranks, sizes, dim, src, shape, (0,)), x, async_op)
 
 
 def _scatter(

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from varcomm.ops.all_gather_v import ReduceScatterV
-from varcomm.ops.checks import checked_whole
-from varcomm.ops.operator import TensorOrHandle, call, checking
+from varcomm.ops.checks import checked_whole, checking
+from varcomm.ops.handle import TensorOrHandle, collective
 from varcomm.ops.reduction import checked_summable
 from varcomm.transport.group import Group, GroupLike, resolve
 
@@ -73,7 +73,7 @@ def reduce_scatter_v(
     [tensor([3]), tensor([ 30, 300])]
     """
     how = dim, use_fp32
-    return call(reduce_scatter_operator, resolve(group), tensor, sizes, how, async_op)
+    return collective(reduce_scatter_operator, resolve(group), tensor, sizes, how, async_op)
 
 
 def reduce_scatter_operator(

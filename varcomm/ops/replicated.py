@@ -15,7 +15,8 @@ import torch
 from varcomm.ops import packing
 from varcomm.ops.all_gather_v import AllGatherV
 from varcomm.ops.all_reduce import AllReduce
-from varcomm.ops.operator import Operator, torch_operator
+from varcomm.ops.graph_operator import torch_operator
+from varcomm.ops.rule import Operator
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group
 
@@ -29,7 +30,7 @@ class ReplicatedUse(Operator):
     group: Group
     use_fp32: bool
 
-    def start(self, x: torch.Tensor) -> Pending:
+    def send(self, x: torch.Tensor) -> Pending:
         """Copy, since an operator's result does not share memory with its input."""
         return Pending([], x.clone)
 
@@ -65,7 +66,7 @@ class ReplicatedShard(Operator):
     sizes: tuple[int, ...]
     dim: int
 
-    def start(self, x: torch.Tensor) -> Pending:
+    def send(self, x: torch.Tensor) -> Pending:
         """Copy, as :class:`ReplicatedUse` does."""
         rank = self.group.rank
         rows = x.narrow(self.dim, sum(self.sizes[:rank]), self.sizes[rank])

@@ -12,8 +12,8 @@ import torch.autograd.forward_ad as forward_ad
 
 from varcomm._torch_private import transforms_active
 from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.ops.checks import checked_tensor
-from varcomm.ops.operator import checking, in_graph
+from varcomm.ops.checks import checked_tensor, checking
+from varcomm.ops.graph_operator import in_graph
 from varcomm.transport.agreement import announce, compare, debugging
 from varcomm.transport.group import Group
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from varcomm.ops.checks import checked_whole
-from varcomm.ops.operator import checking, in_graph
+from varcomm.ops.checks import checked_whole, checking
+from varcomm.ops.graph_operator import in_graph
 from varcomm.transport.agreement import compare, debugging
 from varcomm.transport.group import GroupLike, resolve
 

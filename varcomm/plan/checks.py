@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.ops.operator import in_graph
+from varcomm.ops.graph_operator import in_graph
 from varcomm.sizes import checked_sizes
 from varcomm.transport.group import Group
 

@@ -2,156 +2,125 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
 from math import prod
-from secrets import randbits
-from typing import Any, Self
-from weakref import WeakValueDictionary
+from typing import Any, ClassVar, Self
 
 import torch
 
-from varcomm.errors import ArgumentError
 from varcomm.ops import packing
-from varcomm.ops.compilation import count_in, extent_of
-from varcomm.ops.operator import Operator, checking, torch_operator
+from varcomm.ops.checks import checking
+from varcomm.ops.graph_operator import torch_operator
+from varcomm.ops.rule import Operator
 from varcomm.plan.checks import checked_range
-from varcomm.plan.row_sum import RowSum
+from varcomm.plan.row_sum import Bags, RowSum
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, named
 
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """Which rows go to which rank, as :class:`~varcomm.ExchangePlan` documents it."""
+    """Which rows go to which rank, as data that a recorded graph takes as arguments.
 
-    group: Group = field(repr=False)
-    send_index: torch.Tensor = field(repr=False)
-    send_counts: tuple[int, ...]
-    recv_counts: tuple[int, ...]
+    They are tensors, so that compiled code serves other plans too.
+    """
+
+    group: Group
+    send_index: torch.Tensor  # own rows to send, those for rank 0 first
+    table: torch.Tensor  # on the CPU: rows for each rank, rows from each rank, the plan's identity
+    num_received: int
     num_rows: int
-    identity: int = field(default=0, repr=False)
+    bags: Bags | None = None  # of the sum in the adjoint, if they are made
+    in_range: bool = True  # whether the index is known to be in range
+
+    @classmethod
+    def of(
+        cls,
+        group: Group,
+        send_index: torch.Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        num_rows: int,
+        identity: int = 0,
+        bags: Bags | None = None,
+    ) -> Self:
+        """Make the routes of counts per rank."""
+        table = torch.tensor([*send_counts, *recv_counts, identity], device="cpu")
+        return cls(group, send_index, table, sum(recv_counts), num_rows, bags)
 
     @cached_property
-    def num_received(self) -> int:
-        """Rows that this rank receives."""
-        return sum(self.recv_counts)
+    def numbers(self) -> list[int]:
+        """The entries of the table."""
+        return self.table.tolist()
+
+    @property
+    def send_counts(self) -> list[int]:
+        """Rows for each rank."""
+        return self.numbers[: self.group.size]
+
+    @property
+    def recv_counts(self) -> list[int]:
+        """Rows from each rank."""
+        return self.numbers[self.group.size : -1]
 
     @cached_property
     def row_sum(self) -> RowSum:
         """The sum of copies in the adjoint."""
-        return RowSum(self.send_index, self.num_rows)
-
-    @cached_property
-    def extent(self) -> torch.Tensor:
-        """The numbers of received and own rows, for compiled code."""
-        return extent_of(self.num_received, self.num_rows, device=self.send_index.device)
-
-    @property
-    def number(self) -> torch.Tensor:
-        return numbered(self)
-
-    @property
-    def routes(self) -> Routes:
-        return self
-
-    def rows(self) -> tuple[int, int]:
-        """Return the numbers of rows that this rank receives and owns."""
-        if torch.compiler.is_compiling():
-            return count_in(self.extent, 0), count_in(self.extent, 1)
-        return self.num_received, self.num_rows
+        return RowSum(self.send_index, self.num_rows, self.bags)
 
     def elements(self, row: int) -> tuple[list[int], list[int]]:
         """Return the elements for, and from, each rank, of rows with `row` elements."""
-        kept: dict[int, tuple[list[int], list[int]]] = vars(self).setdefault("_elements", {})
-        if row not in kept:
-            send, recv = self.send_counts, self.recv_counts
-            kept[row] = [rows * row for rows in send], [rows * row for rows in recv]
-        return kept[row]
+        return [n * row for n in self.send_counts], [n * row for n in self.recv_counts]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # copies of graphs communicate by it too
-
-
-@dataclass(frozen=True, eq=False)
-class Numbered:
-    """The part of a plan that a graph holds, so that compiled code serves other plans too."""
-
-    group: Group
-    number: torch.Tensor
-    num_received: int
-    num_rows: int
-
-    def rows(self) -> tuple[int, int]:
-        return self.num_received, self.num_rows
-
-    @property
-    def routes(self) -> Routes:
-        """The plan; ArgumentError if no graph or caller has kept it."""
-        found = _plans.get(int(self.number))
-        if found is None:
-            raise ArgumentError(
-                f"exchange on {self.group}: the plan of a traced or compiled graph exists no "
-                "longer, or is of another process. Keep it as long as the graph."
-            )
-        return found
-
-
-# Plans that are alive, by number; numbers of another process are others.
-_plans: WeakValueDictionary[int, Routes] = WeakValueDictionary()
-_numbers = count(randbits(62))
-
-
-def numbered(routes: Routes) -> torch.Tensor:
-    """Return a number for the plan: a tensor, which keeps the plan alive.
-
-    torch.compile makes constants of ints.
-    """
-    place = next(_numbers)
-    number, _plans[place] = torch.tensor(place), routes
-    number.routes = routes  # type: ignore[attr-defined]
-    return number
 
 
 @dataclass(frozen=True)
 class _Planned(Operator):
     """The fields of the pair."""
 
-    plan: Any  # Routes, or Numbered
+    routes: Routes
     dim: int
     use_fp32: bool
 
+    known_in_range: ClassVar[bool] = True
     schema = (
-        "str group, int rank, Tensor plan, SymInt num_received, SymInt num_rows, int dim, "
-        "bool use_fp32"
+        "str group, int rank, Tensor index, Tensor table, Tensor? places, Tensor? bounds, "
+        "SymInt num_received, SymInt num_rows, int dim, bool use_fp32"
     )
 
     @property
     def group(self) -> Group:  # type: ignore[override]
-        return self.plan.group  # type: ignore[no-any-return]
+        return self.routes.group
 
     def arguments(self) -> tuple[Any, ...]:
-        known = self.plan.number, *self.plan.rows()
-        return self.group.name, self.group.rank, *known, self.dim, self.use_fp32
+        routes = self.routes
+        places, bounds = routes.bags or (None, None)
+        tensors = routes.send_index, routes.table, places, bounds
+        rows = routes.num_received, routes.num_rows
+        return self.group.name, self.group.rank, *tensors, *rows, self.dim, self.use_fp32
 
     @classmethod
     def from_arguments(cls, group: str, rank: int, *fields: Any) -> Self:
-        *known, dim, use_fp32 = fields
-        return cls(Numbered(named(group, rank), *known), dim, use_fp32)
+        index, table, places, bounds, num_received, num_rows, dim, use_fp32 = fields
+        bags = None if places is None else (places, bounds)
+        how = num_received, num_rows, bags, cls.known_in_range
+        return cls(Routes(named(group, rank), index, table, *how), dim, use_fp32)
 
     @property
     def adjoint(self) -> _Planned:
-        return _ADJOINTS[type(self)](self.plan, self.dim, self.use_fp32)
+        return _ADJOINTS[type(self)](self.routes, self.dim, self.use_fp32)
 
     def describe(self, x: torch.Tensor) -> dict[str, Any]:
-        plan = self.plan.routes
+        routes = self.routes
         return {
-            "plan": f"{plan.identity:08x}",  # others may have the same counts
+            "plan": f"{routes.numbers[-1]:08x}",  # others may have the same counts
             "dim": self.dim,
-            "send": list(plan.send_counts),
-            "recv": list(plan.recv_counts),
+            "send": routes.send_counts,
+            "recv": routes.recv_counts,
             "shape of a row": packing.rest(x.shape, self.dim),
             "use_fp32": self.use_fp32,
         }
@@ -170,10 +139,10 @@ class Exchange(_Planned):
 
     def prepared(self, x: torch.Tensor) -> Callable[[torch.Tensor], Pending]:
         """Pick the rows to send, which is the one copy; the received rows are the result."""
-        plan, dim, row = self.plan.routes, self.dim, packing.rest(x.shape, self.dim)
-        index, shape = plan.send_index, (plan.num_received, *row)
-        send, recv = plan.elements(prod(row))
-        begin = packing.exchanger(self.name, plan.group, x, send, recv, "neighbours")
+        routes, dim, row = self.routes, self.dim, packing.rest(x.shape, self.dim)
+        index, shape = routes.send_index, (routes.num_received, *row)
+        send, recv = routes.elements(prod(row))
+        begin = packing.exchanger(self.name, routes.group, x, send, recv, "neighbours")
 
         def start(x: torch.Tensor) -> Pending:
             front = x.movedim(dim, 0) if dim else x
@@ -184,7 +153,7 @@ class Exchange(_Planned):
         return start
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
-        return self._like(x, self.plan.num_received)
+        return self._like(x, self.routes.num_received)
 
 
 @torch_operator
@@ -195,67 +164,40 @@ class ExchangeAdjoint(_Planned):
     name = "exchange_adjoint"
 
     def prepared(self, x: torch.Tensor) -> Callable[[torch.Tensor], Pending]:
-        plan, dim, use_fp32 = self.plan.routes, self.dim, self.use_fp32
+        routes, dim, use_fp32 = self.routes, self.dim, self.use_fp32
         row = packing.rest(x.shape, dim)
-        shape, (recv, send) = (len(plan.send_index), *row), plan.elements(prod(row))
-        begin = packing.exchanger(self.name, plan.group, x, send, recv, "neighbours")
+        shape, (recv, send) = (len(routes.send_index), *row), routes.elements(prod(row))
+        begin = packing.exchanger(self.name, routes.group, x, send, recv, "neighbours")
 
         def start(x: torch.Tensor) -> Pending:
             copies = x.new_empty(shape)
             works = begin(copies, packing.plain(x.movedim(dim, 0) if dim else x))
-            return Pending(works, lambda: packing.back(plan.row_sum(copies, use_fp32), dim))
+            return Pending(works, lambda: packing.back(routes.row_sum(copies, use_fp32), dim))
 
         return start
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
-        return self._like(x, self.plan.num_rows)
-
-
-class _Recorded(Routes):
-    """A plan for one call, recorded before its index has values."""
-
-    def check(self) -> None:
-        """Raise ArgumentError if the index is out of range."""
-        with checking("indexed_all_to_all_v", self.group) as where:
-            checked_range(self.send_index, self.num_rows, "indices", "own rows", where)
-
-
-class _Indexed(_Planned):
-    """The pair if a graph holds the index, because no plan has been made."""
-
-    schema = (
-        "str group, int rank, Tensor index, SymInt[] send_counts, SymInt[] recv_counts, "
-        "SymInt num_rows, int dim, bool use_fp32"
-    )
-
-    def arguments(self) -> tuple[Any, ...]:
-        plan = self.plan
-        counts = list(plan.send_counts), list(plan.recv_counts)
-        routes = plan.send_index, *counts, plan.num_rows
-        return self.group.name, self.group.rank, *routes, self.dim, self.use_fp32
-
-    @classmethod
-    def from_arguments(cls, group: str, rank: int, *fields: Any) -> Self:
-        index, send, recv, num_rows, dim, use_fp32 = fields
-        plan = _Recorded(named(group, rank), index, tuple(send), tuple(recv), num_rows)
-        return cls(plan, dim, use_fp32)
+        return self._like(x, self.routes.num_rows)
 
 
 @torch_operator
-class IndexedAllToAllV(_Indexed, Exchange):
-    """:class:`Exchange` by a plan for one call."""
+class IndexedAllToAllV(Exchange):
+    """:class:`Exchange` by routes for one call; in a graph their index has no values before."""
 
     name = "indexed_all_to_all_v"
+    known_in_range = False
 
     def prepared(self, x: torch.Tensor) -> Callable[[torch.Tensor], Pending]:
-        if isinstance(self.plan, _Recorded):
-            self.plan.check()
+        if not self.routes.in_range:
+            with checking(self.name, self.group) as where:
+                index, rows = self.routes.send_index, self.routes.num_rows
+                checked_range(index, rows, "indices", "own rows", where)
         return super().prepared(x)
 
 
 @torch_operator
-class IndexedAllToAllVAdjoint(_Indexed, ExchangeAdjoint):
-    """:class:`ExchangeAdjoint` by a plan for one call."""
+class IndexedAllToAllVAdjoint(ExchangeAdjoint):
+    """:class:`ExchangeAdjoint` by routes for one call."""
 
     name = "indexed_all_to_all_v_adjoint"
 

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from typing import Any, Self, overload
 from zlib import crc32
 
 import torch
 
+from varcomm._torch_private import let_vary
 from varcomm.errors import ArgumentError, DisagreementError, GroupError
 from varcomm.ops import packing
-from varcomm.ops.checks import checked_tensor
+from varcomm.ops.checks import checked_tensor, checking
+from varcomm.ops.compilation import count_in, extent_of
 from varcomm.ops.digest import digest
-from varcomm.ops.operator import Handle, call, checking, in_graph
+from varcomm.ops.graph_operator import in_graph
+from varcomm.ops.handle import Handle, collective
 from varcomm.ops.reduction import checked_summable
 from varcomm.plan.checks import checked_count_matrix, checked_index, checked_indices
-from varcomm.plan.exchange import Exchange, ExchangeAdjoint, Routes, numbered
+from varcomm.plan.exchange import Exchange, ExchangeAdjoint, Routes
 from varcomm.plan.packed import exchange_packed
+from varcomm.plan.row_sum import RowSum
 from varcomm.sizes import ShardSizes, checked_dim, checked_sizes
 from varcomm.transport.agreement import agree_and_share
 from varcomm.transport.engine import Pending, Schedule
 from varcomm.transport.failure import explained
-from varcomm.transport.group import Group, GroupLike, resolve
+from varcomm.transport.group import Calls, Group, GroupLike, resolve
 
 
 @dataclass(frozen=True, eq=False)
-class ExchangePlan(Routes):
+class ExchangePlan:
     """Plan of an exchange: the rows that each rank sends to each other rank.
 
     Made by :meth:`from_indices` or :meth:`from_needed`; a linear operator from this rank's rows to
@@ -72,22 +77,42 @@ class ExchangePlan(Routes):
     [([4.0], [0.0, 1.0]), ([1.0], [0.0, 0.0, 1.0])]
     """
 
+    group: Group = field(repr=False)
+    send_index: torch.Tensor = field(repr=False)
+    send_counts: tuple[int, ...]
+    recv_counts: tuple[int, ...]
+    num_rows: int
+    identity: int = field(default=0, repr=False)
+    calls: Calls = field(default_factory=dict, init=False, repr=False)
+
     def __post_init__(self) -> None:
-        # a second object for operators and graphs, which must not keep the plan in a cycle
-        inner = Routes(*(getattr(self, part.name) for part in fields(Routes)))
-        inner.row_sum.prepare()  # so that the first backward can be captured in a CUDA graph
-        vars(self).update(_inner=inner, _number=numbered(inner))
-        vars(self).update(extent=inner.extent, row_sum=inner.row_sum)
+        _ = self.routes, self.extent  # compiled code would make them in every call
 
-    @property
-    def number(self) -> torch.Tensor:
-        """A number by which a graph finds the plan."""
-        return self._number  # type: ignore[attr-defined, no-any-return]
+    @cached_property
+    def routes(self) -> Routes:
+        """The plan as data, for operators and graphs, which must not keep the plan in a cycle."""
+        # the bags now, so that the first backward can be captured in a CUDA graph
+        places, bounds = RowSum(self.send_index, self.num_rows).bags
+        bags = let_vary(places, 0), let_vary(bounds, 0)
+        counts = self.send_counts, self.recv_counts
+        index = let_vary(self.send_index.detach(), 0)
+        return Routes.of(self.group, index, *counts, self.num_rows, self.identity, bags)
 
-    @property
-    def inner(self) -> Routes:
-        """The same routes, for operators that are kept."""
-        return self._inner  # type: ignore[attr-defined, no-any-return]
+    @cached_property
+    def num_received(self) -> int:
+        """Rows that this rank receives."""
+        return sum(self.recv_counts)
+
+    @cached_property
+    def extent(self) -> torch.Tensor:
+        """The numbers of received and own rows, for compiled code."""
+        return extent_of(self.num_received, self.num_rows, device=self.send_index.device)
+
+    def rows(self) -> tuple[int, int]:
+        """Return the numbers of rows that this rank receives and owns."""
+        if torch.compiler.is_compiling():
+            return count_in(self.extent, 0), count_in(self.extent, 1)
+        return self.num_received, self.num_rows
 
     @classmethod
     def from_indices(
@@ -219,14 +244,14 @@ class ExchangePlan(Routes):
             by_name: Any = zip(("dim", "use_fp32")[: len(more)], more, strict=True)
             return self(tensor, **dict(by_name))
         if not more:
-            return call(_forward, self, tensor, (), (dim, use_fp32), False)
+            return collective(_forward, self, tensor, (), (dim, use_fp32), False)
         tensors = tensor, *more
         operators = [_forward(self, x, (), dim, use_fp32) for x in tensors]
         return exchange_packed(self, tensors, [one.dim for one in operators], use_fp32)
 
     def start(self, tensor: torch.Tensor, dim: int = 0, use_fp32: bool = True) -> Handle:
         """Begin a call of the plan; :meth:`Handle.wait` returns the received rows."""
-        return call(_forward, self, tensor, (), (dim, use_fp32), True)
+        return collective(_forward, self, tensor, (), (dim, use_fp32), True)
 
     def adjoint(self, tensor: torch.Tensor, dim: int = 0, use_fp32: bool = True) -> torch.Tensor:
         """Send received rows back, and sum at each owner the copies of each row.
@@ -243,7 +268,7 @@ class ExchangePlan(Routes):
         torch.Tensor
             `num_rows` rows along `dim`, zeros for rows without a copy; the same bits in every run.
         """
-        return call(_adjoint, self, tensor, (), (dim, use_fp32), False)
+        return collective(_adjoint, self, tensor, (), (dim, use_fp32), False)
 
     def nbytes(self, tensor: torch.Tensor, dim: int = 0) -> int:
         """Return the bytes that this rank sends to other ranks in a call with ``tensor``."""
@@ -264,6 +289,9 @@ class ExchangePlan(Routes):
 
     def __copy__(self) -> Self:
         return self  # a copy of a model shares its plans
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
 
     def __reduce__(self) -> str:
         raise GroupError(
@@ -309,7 +337,7 @@ def _forward(
     with checking("exchange", plan.group, use_fp32=use_fp32) as where:
         checked_tensor(x, where)
         dim = _checked_rows(plan, x, dim, plan.rows()[1], "own", where)
-    return Exchange(plan if in_graph(x) else plan.inner, dim, use_fp32)
+    return Exchange(_routes(plan, x), dim, use_fp32)
 
 
 def _adjoint(
@@ -318,7 +346,15 @@ def _adjoint(
     with checking("exchange_adjoint", plan.group, use_fp32=use_fp32) as where:
         checked_summable(x, where, use_fp32)
         dim = _checked_rows(plan, x, dim, plan.rows()[0], "received", where)
-    return ExchangeAdjoint(plan if in_graph(x) else plan.inner, dim, use_fp32)
+    return ExchangeAdjoint(_routes(plan, x), dim, use_fp32)
+
+
+def _routes(plan: ExchangePlan, x: torch.Tensor) -> Routes:
+    """Return the routes, with numbers of rows that vary if `x` is in a graph."""
+    routes = plan.routes
+    if not in_graph(x):
+        return routes
+    return Routes(plan.group, routes.send_index, routes.table, *plan.rows(), routes.bags)
 
 
 def _checked_rows(

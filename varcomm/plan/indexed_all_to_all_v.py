@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.ops.checks import checked_tensor
-from varcomm.ops.operator import TensorOrHandle, checking, run
+from varcomm.ops.checks import checked_tensor, checking
+from varcomm.ops.handle import TensorOrHandle, uncached
 from varcomm.plan.checks import checked_count_matrix, checked_indices
 from varcomm.plan.exchange import IndexedAllToAllV, Routes
 from varcomm.sizes import checked_dim
@@ -84,9 +84,9 @@ def indexed_all_to_all_v(
         index, send_counts = checked_indices(indices, tensor.shape[dim], ranks, where)
         matrix = checked_count_matrix(sizes, send_counts, ranks, where)
         recv_counts = tuple(row[ranks.rank] for row in matrix)
-        plan = Routes(ranks, index, send_counts, recv_counts, tensor.shape[dim])
+        plan = Routes.of(ranks, index, send_counts, recv_counts, tensor.shape[dim])
         if index.device != tensor.device:
             raise ArgumentError(
                 f"{where}the tensor is on {tensor.device}, indices are on {index.device}."
             )
-    return run(IndexedAllToAllV(plan, dim, use_fp32), tensor, async_op)
+    return uncached(IndexedAllToAllV(plan, dim, use_fp32), tensor, async_op)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from varcomm.ops import packing
-from varcomm.ops.operator import call, in_graph
+from varcomm.ops.graph_operator import in_graph
+from varcomm.ops.handle import collective
 from varcomm.plan.exchange import Exchange, ExchangeAdjoint, Routes
 from varcomm.transport.engine import Pending
 
@@ -46,12 +47,12 @@ def _received(plan: Any, columns: Sequence[Tensor], use_fp32: bool) -> Tensor:
     if in_graph(columns[0]) or torch._C._are_functorch_transforms_active():
         # compilers write the columns side by side as they compute them
         return plan(torch.cat(list(columns), dim=1), use_fp32=use_fp32)  # type: ignore[no-any-return]
-    picked: Tensor = _Pick.apply(plan.inner, use_fp32, *columns)  # type: ignore[no-untyped-call]
-    return call(_picked, plan, picked, (), (use_fp32,), False)
+    picked: Tensor = _Pick.apply(plan.routes, use_fp32, *columns)  # type: ignore[no-untyped-call]
+    return collective(_picked, plan, picked, (), (use_fp32,), False)
 
 
 def _picked(plan: Any, _: Tensor, __: object, use_fp32: bool, *___: object) -> _Picked:
-    return _Picked(plan.inner, 0, use_fp32)
+    return _Picked(plan.routes, 0, use_fp32)
 
 
 class _Pick(torch.autograd.Function):
@@ -98,11 +99,11 @@ class _Picked(Exchange):
 
     @property
     def adjoint(self) -> _PickedAdjoint:
-        return _PickedAdjoint(self.plan, self.dim, self.use_fp32)
+        return _PickedAdjoint(self.routes, self.dim, self.use_fp32)
 
     def prepared(self, x: Tensor) -> Callable[[Tensor], Pending]:
-        counts = self.plan.routes.elements(x.shape[1])
-        return _between(self, x, self.plan.num_received, *counts)
+        counts = self.routes.elements(x.shape[1])
+        return _between(self, x, self.routes.num_received, *counts)
 
 
 @dataclass(frozen=True)
@@ -111,11 +112,11 @@ class _PickedAdjoint(ExchangeAdjoint):
 
     @property
     def adjoint(self) -> _Picked:
-        return _Picked(self.plan, self.dim, self.use_fp32)
+        return _Picked(self.routes, self.dim, self.use_fp32)
 
     def prepared(self, x: Tensor) -> Callable[[Tensor], Pending]:
-        plan = self.plan.routes
-        return _between(self, x, len(plan.send_index), *plan.elements(x.shape[1])[::-1])
+        routes = self.routes
+        return _between(self, x, len(routes.send_index), *routes.elements(x.shape[1])[::-1])
 
 
 def _between(

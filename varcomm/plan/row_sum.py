@@ -12,6 +12,9 @@ _WIDE = 16  # elements per row from which bags are faster, however few copies th
 _DENSE = 2  # copies per row, on average, from which they are faster for any width
 
 
+Bags = tuple[torch.Tensor, torch.Tensor]
+
+
 @dataclass(frozen=True, eq=False)
 class RowSum:
     """The transpose of ``x.index_select(0, index)``, the same at every run bit for bit.
@@ -27,10 +30,13 @@ class RowSum:
 
     index: torch.Tensor
     num_rows: int
+    made: Bags | None = None  # the bags, if they are known
 
     @cached_property
-    def bags(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def bags(self) -> Bags:
         """Places of the copies, row by row, and where in that list each row begins and ends."""
+        if self.made is not None:
+            return self.made
         fits = max(len(self.index), self.num_rows) < 2**31
         integer = torch.int32 if fits else torch.int64
         places = torch.sort(self.index.to(integer), stable=True).indices.to(integer)
@@ -38,15 +44,6 @@ class RowSum:
         # bincount would wait for a GPU
         bounds[1:].scatter_add_(0, self.index, bounds.new_ones(()).expand(len(places)))
         return places, bounds.cumsum_(0)
-
-    def prepare(self) -> None:
-        """Make the bags at once if calls on this device will use them, which is not on the CPU.
-
-        A CUDA graph that made them would keep memory that no value reaches before its first replay.
-        On the CPU few dtypes use bags, and a plan made there may be moved to a GPU.
-        """
-        if self.index.device.type != "cpu":
-            _ = self.bags
 
     def __call__(self, values: torch.Tensor, use_fp32: bool = True) -> torch.Tensor:
         """Return the sums of `values`, one row per entry of the index; zeros without an entry.

@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from varcomm.errors import ArgumentError
 from varcomm.ops import packing
-from varcomm.ops.checks import checked_shard
-from varcomm.ops.operator import checking
+from varcomm.ops.checks import checked_shard, checking
 from varcomm.sharding.spec import ShardSpec
 from varcomm.sizes import ShardSizes
 from varcomm.transport.agreement import compare, debugging

@@ -10,9 +10,8 @@ import torch
 
 from varcomm.errors import ArgumentError, GroupError
 from varcomm.ops.all_gather_v import all_gather_v
-from varcomm.ops.checks import checked_tensor
+from varcomm.ops.checks import checked_tensor, checking
 from varcomm.ops.gather_v import gather_v
-from varcomm.ops.operator import checking
 from varcomm.sizes import ShardSizes, checked_dim, checked_sizes, exact_int
 from varcomm.transport.group import Group, GroupLike, resolve
 

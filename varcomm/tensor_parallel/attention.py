@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from varcomm.errors import ArgumentError
-from varcomm.ops.checks import checked_flag, checked_tensor
-from varcomm.ops.operator import checking
+from varcomm.ops.checks import checked_flag, checked_tensor, checking
 from varcomm.ops.reduction import accumulation_dtype
 from varcomm.sizes import ShardSizes, at_least, checked_sizes, exact_int
 from varcomm.tensor_parallel.derivatives import in_transform, recorded_gradients

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from varcomm.ops.operator import apply
+from varcomm.ops.handle import apply
 from varcomm.ops.reduction import accumulation_dtype
 from varcomm.ops.replicated import ReplicatedUse
 from varcomm.tensor_parallel.derivatives import in_transform, recorded_gradients

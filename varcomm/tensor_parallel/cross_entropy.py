@@ -16,10 +16,11 @@ from torch import Tensor
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import all_gather_v
-from varcomm.ops.checks import check_on_device, checked_shard, checked_tensor
+from varcomm.ops.checks import check_on_device, checked_shard, checked_tensor, checking
 from varcomm.ops.digest import digest
 from varcomm.ops.forward_mode import refuse_linearize
-from varcomm.ops.operator import apply, checking, in_graph
+from varcomm.ops.graph_operator import in_graph
+from varcomm.ops.handle import apply
 from varcomm.ops.reduction import accumulation_dtype
 from varcomm.ops.replicated import ReplicatedGather, ReplicatedUse
 from varcomm.sizes import ShardSizes, exact_int

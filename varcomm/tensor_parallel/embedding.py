@@ -21,10 +21,18 @@ from varcomm.errors import ArgumentError
 from varcomm.ops import packing
 from varcomm.ops.all_gather_v import AllGatherV, ReduceScatterV
 from varcomm.ops.all_reduce import AllReduce
-from varcomm.ops.checks import check_on_device, checked_shard, checked_tensor, checked_whole
+from varcomm.ops.checks import (
+    check_on_device,
+    checked_shard,
+    checked_tensor,
+    checked_whole,
+    checking,
+)
 from varcomm.ops.digest import digest
-from varcomm.ops.operator import Operator, apply, checking, torch_operator
+from varcomm.ops.graph_operator import torch_operator
+from varcomm.ops.handle import apply
 from varcomm.ops.reduction import checked_summable
+from varcomm.ops.rule import Operator
 from varcomm.plan.exchange import Exchange, ExchangeAdjoint, Routes
 from varcomm.plan.row_sum import RowSum
 from varcomm.sizes import ShardSizes, exact_int
@@ -277,7 +285,7 @@ class _SumLookUp(_Lookup):
     name = "parallel_embedding_by_sums"
 
     @torch.no_grad()
-    def start(self, x: Tensor) -> Pending:
+    def send(self, x: Tensor) -> Pending:
         """Add rows of all ranks: one of them has the row of an id, the others have zeros."""
         self._check_ids()
         if len(self.sizes) == 1:
@@ -287,8 +295,8 @@ class _SumLookUp(_Lookup):
         rows = table.index_select(0, local.masked_fill(is_other, 0))
         _set_zero(rows, is_other)
         if self.parts:
-            return ReduceScatterV(self.group, self.parts, 0, use_fp32=True).start(rows)
-        return AllReduce(self.group, use_fp32=True).start(rows)
+            return ReduceScatterV(self.group, self.parts, 0, use_fp32=True).send(rows)
+        return AllReduce(self.group, use_fp32=True).send(rows)
 
     def result(self, x: Tensor) -> Tensor:
         return self._of_ids(x)
@@ -305,13 +313,13 @@ class _SumLookUpAdjoint(_Lookup):
     name = "parallel_embedding_by_sums_adjoint"
 
     @torch.no_grad()
-    def start(self, x: Tensor) -> Pending:
+    def send(self, x: Tensor) -> Pending:
         """Sum the gradients of each row, in the order of the ids."""
         if len(self.sizes) == 1:
             total = RowSum(self.ids, self.sizes[0])(x)
             return Pending([], lambda: total)
         if self.parts:
-            x = AllGatherV(self.group, self.parts, 0, use_fp32=True).start(x).wait()
+            x = AllGatherV(self.group, self.parts, 0, use_fp32=True).send(x).wait()
         else:
             x = x.clone()
         own = self._rows
@@ -411,7 +419,7 @@ class _ByRows(_Lookup):
         wanted = torch.cat([distinct.keys[begin:end] for begin, end in asked])
         index = wanted % width - own.start
         places = distinct.places[tokens.offsets[rank] :][: tokens[rank]] - before[2 * ranks]
-        routes = Routes(group, index, sends, receives, len(own))
+        routes = Routes.of(group, index, sends, receives, len(own))
         return routes, places, RowSum(places, sum(receives))
 
 
@@ -422,12 +430,12 @@ class _RowLookUp(_ByRows):
     name = "parallel_embedding"
 
     @torch.no_grad()
-    def start(self, x: Tensor) -> Pending:
+    def send(self, x: Tensor) -> Pending:
         """Look up all rows at once; the engine's rounds depend on the ids."""
         self._check_ids()
         if self.parts:
             routes, places, _ = self.to_parts
-            needed = Exchange(routes, 0, use_fp32=True).start(x).wait()
+            needed = Exchange(routes, 0, use_fp32=True).send(x).wait()
             return Pending([], lambda: needed.index_select(0, places))
         # gather each distinct row once; the only copy repeats it at all its places
         counts, own, places, *_ = self.to_all
@@ -452,11 +460,11 @@ class _RowLookUpAdjoint(_ByRows):
     name = "parallel_embedding_adjoint"
 
     @torch.no_grad()
-    def start(self, x: Tensor) -> Pending:
+    def send(self, x: Tensor) -> Pending:
         """Sum the gradients of each row, in the order of the ids."""
         if self.parts:
             routes, _, row_sum = self.to_parts
-            return ExchangeAdjoint(routes, 0, use_fp32=True).start(row_sum(x))
+            return ExchangeAdjoint(routes, 0, use_fp32=True).send(row_sum(x))
         *_, mine, row_sum = self.to_all
         total = row_sum(x.index_select(0, mine))
         return Pending([], lambda: total)

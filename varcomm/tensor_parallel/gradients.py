@@ -9,8 +9,7 @@ from torch import Tensor
 
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops.all_gather_v import all_gather_v
-from varcomm.ops.checks import checked_tensor, holds_values
-from varcomm.ops.operator import checking
+from varcomm.ops.checks import checked_tensor, checking, holds_values
 from varcomm.ops.reduction import accumulation_dtype
 from varcomm.sharding import shard_spec
 from varcomm.tensor_parallel.layout import checked_number

@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import AllGatherV, ReduceScatterV
-from varcomm.ops.checks import checked_flag, checked_shard, checked_tensor, checked_whole
-from varcomm.ops.operator import apply, begin, checking
+from varcomm.ops.checks import checked_flag, checked_shard, checked_tensor, checked_whole, checking
+from varcomm.ops.handle import apply, send_in_rule
 from varcomm.ops.replicated import ReplicatedSum, ReplicatedUse
 from varcomm.tensor_parallel.derivatives import in_transform, recorded_gradients
 from varcomm.tensor_parallel.layout import FLAG, ShardedModule, Sizes, checked_choice
@@ -220,7 +220,7 @@ class _ColumnProduct(torch.autograd.Function):
     def forward(ctx: Any, before: Before, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.before, ctx.gathers = before, isinstance(before, AllGatherV)
         ctx.save_for_backward(x, weight, bias)
-        rows = begin(before, x, x.requires_grad).wait() if ctx.gathers else x
+        rows = send_in_rule(before, x, x.requires_grad).wait() if ctx.gathers else x
         return functional.linear(rows, weight, bias)
 
     @staticmethod
@@ -230,10 +230,10 @@ class _ColumnProduct(torch.autograd.Function):
             found = recorded_gradients(partial(_product, ctx.before), saved, needed, gradient)
             return None, *found
         x, weight, _ = saved
-        gathered = begin(ctx.before, x, False) if ctx.gathers else None
+        gathered = send_in_rule(ctx.before, x, False) if ctx.gathers else None
         of_x = gradient @ weight.conj() if needed[0] else None
         x = x if gathered is None else gathered.wait()
-        summed = None if of_x is None else begin(ctx.before.adjoint, of_x, False)
+        summed = None if of_x is None else send_in_rule(ctx.before.adjoint, of_x, False)
         x, gradient = _flat(x), _flat(gradient)
         of_weight, of_bias = gradient.T @ x.conj(), gradient.sum(0) if needed[2] else None
         return None, None if summed is None else summed.wait(), of_weight, of_bias

@@ -18,12 +18,14 @@ from torch import Tensor
 
 from varcomm.ops.all_gather_v import all_gather_operator
 from varcomm.ops.all_to_all_v import all_to_all_operator, transpose_operator
-from varcomm.ops.checks import checked_shard, checked_tensor, checked_whole
+from varcomm.ops.checks import checked_shard, checked_tensor, checked_whole, checking
 from varcomm.ops.compilation import uncompiled
-from varcomm.ops.operator import Operator, apply, checking, in_graph
+from varcomm.ops.graph_operator import in_graph
+from varcomm.ops.handle import apply
 from varcomm.ops.reduce_scatter_v import reduce_scatter_operator
 from varcomm.ops.reduction import checked_summable
 from varcomm.ops.replicated import ReplicatedGather, ReplicatedShard, ReplicatedSum, ReplicatedUse
+from varcomm.ops.rule import Operator
 from varcomm.sizes import ShardSizes, checked_dim, checked_sizes
 from varcomm.transport.agreement import share
 from varcomm.transport.group import Group, GroupLike, resolve

@@ -22,6 +22,7 @@ from varcomm.errors import GroupError
 MANY = 16
 
 GroupLike: TypeAlias = dist.ProcessGroup | DeviceMesh | None
+Calls: TypeAlias = dict[Any, Any]  # by their arguments, with what they prepared
 
 
 class Group:
@@ -41,6 +42,7 @@ class Group:
         self.compared_calls = 0  # calls that this rank compared with the other ranks
         self.given_up = ""  # message of the call in which this rank stopped to wait for others
         self.note: dict[str, Any] = {}  # of the world: note of this rank on its last call
+        self.calls: Calls = {}
         self.in_flight: list[Any] = []  # of the world: calls of Handles with further rounds
         self.captured: weakref.WeakSet[Any] = weakref.WeakSet()  # of the world: CUDA graphs
         self.unfinished: list[Any] = []  # buffers and requests of calls that no caller waits for
@@ -113,7 +115,7 @@ def forget_destroyed(also_living: bool = False) -> None:
     """Drop the groups that torch.distributed has destroyed, so that their threads end."""
     for group in [*_groups.values()]:
         if also_living or not group.exists():
-            vars(group).pop("operators", None)  # they hold the group in a cycle
+            group.calls.clear()  # they hold the group in a cycle
             group.in_flight = []  # and so do these
             del _groups[group.process_group]
 

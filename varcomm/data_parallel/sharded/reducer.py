@@ -14,7 +14,7 @@ from varcomm.data_parallel.sharded.gradient import SummedGradient, Sums
 from varcomm.data_parallel.sharded.shard import Shard
 from varcomm.errors import ArgumentError
 from varcomm.ops import levels, packing
-from varcomm.ops.operator import checking
+from varcomm.ops.checks import checking
 from varcomm.ops.reduction import accumulated, accumulation_dtype
 from varcomm.transport.agreement import debugging
 from varcomm.transport.auxiliary_group import Lane, weakly

@@ -20,8 +20,9 @@ from varcomm.graph.node_shard import NodeShard
 from varcomm.graph.on_device import require
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_to_all_v import all_to_all_v
+from varcomm.ops.checks import checking
 from varcomm.ops.compilation import count_in, extent_of, kept_from_compilation
-from varcomm.ops.operator import checking, in_graph
+from varcomm.ops.graph_operator import in_graph
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.transport.group import Group
 

@@ -17,9 +17,9 @@ from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.index.batch import Graphs
 from varcomm.graph.index.partitioned_index import PartitionedIndex, plain
 from varcomm.graph.layers.propagate import Running
+from varcomm.ops.checks import checking
 from varcomm.ops.compilation import kept_from_compilation
 from varcomm.ops.nested import leaves, rebuilt
-from varcomm.ops.operator import checking
 from varcomm.transport.agreement import share
 
 __all__ = ["NodeRows", "exchange_once"]

@@ -17,8 +17,8 @@ from varcomm.graph.index.partitioned_index import PartitionedIndex, plain
 from varcomm.graph.layers.deep_halos import NodeRows
 from varcomm.graph.node_shard import described
 from varcomm.graph.partitioned_graph import PartitionedGraph
+from varcomm.ops.checks import checking
 from varcomm.ops.nested import mapped
-from varcomm.ops.operator import checking
 from varcomm.transport.agreement import share
 
 __all__ = ["exchange_before"]

@@ -14,8 +14,7 @@ from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.layers.refused import inexact
 from varcomm.graph.node_shard import described
 from varcomm.graph.partitioned_graph import PartitionedGraph
-from varcomm.ops.checks import checked_tensor
-from varcomm.ops.operator import checking
+from varcomm.ops.checks import checked_tensor, checking
 
 __all__ = ["edge_update", "message_passing"]
 

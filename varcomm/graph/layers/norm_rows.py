@@ -16,9 +16,8 @@ from varcomm.graph.node_shard import Shard
 from varcomm.graph.on_device import require
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.ops.all_reduce import all_reduce
-from varcomm.ops.checks import checked_tensor
+from varcomm.ops.checks import checked_tensor, checking
 from varcomm.ops.digest import digest
-from varcomm.ops.operator import checking
 from varcomm.transport.agreement import share
 from varcomm.transport.group import Group
 

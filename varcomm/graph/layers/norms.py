@@ -21,8 +21,8 @@ from varcomm.errors import ArgumentError
 from varcomm.graph.index.batch import accumulated
 from varcomm.graph.layers.norm_rows import Rows, Where, rows_of_any_kind
 from varcomm.graph.on_device import require
+from varcomm.ops.checks import checking
 from varcomm.ops.compilation import kept_from_compilation
-from varcomm.ops.operator import checking
 
 __all__ = ["GLOBAL_NORMS", "global_norm", "is_global_norm"]
 

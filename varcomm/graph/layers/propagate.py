@@ -19,7 +19,7 @@ from varcomm.errors import ArgumentError
 from varcomm.graph.index.edges import EdgeRules
 from varcomm.graph.index.partitioned_index import PartitionedIndex
 from varcomm.graph.partitioned_graph import PartitionedGraph
-from varcomm.ops.operator import checking
+from varcomm.ops.checks import checking
 
 __all__ = ["SCORES_FIRST", "Digests", "Running", "Scores", "attach", "is_attached"]
 

@@ -18,8 +18,8 @@ from varcomm.graph.index.partitioned_index import PartitionedIndex, plain
 from varcomm.graph.layers.propagate import SCORES_FIRST, Running, Scores
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_reduce import all_reduce
+from varcomm.ops.checks import checking
 from varcomm.ops.compilation import kept_from_compilation
-from varcomm.ops.operator import checking
 
 __all__ = ["replace_methods"]
 

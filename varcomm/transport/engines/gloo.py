@@ -96,11 +96,16 @@ def _all_gather(
 ) -> Works:
     """Broadcast each shard, all at the same time."""
     out, data = units(out), units(data)
-    parts = [(src, _part(out, first, end)) for src, first, end in places]
-    works = [_broadcast(pg, data if src == rank else part, src) for src, part in parts]
-    for src, part in parts:
-        if src == rank and part.data_ptr() != data.data_ptr():
-            part.copy_(data)
+    works, own, length = [], data, out.numel()
+    for src, first, end in places:
+        part = out if end - first == length else out[first:end]
+        if src == rank:
+            own = part
+        options = dist.BroadcastOptions()
+        options.rootRank = src
+        works.append(pg.broadcast([data if src == rank else part], options))
+    if own.data_ptr() != data.data_ptr():
+        own.copy_(data)
     return works
 
 

@@ -1,0 +1,140 @@
+"""Collectives in recorded graphs: of torch.compile, make_fx, torch.export and fake tensors.
+
+There each class of operators is one operator of torch::
+
+    varcomm::NAME(x, token, after, group, rank, ...fields) -> (result, token)
+
+It is an effect, so that no compiler drops or moves it. `after` is the token of the call before,
+which keeps the order in generated code. Two ranks may share a cache of compiled code, so the rank
+is an argument. The tokens in derivatives are those of :mod:`.handle`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+from torch._library.autograd import Info, make_autograd_impl
+from torch._library.effects import EffectType
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+
+from varcomm.errors import ArgumentError
+from varcomm.ops.rule import Call, Operator, send
+
+Kind = TypeVar("Kind", bound=type[Operator])
+Tensors = tuple[Tensor, Tensor]
+
+_dispatch_mode = torch._C._get_dispatch_mode
+_FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
+
+
+def records_graph() -> bool:
+    """Return whether make_fx or torch.export records calls."""
+    return _dispatch_mode(_PROXY) is not None
+
+
+def in_graph(x: Tensor | None) -> bool:
+    """Return whether calls on `x` are recorded or pretended; for None, whether they would be."""
+    return torch.compiler.is_compiling() or is_traced(x)
+
+
+def is_traced(x: Tensor | None) -> bool:
+    """Return the same outside of code that torch.compile traces."""
+    if records_graph():
+        return True
+    if x is None:
+        return _dispatch_mode(_FAKE) is not None
+    return isinstance(x, (FakeTensor, FunctionalTensor))
+
+
+def token_of(x: Tensor) -> Tensor:
+    """Return a new token, on the device of `x`."""
+    return x.new_empty(0, dtype=torch.float32)
+
+
+def recorded(operator: Operator, x: Tensor, token: Tensor | None = None) -> Tensors:
+    """Apply the operator of a graph."""
+    arguments = operator.arguments()
+    if isinstance(x, FakeTensor) and not (torch.compiler.is_compiling() or records_graph()):
+        # beside a fake `x`, tensors must be fakes; a recorder makes constants of them by itself
+        convert = x.fake_mode.from_tensor
+        real = (isinstance(a, Tensor) and not isinstance(a, FakeTensor) for a in arguments)
+        arguments = tuple(convert(a) if r else a for a, r in zip(arguments, real, strict=True))
+    return getattr(torch.ops.varcomm, operator.name)(x, token, None, *arguments)  # type: ignore[no-any-return]
+
+
+_library = torch.library.Library("varcomm", "DEF")
+
+_TYPES = {
+    "bool": "bool",
+    "int": "int",
+    "torch.Tensor": "Tensor",
+    "tuple[int, ...]": "SymInt[]",
+}
+
+# a replayed CUDA graph runs no Python
+_TAGS = torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe
+
+
+def torch_operator(kind: Kind) -> Kind:
+    """Make the operator of torch for a class of operators."""
+    if not hasattr(kind, "schema"):
+        own = [field for field in fields(kind) if field.name != "group"]  # type: ignore[arg-type]
+        kind.names = tuple(field.name for field in own)
+        form = "".join(f", {_TYPES[str(field.type)]} {field.name}" for field in own)
+        kind.schema = f"str group, int rank{form}"
+    name, schema = kind.name, f"Tensor x, Tensor? token, Tensor? after, {kind.schema}"
+    _library.define(f"{name}({schema}) -> (Tensor, Tensor)", tags=_TAGS)
+    op = getattr(torch.ops.varcomm, name).default
+
+    def forward(x: Tensor, token: object, after: object, *arguments: Any) -> Tensors:
+        call = Call(kind.from_arguments(*arguments))
+        return send(call, x, recorded=False).wait().data, token_of(x)
+
+    def fake(x: Tensor, token: object, after: object, *arguments: Any) -> Tensors:
+        return kind.from_arguments(*arguments).result(x), token_of(x)
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+        ctx.operator, ctx.has_token = kind.from_arguments(*inputs[3:]), inputs[1] is not None
+        ctx.save_for_backward(output[1])
+
+    def backward(ctx: Any, gradient: Tensor, of_token: Tensor) -> tuple[Any, ...]:
+        (token,) = ctx.saved_tensors
+        result, passed_on = recorded(ctx.operator.adjoint, gradient, token + of_token)
+        others = [None] * (len(ctx.needs_input_grad) - 2)
+        return result, passed_on if ctx.has_token else None, *others
+
+    differentiated = make_autograd_impl(op, Info(backward, keep))
+
+    def without_tangents(keys: torch._C.DispatchKeySet, x: Tensor, *rest: Any) -> Tensors:
+        if forward_ad.unpack_dual(x).tangent is not None:  # which torch would drop silently
+            raise ArgumentError(
+                f"{name}: a recorded operator has no forward mode. Use torch.func.jvp of the "
+                "function before it is compiled, exported or traced."
+            )
+        return differentiated(keys, x, *rest)  # type: ignore[no-any-return]
+
+    def in_order(
+        mode: FunctionalTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Tensors:
+        # an effect keeps its place in the graph that torch 2.13 lowers, not in the generated code
+        x, token, _, *others = args
+        last = vars(mode).get("_varcomm_token")
+        result: Tensors = mode.__torch_dispatch__(
+            op, types, (x, token, last, *others), kwargs or {}
+        )
+        vars(mode)["_varcomm_token"] = result[1]
+        return result
+
+    _library.impl(name, forward, "CompositeExplicitAutograd")
+    torch.library.register_fake(op, fake, lib=_library)
+    _library.impl(name, without_tangents, "Autograd", with_keyset=True)
+    torch.library._register_effectful_op(op, EffectType.ORDERED)
+    torch.library.register_torch_dispatch(
+        f"varcomm::{name}", FunctionalTensorMode, in_order, lib=_library
+    )
+    return kind
