@@ -139,6 +139,8 @@ def boxes_of(key: str, tensor: Any) -> list[Box]:
         return [Box((0,) * tensor.dim(), tensor.detach())] if tensor.numel() else []
     if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
         return []
+    if isinstance(tensor, Sharded):
+        return list(tensor.boxes)
     chunks = tensor.__create_chunk_list__()
     parts = [tensor.__get_tensor_shard__(MetadataIndex(key, chunk.offsets)) for chunk in chunks]
     declared = [tuple(chunk.sizes) for chunk in chunks]

@@ -176,7 +176,8 @@ class Sharded(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
         raise ArgumentError(
             f"{func} cannot be applied to a Sharded tensor, which can only be saved and loaded. "
-            "Use the tensors of its boxes."
+            "Use the tensors of its boxes. In place of torch's async_save, use "
+            "varcomm.checkpoint.save with async_=True."
         )
 
     # the protocol of torch.distributed.checkpoint: boxes to load, boxes to save, and one box
@@ -187,19 +188,70 @@ class Sharded(torch.Tensor):
         return [ChunkStorageMetadata(torch.Size(b.offsets), b.tensor.shape) for b in self.boxes]
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.metadata import (
+            ChunkStorageMetadata,
+            MetadataIndex,
+            TensorProperties,
+        )
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
         items = []
-        for chunk, box in zip(self.__create_chunk_list__(), self.boxes, strict=True):
-            kind = TensorProperties.create_from_tensor(box.tensor)
-            data = TensorWriteData(chunk, kind, self.shape)
+        for box in self._written():
+            chunk = ChunkStorageMetadata(torch.Size(box.offsets), box.tensor.shape)
+            properties = TensorProperties.create_from_tensor(box.tensor)
+            data = TensorWriteData(chunk, properties, self.shape)
             index = MetadataIndex(fqn, chunk.offsets)
             items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
         return items
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        return next(box.tensor for box in self.boxes if box.offsets == tuple(index.offset))
+        boxes = self._written()
+        tensor = next(box.tensor for box in boxes if box.offsets == tuple(index.offset))
+        return tensor if len(boxes) == 1 else _OneOfSeveral.of(tensor, index.fqn)
+
+    def _written(self) -> tuple[Box, ...]:
+        """Return the boxes, or one empty box of a tensor without elements, which a file names."""
+        if self.numel():
+            return self.boxes
+        return (Box((0,) * self.dim(), torch.empty(self.shape, dtype=self.dtype)),)
+
+
+class _OneOfSeveral(torch.Tensor):
+    """One of several boxes of a tensor on this rank, which only safetensors refuses.
+
+    torch.distributed.checkpoint fills a safetensors file from a dict by the name of the tensor, in
+    which the last box replaces the others. A box learns of the format when it is written.
+    """
+
+    key: str
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, key: str) -> Self:
+        """Return a view of a box of the tensor with this name."""
+        box = tensor.as_subclass(cls)
+        box.key = key
+        return box
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result: Any = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        if isinstance(result, cls):  # such as its copy on the CPU
+            result.key = next(arg.key for arg in args if isinstance(arg, cls))
+        return result
+
+    def is_contiguous(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise ArgumentError; safetensors asks this of each tensor, and torch.save does not."""
+        raise ArgumentError(
+            f"{self.key!r} has several boxes on this rank, and torch.distributed.checkpoint keeps "
+            "only the last one in a safetensors file. Use varcomm.checkpoint.save or torch's "
+            "FileSystemWriter, or save each fused block as a tensor of its own."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = torch.empty(0, dtype=self.dtype)
+        own = self.resolve_conj().resolve_neg()
+        plain.set_(own.untyped_storage(), own.storage_offset(), own.shape, own.stride())
+        return plain.__reduce_ex__(protocol)
 
 
 def check_inside(
