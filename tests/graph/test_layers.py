@@ -10,6 +10,7 @@ import torch
 import torch_geometric.nn as pyg
 from torch_geometric.nn import aggr, conv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.utils import segment
 
 from tests.graph import functions
 from tests.graph.against_one import CLOSE, assert_verdicts, data_of, graph_of, two_types, verdict
@@ -173,6 +174,14 @@ def test_norms_outside_of_a_distributed_model(worlds):
     for name, found in worlds.run(3, outside)[0].items():
         if name not in functions.BY_ROWS:
             assert (name, found) == (name, told[name][0])
+
+
+@on_ranks(2)
+def test_offsets_of_one_rank_are_refused_before_torch_reads_them(rank):
+    graph = graph_of(data_of())
+    values = torch.ones(len(graph.edge_index[1]), 2)
+    with pytest.raises(ArgumentError, match=r"segment_reduce .* ids of this rank only"):
+        segment(values, graph.edge_index[1])
 
 
 def test_the_page_of_compiled_layers_has_those_of_the_tests():

@@ -467,7 +467,7 @@ def _sort(func: Callable[..., Any], x: PartitionedIndex, *args: Any, **kwargs: A
 @rule(
     "index_put_ index_put embedding_bag gather take take_along_dim put put_ index_copy "
     "index_copy_ scatter scatter_ index_fill index_fill_ unique_consecutive item __int__ "
-    "__index__ __array__ numpy __dlpack__ __reduce_ex__ embedding _segment_reduce"
+    "__index__ __array__ numpy __dlpack__ __reduce_ex__ embedding segment_reduce"
 )
 def _never(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Refuse, before torch looks at ids out of range."""
