@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, is_fake
-from torch._subclasses.functional_tensor import FunctionalTensor
 
+from varcomm._torch_private import is_fake
 from varcomm.errors import ArgumentError, CommunicationError, DisagreementError
 from varcomm.sizes import checked_dim, checked_sizes
 from varcomm.transport.debug import debugging
 from varcomm.transport.group import Group
+
+_ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter))
+_EMPTY = torch.empty(0)
 
 
 class checking:
@@ -26,7 +28,8 @@ class checking:
     def __enter__(self) -> str:
         where = f"{self.name} on {self.group.label}: "
         try:
-            if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            # torch.jit.trace alone has tensors in place of numbers
+            if not torch.compiler.is_compiling() and isinstance(_EMPTY.numel(), torch.Tensor):
                 raise ArgumentError(
                     f"{where}torch.jit.trace would record this rank's messages as constants. Use "
                     "torch.compile, torch.export or make_fx, which record an operator."
@@ -71,8 +74,8 @@ def checked_tensor(tensor: object, where: str, name: str = "tensor") -> None:
             "to_dense(), dequantize(), to_padded_tensor(), view(torch.uint8) of float4."
         )
     # compilers' tensors are recorded; torch waits for a functional collective in the next operation
-    is_known = isinstance(tensor, FakeTensor | FunctionalTensor) or hasattr(tensor, "trigger_wait")
-    if _is_wrapper(tensor) and not is_known:
+    is_known = is_compilers(tensor) or hasattr(tensor, "trigger_wait")
+    if not is_known and _is_wrapper(tensor):
         raise ArgumentError(
             f"{where}{name} must be dense; got {type(tensor).__name__}, which wraps other tensors. "
             "Pass these."
@@ -88,12 +91,20 @@ def holds_values(tensor: torch.Tensor) -> bool:
     return not (is_placeholder or is_fake(tensor) or _is_wrapper(tensor))
 
 
+def is_compilers(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor without values comes from a compiler, which records calls on it."""
+    kind = type(tensor)
+    if kind in _ORDINARY or hasattr(kind, "__tensor_flatten__"):
+        return False
+    return is_fake(tensor)
+
+
 def _is_wrapper(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is of a class that computes with other tensors; it has no memory."""
     kind = type(tensor)
     if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ or torch.compiler.is_compiling():
         return False
-    if hasattr(kind, "__tensor_flatten__") or isinstance(tensor, FunctionalTensor):
+    if hasattr(kind, "__tensor_flatten__"):
         return True
     return tensor.numel() > 0 and tensor.data_ptr() == 0
 

@@ -12,29 +12,26 @@ is an argument. The tokens in derivatives are those of :mod:`.handle`.
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
-from torch._library.autograd import Info, make_autograd_impl
-from torch._library.effects import EffectType
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from varcomm._torch_private import FunctionalTensorMode, is_fake, register_effect
 from varcomm.errors import ArgumentError
+from varcomm.ops.checks import is_compilers
 from varcomm.ops.rule import Call, Operator, send
 
 Kind = TypeVar("Kind", bound=type[Operator])
 Tensors = tuple[Tensor, Tensor]
 
-_dispatch_mode = torch._C._get_dispatch_mode
-_FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
-
 
 def records_graph() -> bool:
     """Return whether make_fx or torch.export records calls."""
-    return _dispatch_mode(_PROXY) is not None
+    return get_proxy_mode() is not None
 
 
 def in_graph(x: Tensor | None) -> bool:
@@ -44,11 +41,7 @@ def in_graph(x: Tensor | None) -> bool:
 
 def is_traced(x: Tensor | None) -> bool:
     """Return the same outside of code that torch.compile traces."""
-    if records_graph():
-        return True
-    if x is None:
-        return _dispatch_mode(_FAKE) is not None
-    return isinstance(x, (FakeTensor, FunctionalTensor))
+    return records_graph() or is_compilers(torch.empty(0) if x is None else x)
 
 
 def token_of(x: Tensor) -> Tensor:
@@ -59,15 +52,36 @@ def token_of(x: Tensor) -> Tensor:
 def recorded(operator: Operator, x: Tensor, token: Tensor | None = None) -> Tensors:
     """Apply the operator of a graph."""
     arguments = operator.arguments()
-    if isinstance(x, FakeTensor) and not (torch.compiler.is_compiling() or records_graph()):
+    if not (torch.compiler.is_compiling() or records_graph()) and hasattr(x, "fake_mode"):
         # beside a fake `x`, tensors must be fakes; a recorder makes constants of them by itself
         convert = x.fake_mode.from_tensor
-        real = (isinstance(a, Tensor) and not isinstance(a, FakeTensor) for a in arguments)
+        real = (isinstance(a, Tensor) and not is_fake(a) for a in arguments)
         arguments = tuple(convert(a) if r else a for a, r in zip(arguments, real, strict=True))
     return getattr(torch.ops.varcomm, operator.name)(x, token, None, *arguments)  # type: ignore[no-any-return]
 
 
-_library = torch.library.Library("varcomm", "DEF")
+class _Library(torch.library.Library):
+    """A library with kernels of autograd that refuse tangents, which torch would drop silently."""
+
+    def impl(
+        self, op_name: Any, fn: Any, dispatch_key: str = "", *args: Any, **options: Any
+    ) -> None:
+        """Register a kernel; register_autograd passes that of autograd."""
+        if dispatch_key == "Autograd":
+            fn = partial(_without_tangents, op_name, fn)
+        super().impl(op_name, fn, dispatch_key, *args, **options)  # type: ignore[no-untyped-call]
+
+
+def _without_tangents(name: str, kernel: Any, keys: object, x: Tensor, *rest: Any) -> Tensors:
+    if forward_ad.unpack_dual(x).tangent is not None:
+        raise ArgumentError(
+            f"{name}: a recorded operator has no forward mode. Use torch.func.jvp of the function "
+            "before it is compiled, exported or traced."
+        )
+    return kernel(keys, x, *rest)  # type: ignore[no-any-return]
+
+
+_library: torch.library.Library = _Library("varcomm", "DEF")  # type: ignore[no-untyped-call]
 
 _TYPES = {
     "bool": "bool",
@@ -108,16 +122,6 @@ def torch_operator(kind: Kind) -> Kind:
         others = [None] * (len(ctx.needs_input_grad) - 2)
         return result, passed_on if ctx.has_token else None, *others
 
-    differentiated = make_autograd_impl(op, Info(backward, keep))
-
-    def without_tangents(keys: torch._C.DispatchKeySet, x: Tensor, *rest: Any) -> Tensors:
-        if forward_ad.unpack_dual(x).tangent is not None:  # which torch would drop silently
-            raise ArgumentError(
-                f"{name}: a recorded operator has no forward mode. Use torch.func.jvp of the "
-                "function before it is compiled, exported or traced."
-            )
-        return differentiated(keys, x, *rest)  # type: ignore[no-any-return]
-
     def in_order(
         mode: FunctionalTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Tensors:
@@ -132,8 +136,8 @@ def torch_operator(kind: Kind) -> Kind:
 
     _library.impl(name, forward, "CompositeExplicitAutograd")
     torch.library.register_fake(op, fake, lib=_library)
-    _library.impl(name, without_tangents, "Autograd", with_keyset=True)
-    torch.library._register_effectful_op(op, EffectType.ORDERED)
+    torch.library.register_autograd(op, backward, setup_context=keep, lib=_library)
+    register_effect(op)
     torch.library.register_torch_dispatch(
         f"varcomm::{name}", FunctionalTensorMode, in_order, lib=_library
     )

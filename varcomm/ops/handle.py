@@ -18,6 +18,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
+from varcomm._torch_private import transforms_active, version_of
 from varcomm.errors import ArgumentError
 from varcomm.ops.checks import checked_tensor, checking, holds_values
 from varcomm.ops.compilation import kept_from_compilation
@@ -95,7 +96,7 @@ else:
 
 def start(call: Call, x: Tensor) -> Handle:
     """Send `x` by a call in one round; the result belongs to autograd's graph."""
-    transformed = torch._C._are_functorch_transforms_active()
+    transformed = transforms_active()
     if in_graph(x) or transformed or forward_ad.unpack_dual(x).tangent is not None:
         with torch.enable_grad():  # wait() decides whether there is a gradient
             result = apply(call.operator, x)
@@ -109,7 +110,7 @@ def at_once(call: Call, x: Tensor) -> Tensor:
     """Return ``start(call, x).wait()`` outside of debug() and of graphs, in one node."""
     if (
         (x.requires_grad and torch.is_grad_enabled())
-        or torch._C._are_functorch_transforms_active()
+        or transforms_active()
         or forward_ad.unpack_dual(x).tangent is not None
     ):
         return _differentiated(call, x)[0]
@@ -119,7 +120,7 @@ def at_once(call: Call, x: Tensor) -> Tensor:
 
 def apply(operator: Operator, x: Tensor) -> Tensor:
     """Return ``start(Call(operator), x).wait()`` of any tensor, recorded in a graph."""
-    if torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() and not transforms_active():
         return recorded(operator, x)[0]
     return _differentiated(Call(operator), x)[0]
 
@@ -208,7 +209,7 @@ def _differentiated(
     """
     given = [token for token in tokens if token is not None]
     requires_grad = is_recorded(x, given)
-    if torch._C._are_functorch_transforms_active():
+    if transforms_active():
         return _in_transforms(x, call, requires_grad, of, *given)
     if requires_grad or forward_ad.unpack_dual(x).tangent is not None:
         return _Rule.apply(x, call, requires_grad, of, *given)  # type: ignore[no-any-return, no-untyped-call]
@@ -315,14 +316,14 @@ class _Flight:
         pending = send(call, x, requires_grad, of, overlaps=True)
         if not pending.done:
             call.operator.group.in_flight.append(pending)
-        self.sent = call, x, _version(x), pending
+        self.sent = call, x, version_of(x), pending
 
     def wait(self, name: str, period: str) -> tuple[Tensor, int | None]:
         """Return the result, and the number of the call if ranks compare calls."""
         assert self.sent is not None
         call, x, version, pending = self.sent
         operator, error = call.operator, None
-        if _version(x) != version:
+        if version_of(x) != version:
             where = "" if call is self.call else ", in backward"
             error = ArgumentError(
                 f"{operator.name} on {operator.group}{where}: the {name} was changed in place "
@@ -340,11 +341,6 @@ class _Flight:
         result = pending.wait().data
         self.sent = None  # only now: a refused wait is refused again
         return result, pending.number
-
-
-def _version(tensor: Tensor) -> int:
-    """Return the number of changes in place; inference tensors do not count them."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 class _Start(torch.autograd.Function):

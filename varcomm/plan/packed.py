@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from varcomm._torch_private import transforms_active
 from varcomm.ops import packing
 from varcomm.ops.graph_operator import in_graph
 from varcomm.ops.handle import collective
@@ -44,7 +45,7 @@ def _columns(x: Tensor, dim: int) -> Tensor:
 def _received(plan: Any, columns: Sequence[Tensor], use_fp32: bool) -> Tensor:
     if len(columns) == 1:
         return plan(columns[0], use_fp32=use_fp32)  # type: ignore[no-any-return]
-    if in_graph(columns[0]) or torch._C._are_functorch_transforms_active():
+    if in_graph(columns[0]) or transforms_active():
         # compilers write the columns side by side as they compute them
         return plan(torch.cat(list(columns), dim=1), use_fp32=use_fp32)  # type: ignore[no-any-return]
     picked: Tensor = _Pick.apply(plan.routes, use_fp32, *columns)  # type: ignore[no-untyped-call]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch_geometric.nn import CorrectAndSmooth, MessagePassing, aggr, norm
 from torch_geometric.nn.conv import ChebConv, DirGNNConv, GPSConv
@@ -122,8 +125,8 @@ def _reason(name: str, module: torch.nn.Module, model: torch.nn.Module) -> str |
         if is_global_norm(module):
             return None
         return "it normalises over all nodes, in a way that is not known across ranks"
-    if isinstance(module, torch.jit.ScriptModule):
-        return "it is compiled for TorchScript, in which nothing can be exchanged"
+    if not _is_python(module.forward):
+        return "it is compiled, as for TorchScript, and nothing can be exchanged in it"
     # MultiAggregation attends between its results for one node; GPSConv is replaced
     if isinstance(module, torch.nn.MultiheadAttention) and not inside(
         aggr.MultiAggregation, GPSConv
@@ -148,6 +151,14 @@ def _reason(name: str, module: torch.nn.Module, model: torch.nn.Module) -> str |
             return None
         return inexact(type(module))
     return None
+
+
+def _is_python(function: Any) -> bool:
+    """Return whether Python runs a function, so that index vectors reach torch's functions."""
+    while isinstance(function, partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    return hasattr(function, "__code__") or hasattr(type(function).__call__, "__code__")
 
 
 def is_inside(model: torch.nn.Module, name: str, kinds: tuple[type[torch.nn.Module], ...]) -> bool:
