@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 ROOT = Path(__file__).parent.parent
 
@@ -75,39 +78,71 @@ def test_no_modules_import_each_other_in_a_circle():
     assert not left, "in a circle, or importing one: " + ", ".join(sorted(left))
 
 
-MARK = re.compile(r"_(torch)?dynamo_\w+")  # in the vars of an object, for the compiler
+# Classes of torch whose private methods a subclass or a caller could use, and modules.
+CLASSES = (
+    torch.Tensor,
+    torch.autograd.Function,
+    torch.library.Library,
+    torch.nn.Module(),
+    torch.optim.SGD([torch.ones(1)]),
+    dist.ProcessGroup,
+    torch._C._distributed_c10d.Backend,
+    torch._C._distributed_c10d.Backend.Options,
+)
+MODULES = torch, torch._C, torch.library, torch.ops.aten, dist, distributed_c10d
 
 
 def is_private(path):
+    """Return whether a part of a dotted path is private; dunder names are protocols."""
     return any(part.startswith("_") and not part.endswith("__") for part in path.split("."))
 
 
-def private_names():
-    """Return the private names of torch that the code uses: dotted imports, names of attributes."""
-    trees = [ast.parse(path.read_text()) for path in (ROOT / "varcomm").rglob("*.py")]
-    own, found, marks = {"_exit", "_getframe"}, set(), set()  # own: also those of os and sys
-    for node in (node for tree in trees for node in ast.walk(tree)):
+def private_in(*objects):
+    return {name for each in objects for name in dir(each) if is_private(name)} - {"_"}
+
+
+OF_CLASSES, OF_TORCH = private_in(*CLASSES), private_in(*CLASSES, *MODULES)
+
+
+def attributes_of(node):
+    """Return the private names that a node gives to attributes of a class of varcomm."""
+    match node:
+        case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+            return {name}
+        case ast.ClassDef(bases=bases, body=body):
+            methods = {each.name for each in body if isinstance(each, ast.FunctionDef)}
+            return methods - OF_CLASSES if bases else methods
+    return set()
+
+
+def private_names(path):
+    """Return the private names of torch in a file: imports, attributes, methods, words in text."""
+    nodes = [*ast.walk(ast.parse(path.read_text()))]
+    own, names = set().union(*map(attributes_of, nodes)), set()
+    for node in nodes:
         match node:
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                own.add(name)
-            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
-                own.add(name)
-            case ast.keyword(arg=str(name)) | ast.Constant(value=str(name)) if MARK.fullmatch(name):
-                marks.add(name)
-            case ast.ImportFrom(module=str(module), names=names) if module.startswith("torch"):
-                found |= {f"{module}.{alias.name}" for alias in names}
-            case ast.Import(names=names):
-                found |= {alias.name for alias in names if alias.name.startswith("torch.")}
-            case ast.Attribute(attr=name):
-                found.add(name)
-            case ast.arg(arg=name) | ast.keyword(arg=name):
-                own.add(name)
-    return {name for name in found - own if is_private(name)} | marks
+            case ast.Import(names=imports):
+                names |= {each.name for each in imports if each.name.startswith("torch.")}
+            case ast.ImportFrom(module=str(module), names=imports) if module.startswith("torch"):
+                names |= {f"{module}.{each.name}" for each in imports}
+            case ast.Attribute(attr=name, value=ast.Attribute(attr="_C")):
+                names.add(f"_C.{name}")
+            case ast.Attribute(attr=name) if name != "_C" and name in OF_TORCH - own:
+                names.add(name)
+            case ast.Attribute(attr=name) | ast.keyword(arg=str(name)) if "_dynamo_" in name:
+                names.add(name)
+            case ast.ClassDef(bases=[_, *_], body=body):
+                names |= {
+                    each.name for each in body if isinstance(each, ast.FunctionDef)
+                } & OF_CLASSES
+            case ast.Constant(value=str(text)):
+                names |= {word for word in text.split() if word in OF_TORCH or "_dynamo_" in word}
+    return {name for name in names if is_private(name)}
 
 
-def test_private_names_of_torch_are_those_of_the_architecture_page():
-    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
-    section = page.partition("## Private APIs of torch")[2].partition("\n## ")[0]
-    _, _, *rows = [line for line in section.splitlines() if line.startswith("|")]
-    listed = {name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
-    assert private_names() == listed
+def test_private_names_of_torch_are_in_one_file():
+    files = [path for folder in ("varcomm", "models") for path in (ROOT / folder).rglob("*.py")]
+    names = {str(path.relative_to(ROOT)): private_names(path) for path in files}
+    here = names.pop("varcomm/_torch_private.py")
+    assert {file: found for file, found in names.items() if found} == {}
+    assert len(here) <= 15, sorted(here)
