@@ -146,7 +146,11 @@ class PartitionedIndex(torch.Tensor):
         known: Known = (),
     ) -> PartitionedIndex:
         """Let a tensor of numbers carry what these stand for."""
-        if not torch.compiler.is_compiling() and not holds_values(plain):
+        if (
+            type(plain) is not torch.Tensor
+            and not torch.compiler.is_compiling()
+            and not holds_values(plain)
+        ):
             raise ArgumentError(
                 f"edges of a partitioned graph cannot be of type {type(plain).__name__}. "
                 "Record the model with torch.compile or make_fx."
@@ -171,7 +175,10 @@ class PartitionedIndex(torch.Tensor):
     ) -> Any:
         """Carry on what the numbers stand for; select and reduce as on the full graph."""
         # compiled code is traced instruction by instruction: this is kept short for that
-        rule = RULES_OF_FUNCTIONS.get(func) if torch.compiler.is_compiling() else _rule_of(func)
+        if torch.compiler.is_compiling():
+            rule = RULES_OF_FUNCTIONS.get(func)
+        else:
+            rule = RULES.get(getattr(func, "__name__", ""))
         if not kwargs:
             return other(func, args, {}) if rule is None else rule(func, *args)
         if kwargs.get("out") is not None:
@@ -225,10 +232,6 @@ def name_of(func: Callable[..., Any]) -> str:
     if torch.compiler.is_compiling():
         return NAMES.get(func, "")
     return getattr(func, "__name__", "")
-
-
-def _rule_of(func: Callable[..., Any]) -> Callable[..., Any] | None:
-    return RULES.get(getattr(func, "__name__", ""))
 
 
 def other(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

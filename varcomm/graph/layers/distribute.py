@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +30,7 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 # The attribute of a module that holds what the modules of a distributed model share.
 _RUNNING = "_varcomm_running"
 
-_CHECKED = "_varcomm_checked"
+_PARTS = "_varcomm_parts"
 
 # Attributes of every module, among them its registered parts.
 _OWN = frozenset(vars(torch.nn.Module()))
@@ -136,16 +137,42 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
         elif is_global_norm(module):
             vars(module)["forward"] = global_norm(module, graph, module in in_layers)
     exchange_once(model, running)
-    if not hasattr(model, _CHECKED):
-        model.register_forward_pre_hook(_check_parts)
-        setattr(model, _CHECKED, True)
+    if not isinstance(vars(model).get(_PARTS), _Parts):
+        vars(model)[_PARTS] = _Parts()
+        model.register_forward_pre_hook(vars(model)[_PARTS].check)
+    vars(model)[_PARTS].keep(model)
     return model
 
 
-def _check_parts(model: torch.nn.Module, args: object) -> None:
+class _Parts:
+    """The parts of a distributed model, compared before each forward.
+
+    A part in a list, tuple or dict of Python is found by `distribute`, and inside debug().
+    """
+
+    def keep(self, model: torch.nn.Module) -> None:
+        """Check all parts, and note them."""
+        _check_parts(model)
+        self.modules = [*model.modules()]
+        self.layers = [module for module in self.modules if isinstance(module, MessagePassing)]
+        self.kept = self._now()
+
+    def _now(self) -> tuple[list[Any], list[Any]]:
+        """Return the children of each module, and what each layer calls to propagate."""
+        children = map(dict.values, map(_CHILDREN, self.modules))
+        return [*map(tuple, children)], [*map(_PROPAGATE, self.layers)]
+
+    def check(self, model: torch.nn.Module, args: object) -> None:
+        """Raise ArgumentError if a part was put in after `distribute`, or is being explained."""
+        if not torch.compiler.is_compiling() and (self._now() != self.kept or debugging()):
+            self.keep(model)
+
+
+_CHILDREN, _PROPAGATE = attrgetter("_modules"), attrgetter("propagate")
+
+
+def _check_parts(model: torch.nn.Module) -> None:
     """Raise ArgumentError if a part was put in after `distribute`, or is being explained."""
-    if torch.compiler.is_compiling():
-        return
     for name, module in model.named_modules():
         for held in _hidden(module):
             for inner, part in held.named_modules():
