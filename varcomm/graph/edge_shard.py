@@ -97,8 +97,15 @@ class EdgeShard(Shard):
         """Local ids, int64 of shape (2, E); ``x[edge_index[0]]`` fetches the rows of the halo."""
         if self.is_plain:
             return self.local_ids
+        if torch.compiler.is_compiling():
+            return PartitionedIndex.make(self.local_ids, self.rules, "edges", whole=True)
+        return self._index
+
+    @cached_property
+    def _index(self) -> PartitionedIndex:
         out = PartitionedIndex.make(self.local_ids, self.rules, "edges", whole=True)
-        return out if torch.compiler.is_compiling() else let_vary(out, 1)
+        let_vary(out, 1)
+        return out
 
     @property
     def num_sources(self) -> int:

@@ -5,8 +5,7 @@ The edges are those of an :class:`EdgeShard`, which holds the data and makes the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -77,8 +76,8 @@ class EdgeRules(Numbering):
 
     # the numbers of targets, interior edges and self loops, as sizes that compiled code reads
     extent: torch.Tensor = field(init=False)
-    # see exchanges; None outside propagate, and in compiled code
-    _exchanged: list[torch.Tensor] | None = field(init=False, default=None)
+    # rows of each differentiable exchange in a propagate; None outside, and in compiled code
+    exchanged: list[torch.Tensor] | None = field(init=False, default=None)
     # owned nodes up to the last one that has an edge, once asked for
     _last: list[int] = field(init=False, default_factory=list)
     # the same for all edges, which other ranks keep as well
@@ -110,29 +109,33 @@ class EdgeRules(Numbering):
 
     def rows_and_halo(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """Return the rows of :meth:`with_halo` as an ordinary tensor."""
-        return self.rows_and_halos([x], dim)[0]
+        return _joined(x, self.plan(x, dim=dim), dim)
 
     def rows_and_halos(self, xs: Sequence[torch.Tensor], dim: int = 0) -> list[torch.Tensor]:
         """Return rows of several tensors with the halo's, from one exchange."""
-        halos = self.plan(*xs, dim=dim) if len(xs) > 1 else [self.plan(x, dim) for x in xs]
+        if len(xs) == 1:
+            return [self.rows_and_halo(xs[0], dim)]
+        halos = self.plan(*xs, dim=dim)
         return [_joined(x, halo, dim) for x, halo in zip(xs, halos, strict=True)]
 
     def selected_from(self, kind: Kind, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return `x`, with the halo's rows appended if sources select."""
-        targets = self.layer_counts()[2]
+        counts = self.layer_counts()
+        sources, halo, targets = counts
         if x.shape[dim] < targets and self.is_up_to_last(x.shape[dim]):
             missing = x.new_zeros(*x.shape[:dim], targets - x.shape[dim], *x.shape[dim + 1 :])
             x = torch.cat([x, missing], dim=dim)
         given = x.shape[dim]
-        if kind == "target" and given == targets:
-            return ordinary(x, _WithHalo)  # type: ignore[no-any-return]
-        with checking("edge_index", self.group) as where:
-            has_halo = self._has_halo(kind, x, given, where)
+        if kind == "target":
+            has_halo = given == targets or self._has_halo(kind, x, given, counts)
+        else:
+            is_owned = kind == "source" and given == sources and halo
+            has_halo = not is_owned and self._has_halo(kind, x, given, counts)
         if has_halo:
-            return ordinary(x, _WithHalo)  # type: ignore[no-any-return]
+            return ordinary(x, _WithHalo) if type(x) is _WithHalo else x
         x = self.rows_and_halo(x, dim)
-        if self._exchanged is not None and x.requires_grad:
-            self._exchanged.append(x)
+        if self.exchanged is not None and x.requires_grad:
+            self.exchanged.append(x)
         return x
 
     def fetched(
@@ -155,32 +158,35 @@ class EdgeRules(Numbering):
         if reads < 2:
             return edge_index
         rows = self.rows_and_halos(distinct, dim)
-        if self._exchanged is not None:
-            self._exchanged.extend(x for x in rows if x.requires_grad)
+        if self.exchanged is not None:
+            self.exchanged.extend(x for x in rows if x.requires_grad)
         return edge_index.knowing(zip(distinct, rows, strict=True))
 
-    def _has_halo(self, kind: Kind, x: torch.Tensor, given: int, where: str) -> bool:
+    def _has_halo(
+        self, kind: Kind, x: torch.Tensor, given: int, counts: tuple[int, int, int]
+    ) -> bool:
         """Return whether rows have the halo's behind the owned ones; raise unless they fit."""
-        sources, halo, targets = self.layer_counts()
-        if kind in ("edges", "reversed") and not self.has_loops:
+        sources, halo, targets = counts
+        with checking("edge_index", self.group) as where:
+            if kind in ("edges", "reversed") and not self.has_loops:
+                raise ArgumentError(
+                    f"{where}edges between two types of nodes select from two tensors: take rows "
+                    "at edge_index[0] from one and at edge_index[1] from the other."
+                )
+            if kind != "target" or self.has_loops:
+                known = self.hops > 1 or isinstance(x, _WithHalo)
+                if in_graph(x):  # where the number of rows has to show it
+                    known = known or bool(halo)
+                if given == sources + halo and known:
+                    return True
+                if given == sources and kind != "target":
+                    return False
+            owned = targets if kind == "target" else sources
             raise ArgumentError(
-                f"{where}edges between two types of nodes select from two tensors: take rows at "
-                "edge_index[0] from one and at edge_index[1] from the other."
+                f"{where}edges select from {given} rows, but this rank owns {owned} nodes. Call "
+                "the model with the local part, graph.x, graph.edge_index, ...; propagate, "
+                "x[edge_index[0]] and graph.with_halo(x) fetch the halo."
             )
-        if kind != "target" or self.has_loops:
-            known = self.hops > 1 or isinstance(x, _WithHalo)
-            if in_graph(x):  # where the number of rows has to show it
-                known = known or bool(halo)
-            if given == sources + halo and known:
-                return True
-            if given == sources and kind != "target":
-                return False
-        owned = targets if kind == "target" else sources
-        raise ArgumentError(
-            f"{where}edges select from {given} rows, but this rank owns {owned} nodes. Call the "
-            "model with the local part, graph.x, graph.edge_index, ...; propagate, "
-            "x[edge_index[0]] and graph.with_halo(x) fetch the halo."
-        )
 
     def start_at_targets(self, x: torch.Tensor, dim: int, src: torch.Tensor) -> torch.Tensor:
         """Return the initial values of a reduction at targets: `x`, if it has a row per target."""
@@ -197,7 +203,7 @@ class EdgeRules(Numbering):
 
     def at_targets(self, out: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
         """Return the result of a local reduction at targets."""
-        if self.hops == 1 or self._exchanged is not None:
+        if self.hops == 1 or self.exchanged is not None:
             return out
         if src.dim() == 1:
             # Outside of a propagate, degrees are counted: nodes of the halo lack edges here, and
@@ -209,16 +215,6 @@ class EdgeRules(Numbering):
             "messages that are summed outside a layer of PyG need halos of one hop: partition "
             "the graph with hops=1."
         )
-
-    @contextmanager
-    def exchanges(self) -> Iterator[list[torch.Tensor]]:
-        """Collect the rows of each differentiable exchange inside the block."""
-        before, collected = self._exchanged, list[torch.Tensor]()
-        self._exchanged = collected
-        try:
-            yield collected
-        finally:
-            self._exchanged = before
 
     def reduced(
         self, index: PartitionedIndex, how: How, src: torch.Tensor, size: int

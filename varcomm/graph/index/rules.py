@@ -63,12 +63,14 @@ def _same(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
     """Carry on: the result has the same numbers, in another memory or shape."""
     if not isinstance(x, PartitionedIndex):
         return other(func, (x, *args), kwargs)
-    out = func(x.plain, *[plain(one) for one in args], **{k: plain(v) for k, v in kwargs.items()})
+    if kwargs:
+        kwargs = {name: plain(value) for name, value in kwargs.items()}
+    out = func(x.plain, *map(plain, args), **kwargs)
     if out.dtype != x.plain.dtype or out.device != x.plain.device:
         return computed(func, out, x)
     if x.kind in _ENDS and out.shape[:1] != (2,):
         return computed(func, out, x)
-    if not torch.compiler.is_compiling():
+    if type(out) is not torch.Tensor and not torch.compiler.is_compiling():
         out = out.as_subclass(torch.Tensor)  # of expand_as(rows with a halo)
     return PartitionedIndex.make(out, x.of, x.kind, x.whole, x.line)
 

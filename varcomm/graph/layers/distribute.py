@@ -231,7 +231,7 @@ def _running_of(model: torch.nn.Module, graph: PartitionedGraph) -> Running:
     running = known.pop()
     if known or not isinstance(running, Running) or running.root is not model:
         return Running(graph, model)
-    running.graph = graph
+    running.move(graph)
     return running
 
 

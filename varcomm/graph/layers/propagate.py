@@ -17,7 +17,7 @@ from torch_geometric.nn.models.attentive_fp import GATEConv
 from varcomm._torch_private import transforms_active
 from varcomm.errors import ArgumentError
 from varcomm.graph.index.edges import EdgeRules
-from varcomm.graph.index.partitioned_index import PartitionedIndex
+from varcomm.graph.index.partitioned_index import Numbering, PartitionedIndex
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.ops.checks import checking
 
@@ -40,6 +40,15 @@ class Running:
     digests: Digests = field(default_factory=WeakTensorKeyDictionary)
     # None outside a call that exchanges once for several layers
     steps: int | None = None
+    rules: frozenset[Numbering] = field(init=False)  # of the graph's edges
+
+    def __post_init__(self) -> None:
+        self.move(self.graph)
+
+    def move(self, graph: PartitionedGraph) -> None:
+        """Let the model run on another graph."""
+        self.graph = graph
+        self.rules = frozenset(edges.rules for edges in graph.edge_shards.values())
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -50,37 +59,38 @@ class Running:
         finally:
             self.steps = before
 
-    def step(self, where: str) -> None:
+    def step(self, name: str) -> None:
         """Count one propagation; raise ArgumentError if the halo does not reach that far."""
         if self.steps is None:
             return
         self.steps += 1
         if self.steps > self.graph.hops:
-            raise ArgumentError(
-                f"{where}the model propagates more than {self.graph.hops} times, for which the "
-                f"halos of {self.graph.hops} hops do not suffice; parallel layers count one by "
-                "one. Partition the graph with more hops, or distribute parts of the model, each "
-                "with at most this number of layers, instead of the model."
-            )
+            with checking(name, self.graph.group) as where:
+                raise ArgumentError(
+                    f"{where}the model propagates more than {self.graph.hops} times, for which the "
+                    f"halos of {self.graph.hops} hops do not suffice; parallel layers count one by "
+                    "one. Partition the graph with more hops, or distribute parts of the model, "
+                    "each with at most this number of layers, instead of the model."
+                )
 
-    def check(self, edge_index: Any, where: str) -> None:
+    def check(self, edge_index: Any, name: str) -> None:
         """Raise ArgumentError unless these are edges of the graph."""
-        if not isinstance(edge_index, PartitionedIndex):
-            raise ArgumentError(
-                f"{where}edges must be given as graph.edge_index, of shape (2, E), or as what "
-                f"operations of torch and PyG make of it; got {type(edge_index).__name__}."
+        if isinstance(edge_index, PartitionedIndex) and edge_index.kind in ("edges", "reversed"):
+            if torch.compiler.is_compiling() or edge_index.of in self.rules:
+                return
+            wrong = (
+                "these are the edges of another graph than the one that the model is distributed "
+                "on. If the model is to run on another graph, call distribute(model, graph) again."
             )
-        if edge_index.kind not in ("edges", "reversed"):
-            raise ArgumentError(
-                f"{where}these are numbers of another kind than edges: {edge_index.kind}."
+        elif isinstance(edge_index, PartitionedIndex):
+            wrong = f"these are numbers of another kind than edges: {edge_index.kind}."
+        else:
+            wrong = (
+                "edges must be given as graph.edge_index, of shape (2, E), or as what operations "
+                f"of torch and PyG make of it; got {type(edge_index).__name__}."
             )
-        rules = (edges.rules for edges in self.graph.edge_shards.values())
-        if not torch.compiler.is_compiling() and not any(edge_index.of is one for one in rules):
-            raise ArgumentError(
-                f"{where}these are the edges of another graph than the one that the model is "
-                "distributed on. If the model is to run on another graph, call "
-                "distribute(model, graph) again."
-            )
+        with checking(name, self.graph.group) as where:
+            raise ArgumentError(f"{where}{wrong}")
 
 
 def attach(layer: MessagePassing, running: Running) -> None:
@@ -89,10 +99,15 @@ def attach(layer: MessagePassing, running: Running) -> None:
     The instance's methods are replaced, because torch.compile skips PyG's hooks.
     """
     take = layer.inspector.get_param_names
-    names = [name for of in ("message", "aggregate", "update") for name in take(of)]
-    layer.propagate = _Adapted(layer, "propagate", running, names)
+
+    def adapted(method: str, functions: Sequence[str]) -> _Adapted:
+        names = [name for of in functions for name in take(of)]
+        ends = ([name[:-2] for name in names if name.endswith(end)] for end in ("_j", "_i"))
+        return _Adapted(layer, method, running, *ends)
+
+    layer.propagate = adapted("propagate", ("message", "aggregate", "update"))
     if layer.inspector.implements("edge_update"):
-        layer.edge_updater = _Adapted(layer, "edge_updater", running, take("edge_update"))
+        layer.edge_updater = adapted("edge_updater", ("edge_update",))
 
 
 def is_attached(layer: MessagePassing) -> bool:
@@ -121,13 +136,14 @@ class _Adapted:
     layer: MessagePassing
     method: str
     running: Running
-    names: list[str]  # of the parameters that the method collects for the layer's functions
+    # values of which the layer's functions take rows at one end of the edges, or at the other
+    at_j: list[str]
+    at_i: list[str]
 
     def __call__(self, edge_index: PartitionedIndex, size: Any = None, **values: Any) -> Any:
-        with checking(self.method, self.running.graph.group) as where:
-            self.running.check(edge_index, where)
-            if self.method == "propagate":
-                self.running.step(where)
+        self.running.check(edge_index, self.method)
+        if self.method == "propagate":
+            self.running.step(self.method)
         layer, edges = self.layer, edge_index.of
         assert isinstance(edges, EdgeRules)
         read = self._at_sources(edge_index, values)
@@ -135,9 +151,11 @@ class _Adapted:
         forward = type(layer).forward
         if self.method == "edge_updater" and any(forward is one.forward for one in SCORES_FIRST):
             return Scores(own, values, read)
-        waiting = {name: one for name, one in values.items() if isinstance(one, Scores)}
-        for scores in waiting.values():
-            read += scores.read
+        waiting = {}
+        for name, one in values.items():
+            if isinstance(one, Scores):
+                waiting[name] = one
+                read += one.read
 
         def run() -> Any:
             known = edges.fetched(edge_index, read, layer.node_dim)
@@ -147,40 +165,49 @@ class _Adapted:
 
         if torch.compiler.is_compiling():
             return run()
-        with edges.exchanges() as exchanged:
+        before, exchanged = edges.exchanged, list[torch.Tensor]()
+        edges.exchanged = exchanged
+        try:
             out = run()
-
-        def depending(out: torch.Tensor) -> torch.Tensor:
-            if edge_index.plain.shape[1] == 0:
-                # backward is collective: it must contain all tensors that a message reads
-                given = [*values.values(), *(one.values for one in waiting.values())]
-                out = sum(_nothing_of(given), out)
-            return _depending(out, exchanged) if exchanged else out
-
-        return _with_first(out, depending)
+        finally:
+            edges.exchanged = before
+        given: list[Any] = []
+        if edge_index.plain.shape[1] == 0:
+            # backward is collective: it must contain all tensors that a message reads
+            given = [*values.values(), *(one.values for one in waiting.values())]
+        if not given and not exchanged:
+            return out
+        return _with_first(out, partial(_depending, given=given, exchanged=exchanged))
 
     def _at_sources(
         self, edge_index: PartitionedIndex, values: dict[str, Any]
     ) -> list[torch.Tensor]:
         """Return the tensors that the method takes rows of at the sources of edges."""
         layer, place = self.layer, 0 if edge_index.kind == "edges" else 1
-        # a decomposed layer takes rows of parts of these
-        names = [] if layer.decomposed_layers > 1 else self.names
-        end = "_j" if (layer.flow == "source_to_target") == (place == 0) else "_i"
-        found = [values.get(name[:-2]) for name in names if name.endswith(end)]
-        found = [one[place] if isinstance(one, tuple | list) else one for one in found]
-        return [
-            one
-            for one in found
-            if isinstance(one, torch.Tensor) and not isinstance(one, PartitionedIndex)
-        ]
+        if layer.decomposed_layers > 1:  # it takes rows of parts of these
+            return []
+        forward = layer.flow == "source_to_target"
+        taken = []
+        for name in self.at_j if forward == (place == 0) else self.at_i:
+            one = values.get(name)
+            if isinstance(one, tuple | list):
+                one = one[place]
+            if isinstance(one, torch.Tensor) and not isinstance(one, PartitionedIndex):
+                taken.append(one)
+        return taken
 
 
-def _depending(out: torch.Tensor, exchanged: Sequence[torch.Tensor]) -> torch.Tensor:
+def _depending(
+    out: torch.Tensor, given: Sequence[Any], exchanged: Sequence[torch.Tensor]
+) -> torch.Tensor:
     """Return `out`, whose backward contains these exchanges even if no value of theirs is used.
 
     Backward is collective: a rank whose edges ignore the rows would leave the others waiting.
     """
+    if given:
+        out = sum(_nothing_of(given), out)
+    if not exchanged:
+        return out
     if not (out.is_floating_point() or out.is_complex()) or not torch.is_grad_enabled():
         return out
     if transforms_active():

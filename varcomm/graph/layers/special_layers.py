@@ -190,10 +190,9 @@ def _hgt_forward(
     PyG joins the types by offsets of local ids. Targets are owned and stay so; rows of sources are
     fetched type by type.
     """
-    with checking("HGTConv", running.graph.group) as where:
-        for edges in edge_index_dict.values():
-            running.check(edges, where)
-        running.step(where)
+    for edges in edge_index_dict.values():
+        running.check(edges, "HGTConv")
+    running.step("HGTConv")
 
     def propagate(
         joined: torch.Tensor, k: torch.Tensor, q: torch.Tensor, v: torch.Tensor, **values: Any
@@ -206,13 +205,18 @@ def _hgt_forward(
         )
         return messages.new_zeros(len(q), self.out_channels).index_add(0, index, messages)
 
-    # PyG's forward then calls the function above; attach() has put the other one into the instance
-    checked, self.propagate = self.propagate, propagate
-    try:
-        local = {key: plain(edges) for key, edges in edge_index_dict.items()}
-        return pyg.HGTConv.forward(self, x_dict, local)
-    finally:
-        self.propagate = checked
+    local = {key: plain(edges) for key, edges in edge_index_dict.items()}
+    return pyg.HGTConv.forward(_WithPropagate(self, propagate), x_dict, local)
+
+
+class _WithPropagate:
+    """A layer for one call of PyG's forward, with another function to propagate."""
+
+    def __init__(self, layer: Any, propagate: Callable[..., Any]) -> None:
+        self.layer, self.propagate = layer, propagate
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layer, name)
 
 
 @kept_from_compilation
