@@ -135,7 +135,7 @@ def send_in_rule(operator: Operator, x: Tensor, requires_grad: bool) -> Pending:
 
 # --- Calls with equal arguments
 
-_TENSORS = frozenset((Tensor, torch.nn.Parameter))
+TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _SIZES = frozenset((ShardSizes, tuple, list))
 _INT = frozenset((int,))
 _PLAIN = frozenset((int, bool, torch.Size))
@@ -157,7 +157,7 @@ def collective(
     types = tuple(map(type, how))
     if (
         torch.compiler.is_compiling()
-        or (type(x) not in _TENSORS and not _is_like_ordinary(x))
+        or (type(x) not in TENSORS and not _is_like_ordinary(x))
         or type(async_op) is not bool
         or type(sizes) not in _SIZES
         or not _INT.issuperset(map(type, sizes))  # torch.jit.trace has tensors for ints
@@ -167,15 +167,20 @@ def collective(
         or debugging()
     ):
         return uncached(make(owner, x, sizes, *how, async_op), x, async_op)
-    calls: Calls = owner.calls
     key = make, tuple(sizes), how, types, async_op, x.shape, x.dtype, x.device, x.layout
-    call: Call | None = calls.get(key)
+    call: Call | None = owner.calls.get(key)
     if call is None:
         operator = make(owner, x, sizes, *how, async_op)
-        if len(calls) >= _MOST:
-            calls.clear()
-        call = calls[key] = Call(operator.in_one_round if async_op else operator)
+        call = Call(operator.in_one_round if async_op else operator)
+        keep(owner.calls, key, call)
     return start(call, x) if async_op else at_once(call, x)  # type: ignore[return-value]
+
+
+def keep(calls: Calls, key: object, value: object) -> None:
+    """Keep a value for the next call with equal arguments."""
+    if len(calls) >= _MOST:
+        calls.clear()
+    calls[key] = value
 
 
 def uncached(operator: Operator, x: Tensor, async_op: bool) -> TensorOrHandle:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
+from operator import attrgetter
 from typing import Any, Self, overload
 from zlib import crc32
 
@@ -18,14 +19,14 @@ from varcomm.ops.checks import checked_tensor, checking
 from varcomm.ops.compilation import count_in, extent_of
 from varcomm.ops.digest import digest
 from varcomm.ops.graph_operator import in_graph
-from varcomm.ops.handle import Handle, collective
+from varcomm.ops.handle import TENSORS, Handle, collective, keep
 from varcomm.ops.reduction import checked_summable
 from varcomm.plan.checks import checked_count_matrix, checked_index, checked_indices
 from varcomm.plan.exchange import Exchange, ExchangeAdjoint, Routes
 from varcomm.plan.packed import exchange_packed
 from varcomm.plan.row_sum import RowSum
 from varcomm.sizes import ShardSizes, checked_dim, checked_sizes
-from varcomm.transport.agreement import agree_and_share
+from varcomm.transport.agreement import agree_and_share, debugging
 from varcomm.transport.engine import Pending, Schedule
 from varcomm.transport.failure import explained
 from varcomm.transport.group import Calls, Group, GroupLike, resolve
@@ -246,8 +247,24 @@ class ExchangePlan:
         if not more:
             return collective(_forward, self, tensor, (), (dim, use_fp32), False)
         tensors = tensor, *more
-        operators = [_forward(self, x, (), dim, use_fp32) for x in tensors]
-        return exchange_packed(self, tensors, [one.dim for one in operators], use_fp32)
+        return exchange_packed(self, tensors, self._dims(tensors, dim, use_fp32), use_fp32)
+
+    def _dims(self, tensors: Sequence[torch.Tensor], dim: int, use_fp32: bool) -> list[int]:
+        """Check several tensors, and return the dimension of each that rows lie along."""
+        if (
+            torch.compiler.is_compiling()
+            or not TENSORS.issuperset(map(type, tensors))
+            or any(map(attrgetter("is_nested"), tensors))
+            or (type(dim), type(use_fp32)) != (int, bool)
+            or debugging()
+        ):
+            return [_forward(self, x, (), dim, use_fp32).dim for x in tensors]
+        key = dim, use_fp32, *[(x.shape, x.dtype, x.device, x.layout) for x in tensors]
+        dims: list[int] | None = self.calls.get(key)
+        if dims is None:
+            dims = [_forward(self, x, (), dim, use_fp32).dim for x in tensors]
+            keep(self.calls, key, dims)
+        return dims
 
     def start(self, tensor: torch.Tensor, dim: int = 0, use_fp32: bool = True) -> Handle:
         """Begin a call of the plan; :meth:`Handle.wait` returns the received rows."""

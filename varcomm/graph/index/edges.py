@@ -86,6 +86,9 @@ class EdgeRules(Numbering):
     def __post_init__(self) -> None:
         self.extent = extent_of(self.num_targets, *self.counts, device=self.local_ids.device)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> EdgeRules:
+        return self  # a copy of a model stays on the graph
+
     def layer_counts(self) -> tuple[int, int, int]:
         """Return the numbers of sources, halo nodes and targets in a layer.
 
@@ -113,8 +116,8 @@ class EdgeRules(Numbering):
 
     def rows_and_halos(self, xs: Sequence[torch.Tensor], dim: int = 0) -> list[torch.Tensor]:
         """Return rows of several tensors with the halo's, from one exchange."""
-        if len(xs) == 1:
-            return [self.rows_and_halo(xs[0], dim)]
+        if len(xs) < 2:
+            return [self.rows_and_halo(x, dim) for x in xs]
         halos = self.plan(*xs, dim=dim)
         return [_joined(x, halo, dim) for x, halo in zip(xs, halos, strict=True)]
 
@@ -148,18 +151,18 @@ class EdgeRules(Numbering):
         if len(read) < 2 or self.hops > 1:
             return edge_index
         owned, reads = self.layer_counts()[0], 0
-        distinct: list[torch.Tensor] = []
+        by_id: dict[int, torch.Tensor] = {}
         for x in read:
             is_owned = -x.dim() <= dim < x.dim() and x.shape[dim] == owned
             if is_owned and not isinstance(x, _WithHalo):
                 reads += 1
-                if not any(x is other for other in distinct):
-                    distinct.append(x)
+                by_id[id(x)] = x
         if reads < 2:
             return edge_index
+        distinct = [*by_id.values()]
         rows = self.rows_and_halos(distinct, dim)
         if self.exchanged is not None:
-            self.exchanged.extend(x for x in rows if x.requires_grad)
+            self.exchanged += [x for x in rows if x.requires_grad]
         return edge_index.knowing(zip(distinct, rows, strict=True))
 
     def _has_halo(

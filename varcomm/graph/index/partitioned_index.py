@@ -15,7 +15,6 @@ operation that would take the local numbers for those of the full graph raises A
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -200,9 +199,13 @@ class PartitionedIndex(torch.Tensor):
         raise refuse(torch.Tensor.tolist, self.kind)
 
 
+def _of_plain(name: str) -> property:
+    return property(lambda index: getattr(index.plain, name))
+
+
 # read without __torch_function__, whose call costs more, above all while it is compiled
 for _name in ("shape", "dtype", "device", "layout", "is_cuda", "ndim"):
-    setattr(PartitionedIndex, _name, property(attrgetter(f"plain.{_name}")))
+    setattr(PartitionedIndex, _name, _of_plain(_name))
 
 
 def plain(value: Any) -> Any:

@@ -65,7 +65,10 @@ def _same(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
         return other(func, (x, *args), kwargs)
     if kwargs:
         kwargs = {name: plain(value) for name, value in kwargs.items()}
-    out = func(x.plain, *map(plain, args), **kwargs)
+    given = []
+    for one in args:
+        given.append(one.plain if isinstance(one, PartitionedIndex) else one)
+    out = func(x.plain, *given, **kwargs)
     if out.dtype != x.plain.dtype or out.device != x.plain.device:
         return computed(func, out, x)
     if x.kind in _ENDS and out.shape[:1] != (2,):
@@ -114,6 +117,10 @@ def _is_all(key: Any) -> bool:
 @rule("__getitem__")
 def _getitem(func: Callable[..., Any], x: Any, key: Any) -> Any:
     if isinstance(x, PartitionedIndex):
+        if isinstance(key, int) and x.kind in _ENDS:
+            return PartitionedIndex.make(
+                x.plain[key], x.of, _ENDS[x.kind][key], x.whole, known=x.known
+            )
         if isinstance(key, PartitionedIndex) and key.kind in ("source", "target"):
             return PartitionedIndex.make(_getitem(func, x.plain, key), x.of, x.kind)
         return _part(func, x, key)
@@ -141,8 +148,6 @@ def _getitem(func: Callable[..., Any], x: Any, key: Any) -> Any:
 
 def _part(func: Callable[..., Any], x: PartitionedIndex, key: Any) -> Any:
     """Return some of the numbers."""
-    if x.kind in _ENDS and isinstance(key, int):
-        return PartitionedIndex.make(x.plain[key], x.of, _ENDS[x.kind][key], x.whole, known=x.known)
     if x.kind in _ENDS and isinstance(key, list) and key == [1, 0]:
         return _flip(func, x, 0)
     own = None
