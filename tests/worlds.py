@@ -10,11 +10,12 @@ from tests.ops.comparing import assert_none
 WORLDS = (1, 3, pytest.param(2, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow))
 
 
-def on_ranks(*sizes):
+def on_ranks(*sizes, timeout=None):
     """Make a test of ``check(rank, ...)``, which each rank of worlds of these sizes runs.
 
     The check asserts, or returns failures. Its other arguments are fixtures and parameters of the
     test, by name; `ranks` is the number of ranks. Without sizes, `ranks` is a parameter as others.
+    The timeout is that of one run.
     """
 
     def decorate(check):
@@ -22,7 +23,8 @@ def on_ranks(*sizes):
 
         def test(worlds, ranks=sizes[0] if sizes else None, **values):
             values |= {"ranks": ranks} if "ranks" in names else {}
-            results = worlds.run(ranks, _call, check.__module__, check.__name__, values)
+            name = check.__module__, check.__name__
+            results = worlds.run(ranks, _call, *name, values, timeout=timeout)
             assert_none(failures or () for failures in results)
 
         of_check = [name for name in names if name != "ranks"]

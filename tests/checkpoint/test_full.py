@@ -85,7 +85,8 @@ def test_only_shards_travel(rank):
         assert calls.total.sent == own * peers
 
 
-def data_parallel(rank):
+@on_ranks(3)
+def test_data_parallel(rank):
     model, alone = made(), made()
     optimizer = ShardedGradients(model, torch.optim.SGD)
     model.up(torch.ones(2, 4)).sum().backward()
@@ -95,7 +96,8 @@ def data_parallel(rank):
     check(full_state_dict(model, None), alone.state_dict())
 
 
-def dtensors(rank):
+@on_ranks(3)
+def test_dtensors(rank):
     """Under fully_shard on two dimensions of ranks, with rows of torch's own."""
     mesh, expected = init_device_mesh("cpu", (3,)), made().state_dict()
     model = made()
@@ -106,7 +108,8 @@ def dtensors(rank):
     check(found or expected, expected)
 
 
-def stages(rank):
+@on_ranks(3)
+def test_stages(rank):
     """Each rank has a layer of its own, as pipeline stages have; a subgroup; one process."""
     stage = nn.ModuleDict({f"layer{rank}": nn.Linear(rank, 2)})
     found = full_state_dict(stage, 1)
@@ -128,7 +131,8 @@ def test_state_dicts_in_other_order(rank):
     check(full_state_dict(nn.ModuleDict([(n, sharded[n]) for n in names]), None), expected)
 
 
-def refused(rank):
+@on_ranks(3)
+def test_refused(rank):
     for call, kind, words in (
         (lambda: full_state_dict(nn.Linear(2, 1), 3), ArgumentError, "dst"),
         (lambda: full_state_dict({}), ArgumentError, "model must be a Module; got dict"),
@@ -149,11 +153,6 @@ def refused(rank):
         model[1].weight = model[0].weight
     with pytest.raises(DisagreementError, match=r"'1\.weight'.*shared with '0\.weight'"):
         full_state_dict(model)
-
-
-@pytest.mark.parametrize("check", [data_parallel, dtensors, stages, refused])
-def test_on_three_ranks(worlds, check):
-    worlds.run(3, check)
 
 
 @pytest.mark.slow

@@ -6,24 +6,26 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
+from tests.worlds import on_ranks
 from varcomm import ArgumentError
 from varcomm.checkpoint import PerRank, RowsById, load, read, save
 from varcomm.sharding import Sharded, ShardSpec
 
 
-def other_names(rank, folder):
+@on_ranks(3)
+def test_other_names(rank, tmp_path):
     """Each rank loads other parts; what one of them lacks, all are told."""
     parts = {f"stage {n}": {"u": torch.ones(1), "v": torch.ones(2)} for n in range(3)}
-    save({"a": torch.ones(1), **parts}, folder)
+    save({"a": torch.ones(1), **parts}, tmp_path)
     mine, x = f"stage {rank}", torch.zeros(1)
     state = {mine: {"u": x, "v": torch.zeros(2)}} if rank else {mine: {"u": x}}
     with pytest.raises(ArgumentError, match=r"1 keys are not in the state: 'stage 0\.v'\."):
-        load(state, folder)
+        load(state, tmp_path)
     assert x.item() == 0
     state[mine]["v"] = torch.zeros(2)
     if rank:
         state["a"] = torch.zeros(1)
-    load(state, folder)
+    load(state, tmp_path)
     assert all(bool(t.all()) for t in (x, state[mine]["v"], state.get("a", x)))
 
 
@@ -40,9 +42,10 @@ TARGETS = {
 }
 
 
-def no_target(rank, folder):
+@on_ranks(3)
+def test_no_target(rank, tmp_path):
     """Targets that cannot be overwritten."""
-    save({"a": torch.ones(2), "b": torch.zeros(3, 2), "s": 1}, folder)
+    save({"a": torch.ones(2), "b": torch.zeros(3, 2), "s": 1}, tmp_path)
     for word, make in TARGETS.items():
         state = {"a": torch.zeros(2), "b": torch.zeros(3, 2), "s": 0}
         if word == "expanded tensor":
@@ -50,26 +53,27 @@ def no_target(rank, folder):
         if rank == 1:
             state["b"] = make()
         with pytest.raises(ArgumentError, match=rf"refused on rank 1 of 3: 'b' .*{word}"):
-            load(state, folder)
+            load(state, tmp_path)
         assert not state["a"].any()
         assert state["s"] == 0
 
 
-def uneven(rank, folder):
+@on_ranks(3)
+def test_uneven(rank, tmp_path):
     """A DTensor of uneven shards tells of even ones."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     own = torch.full(([1, 0, 4][rank],), float(rank))
     tensor = DTensor.from_local(
         own, mesh, [Shard(0)], run_check=False, shape=torch.Size([5]), stride=(1,)
     )
-    save({"good": 1}, folder / "there")
+    save({"good": 1}, tmp_path / "there")
     said = r"'n', a tensor of shape \(5,\), declares boxes of shapes \[\(2,\)\]"
     with pytest.raises(ArgumentError, match=said):
-        save({"n": tensor}, folder / "there")
-    save({"n": torch.zeros(5)}, folder / "even")
+        save({"n": tensor}, tmp_path / "there")
+    save({"n": torch.zeros(5)}, tmp_path / "even")
     with pytest.raises(ArgumentError, match=said):
-        load({"n": tensor}, folder / "even")
-    assert read(folder / "there") == {"good": 1}
+        load({"n": tensor}, tmp_path / "even")
+    assert read(tmp_path / "there") == {"good": 1}
 
 
 class Held:
@@ -86,29 +90,31 @@ class Held:
         self.value = state["value"]
 
 
-def who_refuses(rank, folder):
+@on_ranks(3)
+def test_who_refuses(rank, tmp_path):
     """An object of one rank refuses: an error on all."""
     held, x = Held(5), torch.zeros(2)
-    save({"x": torch.ones(2), "held": held, "s": 1}, folder)
+    save({"x": torch.ones(2), "held": held, "s": 1}, tmp_path)
     held.value, held.refuses = 0, rank == 1
     state = {"x": x, "held": held, "s": 0}
     said = "refused on rank 1 of 3: 'held' refuses its saved state: not this one"
     with pytest.raises(ArgumentError, match=said):
-        load(state, folder)
+        load(state, tmp_path)
     held.refuses = False
-    load(state, folder)
+    load(state, tmp_path)
     assert (x.tolist(), held.value, state["s"]) == ([1, 1], 5, 1)
 
 
-def other_model(rank, folder):
+@on_ranks(3)
+def test_other_model(rank, tmp_path):
     """A checkpoint of another model: one message names all differences."""
     saved, own = (ShardSpec.of(sizes) for sizes in ([2, 1, 0], [1, 1, 0]))
     w, same = Sharded.of(torch.ones(saved.local, 4), saved), torch.zeros(2)
-    save({"net": {"w": w, "b": torch.ones(3), "s": 5, "same": torch.ones(2)}, "x": 1}, folder)
+    save({"net": {"w": w, "b": torch.ones(3), "s": 5, "same": torch.ones(2)}, "x": 1}, tmp_path)
     net = {"w": Sharded.of(torch.zeros(own.local, 4), own), "b": torch.zeros(3).double()}
     net |= {"same": same, "new": torch.zeros(1), **{f"n{number}": 0 for number in range(7)}}
     with pytest.raises(ArgumentError) as caught:
-        load({"net": net}, folder)
+        load({"net": net}, tmp_path)
     assert not same.any()
     for words in (
         "10 keys of the state do not match: 'net.w' is saved as (3, 4), torch.float32 and is (2",
@@ -116,11 +122,6 @@ def other_model(rank, folder):
         "1 keys are not in the state: 'net.s'",
     ):
         assert words in str(caught.value)
-
-
-@pytest.mark.parametrize("check", [other_names, no_target, uneven, who_refuses, other_model])
-def test_on_ranks(worlds, tmp_path, check):
-    worlds.run(3, check, tmp_path)
 
 
 def test_names_with_dots(tmp_path):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.worlds import on_ranks
 from varcomm import ArgumentError
 from varcomm.checkpoint import PerRank, load, read, save
 from varcomm.tensor_parallel import ColumnParallelLinear
@@ -63,7 +64,8 @@ def test_extra_state_in_tensors_and_copies_of_a_hook(tmp_path):
         load({"modules": found}, tmp_path)
 
 
-def factors(rank, folder):
+@on_ranks(3)
+def test_factors(rank, tmp_path):
     """Adafactor's states of sharded parameters are refused, and loaded for whole ones."""
     torch.manual_seed(0)
     plain, model = nn.Linear(4, 6), ColumnParallelLinear(4, 6)
@@ -72,20 +74,21 @@ def factors(rank, folder):
         module(torch.ones(1, 4)).sum().backward()
         optimizer.step()
     before = model.weight.detach().clone()
-    save({"model": plain, "optimizer": optimizers[0]}, folder)
+    save({"model": plain, "optimizer": optimizers[0]}, tmp_path)
     other = torch.optim.Adafactor(plain.parameters())
-    load({"model": plain, "optimizer": other}, folder)
+    load({"model": plain, "optimizer": other}, tmp_path)
     row_vars = [optimizer.state[plain.weight]["row_var"] for optimizer in (optimizers[0], other)]
     assert torch.equal(*row_vars)
     with pytest.raises(ArgumentError, match="'optimizer': the state 'row_var' of 'weight'"):
-        save({"model": model, "optimizer": optimizers[1]}, folder / "new")
+        save({"model": model, "optimizer": optimizers[1]}, tmp_path / "new")
     fresh = torch.optim.Adafactor(model.parameters())
     with pytest.raises(ArgumentError, match="'optimizer': the state 'row_var' of 'weight'"):
-        load({"model": model, "optimizer": fresh}, folder)
+        load({"model": model, "optimizer": fresh}, tmp_path)
     assert torch.equal(model.weight, before)
 
 
-def of_its_own(rank, folder):
+@on_ranks(3)
+def test_of_its_own(rank, tmp_path):
     """A module of each rank's own and its optimizer."""
     torch.manual_seed(rank)
     model = nn.Linear(2, 1)
@@ -93,20 +96,15 @@ def of_its_own(rank, folder):
     model(torch.ones(1, 2) + rank).sum().backward()
     optimizer.step()
     state = {"own": PerRank({"model": model, "optimizer": optimizer})}
-    save(state, folder)
+    save(state, tmp_path)
     kept = model.weight.detach().clone()
     moment = optimizer.state[model.weight]["momentum_buffer"]
     with torch.no_grad():
         model.weight.zero_()
         moment.zero_()
-    load(state, folder)
+    load(state, tmp_path)
     assert torch.equal(model.weight, kept)
     assert moment.tolist() == [[1.0 + rank] * 2]
-
-
-@pytest.mark.parametrize("check", [factors, of_its_own])
-def test_on_ranks(worlds, tmp_path, check):
-    worlds.run(3, check, tmp_path)
 
 
 class Trainer:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch_geometric.data import Data
 
+from tests.worlds import on_ranks
 from varcomm import ArgumentError, DisagreementError
 from varcomm.checkpoint import RowsById, load, read, save
 from varcomm.graph import partition
@@ -85,16 +86,13 @@ REFUSED = [  # state of rank 0, state of the others, error, word of the message
 ]
 
 
-def refused(rank, folder):
+@on_ranks(3)
+def test_rows_that_do_not_fit(rank, tmp_path):
     for first, others, error, word in REFUSED:
         with pytest.raises(error, match=word):
-            save(others if rank else first, folder)
-        assert not any(folder.iterdir()), word
-    save({"u": torch.zeros(3), "v": torch.zeros(3)}, folder)
+            save(others if rank else first, tmp_path)
+        assert not any(tmp_path.iterdir()), word
+    save({"u": torch.zeros(3), "v": torch.zeros(3)}, tmp_path)
     state = {"u": torch.zeros(3) if rank else RowsById(torch.zeros(3), torch.arange(3), 3)}
     with pytest.raises(DisagreementError, match="RowsById"):
-        load({**state, "v": torch.zeros(3)}, folder)
-
-
-def test_rows_that_do_not_fit(worlds, tmp_path):
-    worlds.run(3, refused, tmp_path)
+        load({**state, "v": torch.zeros(3)}, tmp_path)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.worlds import on_ranks
 from varcomm.checkpoint import PerRank, load, read, save
 from varcomm.sharding import shard_spec
 from varcomm.tensor_parallel import ColumnParallelLinear, RandomStreams, RowParallelLinear
@@ -149,35 +150,32 @@ VALUES = {
 }
 
 
-def keep_values(rank, folder):
-    save({"values": VALUES}, folder)
+@on_ranks(3)
+def test_keep_values(rank, tmp_path):
+    save({"values": VALUES}, tmp_path)
     state = {"values": dict.fromkeys(VALUES)}
     state["values"]["nested"] = inner = {"a": {"b": {"c": 0}}, "empty": {}, "empty list": [7]}
     state["values"]["history"] = []
-    load(state, folder)
+    load(state, tmp_path)
     assert state["values"]["nested"] is inner
     assert repr(state["values"]) == repr(VALUES)
-    assert repr(read(folder)) == repr({"values": VALUES})
+    assert repr(read(tmp_path)) == repr({"values": VALUES})
 
 
-def marked(rank, folder):
+@on_ranks(3)
+def test_marked(rank, tmp_path):
     """A marked parameter in a dict is one rank's part."""
     layer = ColumnParallelLinear(1, 3, bias=False)
     whole = torch.tensor([[1.0], [2.0], [3.0]])
     with torch.no_grad():
         layer.weight.copy_(shard_spec(layer.weight).shard(whole))
-    save({"w": layer.weight, "own": PerRank(5)}, folder)
+    save({"w": layer.weight, "own": PerRank(5)}, tmp_path)
     state = {"w": layer.weight, "own": PerRank(None)}
     with torch.no_grad():
         layer.weight.zero_()
-    load(state, folder)
-    assert torch.equal(read(folder)["w"], whole)
+    load(state, tmp_path)
+    assert torch.equal(read(tmp_path)["w"], whole)
     assert (layer.weight.item(), state["own"].value) == (rank + 1.0, 5)
-
-
-@pytest.mark.parametrize("check", [keep_values, marked])
-def test_on_ranks(worlds, tmp_path, check):
-    worlds.run(3, check, tmp_path)
 
 
 def drawn(streams, generator):

@@ -25,9 +25,6 @@ FURTHER = {"varcomm.models.generation.generate"}
 MADE_BY_VARCOMM = {"varcomm.CapturedStep", "varcomm.Handle", "varcomm.checkpoint.PendingSave"}
 # Classes with a group that they do not use for communication of their own.
 SILENT = {"varcomm.graph.EdgeShard", "varcomm.graph.NodeShard", "varcomm.sharding.ShardSpec"}
-# Words about the shape of a tensor: a shape, the things that its entries are, another entry.
-_WORDS = "shapes?|scalars?|sum|entry|entries|dimensions?|rows?|columns?|elements|numbers?|copy|as"
-SHAPE = re.compile(rf"\([\w*+\[\](), ]+\)|\b({_WORDS})\b|^ *`\w+`\.?$|^ *(As|Like)\b", re.MULTILINE)
 # Functions that no argument makes fail, and those that fail as torch does.
 CANNOT_FAIL = {
     "varcomm.trace",
@@ -124,15 +121,6 @@ def line_problems(doc, *words):
             yield f"no {word}:"
 
 
-def shape_problems(of):
-    """Yield the tensors among arguments and results whose entry has no word about the shape."""
-    for title in ("Parameters", "Attributes", "Returns"):
-        for entry in re.split(r"^(?=\S)", of.get(title, ""), flags=re.MULTILINE):
-            kind, _, text = entry.partition("\n")
-            if "Tensor" in kind and not SHAPE.search(text):
-                yield f"no shape: {kind}"
-
-
 def see_also_problems(module, of):
     """Yield the names of the section that do not exist."""
     lines = of.get("See Also", "").split("\n")
@@ -154,7 +142,6 @@ def see_also_problems(module, of):
 def problems(name, value):
     of, signature = sections(value.__doc__), inspect.signature(value)
     yield from summary_problems(value.__doc__)
-    yield from shape_problems(of)
     yield from see_also_problems(name.rpartition(".")[0], of)
     if name not in MADE_BY_VARCOMM:
         yield from argument_problems(value)

@@ -12,6 +12,7 @@ import varcomm
 from tests.graph.against_one import compare
 from tests.graph.graphs import split_by, wild
 from tests.ops.comparing import assert_none
+from tests.worlds import on_ranks
 from varcomm import ArgumentError
 from varcomm.graph import distribute, partition
 from varcomm.models import MeshGraphNet
@@ -85,7 +86,8 @@ def test_one_exchange_equals_one_per_layer(worlds, ranks, name):
     assert_none(worlds.run(ranks, check, name, method))
 
 
-def exchanges(rank):
+@on_ranks(3)
+def test_exchanges(rank):
     for hops, count in ((1, 3), (3, 1)):
         graph = partition(wild(), method="random", hops=hops)
         torch.manual_seed(0)
@@ -95,7 +97,8 @@ def exchanges(rank):
         assert [call.name for call in calls] == ["exchange"] * count
 
 
-def in_two_blocks(rank):
+@on_ranks(3)
+def test_in_two_blocks(rank):
     """Four layers, two at a time; then on a graph with halos of one hop."""
     torch.manual_seed(0)
     data = wild()
@@ -137,7 +140,8 @@ WRONG = [
 ]
 
 
-def wrong_use(rank):
+@on_ranks(3)
+def test_wrong_use(rank):
     graph = partition(wild(), method="random", hops=2)
     for make, calls, message in WRONG:
         torch.manual_seed(0)
@@ -150,8 +154,3 @@ def wrong_use(rank):
 
         with pytest.raises(ArgumentError, match=re.escape(message)):
             use()
-
-
-@pytest.mark.parametrize("use", [exchanges, in_two_blocks, wrong_use])
-def test_exchanges_several_blocks_and_wrong_use(worlds, use):
-    assert worlds.run(3, use) == [None] * 3

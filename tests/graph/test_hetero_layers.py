@@ -9,6 +9,7 @@ from torch import nn
 from torch_geometric.data import Data, HeteroData
 
 from tests.graph.against_one import CLOSE, IDLE, assert_verdicts, graph_of
+from tests.worlds import on_ranks
 from varcomm import ArgumentError
 from varcomm.graph import distribute, partition
 
@@ -185,7 +186,8 @@ def test_layers_equal_their_single_process_twins(worlds, ranks, method):
     assert_verdicts(worlds, layers, expected, data_of, ranks, method, second=True)
 
 
-def types_of_edges(rank):
+@on_ranks(3)
+def test_types_of_edges(rank):
     """Copies of edges are still of their type; ordinary tensors and other edges are refused."""
     torch.manual_seed(0)
     graph = graph_of(data_of(), "random")
@@ -207,7 +209,8 @@ def types_of_edges(rank):
     assert fewer["b"].shape == (graph["b"].num_owned, 5)
 
 
-def bases(rank):
+@on_ranks(3)
+def test_bases(rank):
     """PyG adds offsets to the ids of all types."""
     graph, edges = graph_of(data_of()), ["to", "back"]
     kinds = [key for key in EDGES if key[1] in edges]
@@ -221,7 +224,8 @@ def bases(rank):
         model(x_dict, {key: graph[key].edge_index for key in kinds})
 
 
-def moved(rank):
+@on_ranks(3)
+def test_moved(rank):
     """From a graph with several types to one with a single type, and back."""
     torch.manual_seed(0)
     layer, data, graph = pyg.SGConv(4, 5).double(), data_of(), graph_of(data_of(), "random")
@@ -234,8 +238,3 @@ def moved(rank):
         part = distribute(layer, alone)(alone.x, alone.edge_index)
         torch.testing.assert_close(part, whole[alone.owned_ids], **CLOSE)
     assert "forward" not in vars(layer)
-
-
-@pytest.mark.parametrize("use", [types_of_edges, moved, bases])
-def test_single_layers(worlds, use):
-    assert worlds.run(3, use) == [None] * 3

@@ -13,7 +13,7 @@ from torch_geometric.utils import scatter, softmax
 import varcomm
 from tests.graph.against_one import compare
 from tests.graph.batches import GRAPHS, SECOND, as_data, no_edges, partitions, whole
-from tests.ops.comparing import Failures, assert_none
+from tests.ops.comparing import Failures
 from tests.worlds import WORLDS, on_ranks
 from varcomm import ArgumentError
 from varcomm.graph import distribute, partition, replicated
@@ -94,7 +94,8 @@ def test_pools(rank):
     return wrong
 
 
-def check_dtypes(rank):
+@on_ranks(3)
+def test_dtypes(rank):
     """Narrow floats and integers."""
     failures, given, graph = Failures(), whole(C), partitions(as_data(whole(C)))[0]
     ids, narrow = graph.owned_ids, (torch.float32, torch.bfloat16, torch.float16)
@@ -109,7 +110,8 @@ def check_dtypes(rank):
     return failures
 
 
-def check_not_finite(rank):
+@on_ranks(3)
+def test_not_finite(rank):
     """Graph 0 has nothing but the lowest value, graph 1 the largest, and graph 3 has a NaN."""
     failures, given = Failures(), whole(C)
     graph = partitions(as_data(given))[0]
@@ -129,11 +131,6 @@ def check_not_finite(rank):
             if not spoiled:
                 torch.testing.assert_close(own.grad, x.grad[ids])
     return failures
-
-
-@pytest.mark.parametrize("use", [check_dtypes, check_not_finite])
-def test_dtypes_and_values_that_are_not_finite(worlds, use):
-    assert_none(worlds.run(3, use))
 
 
 @pytest.mark.slow

@@ -129,7 +129,8 @@ class NoGradient(torch.autograd.Function):
         return None
 
 
-def without_a_gradient(rank):
+@on_ranks(3)
+def test_without_a_gradient(rank):
     """No gradient is one of zeros: the adjoint of what was communicated before is entered."""
     mesh = init_device_mesh("cpu", (3,))
     x = drawn(4, 2).requires_grad_()
@@ -142,7 +143,8 @@ def without_a_gradient(rank):
         assert torch.equal(gradient, torch.zeros(4, 2, dtype=torch.float64))
 
 
-def still_under_way(rank):
+@on_ranks(3)
+def test_still_under_way(rank):
     """A result of DTensor's that is still in flight is waited for."""
     mesh = init_device_mesh("cpu", (3,))
     columns = distribute_tensor(drawn(5, 4), mesh, [Shard(1)])
@@ -159,7 +161,9 @@ def still_under_way(rank):
     torch.testing.assert_close(rows.grad.full_tensor(), expected)
 
 
-def compiled(rank):
+@pytest.mark.slow
+@on_ranks(3)
+def test_compiled(rank):
     """In one graph, forward and backward, with a gradient that comes back replicated."""
     mesh = init_device_mesh("cpu", (3,))
     x = drawn(5, 2).split((2, 2, 1))[rank].requires_grad_()
@@ -172,18 +176,6 @@ def compiled(rank):
         y = call(x)
         found.append((y.detach(), *torch.autograd.grad(y.cos().sum(), x)))
     torch.testing.assert_close(*found, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    "check",
-    [
-        without_a_gradient,
-        still_under_way,
-        pytest.param(compiled, marks=pytest.mark.slow),
-    ],
-)
-def test_on_ranks(worlds, check):
-    worlds.run(3, check)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import varcomm as vc
+from tests.worlds import on_ranks
 from varcomm import ArgumentError, DisagreementError, GroupError
 from varcomm.sharding import from_dtensor, to_dtensor
 
@@ -43,7 +44,8 @@ def refusals(rank):
     return found
 
 
-def refused(rank):
+@on_ranks(3)
+def test_refused(rank):
     for call, arguments, error, word in refusals(rank):
         with pytest.raises(error, match=word):
             call(*arguments)
@@ -54,7 +56,8 @@ def refused(rank):
             to_dtensor(dual, [2, 2, 1])
 
 
-def compared(rank):
+@on_ranks(3)
+def test_compared(rank):
     """Ranks are compared inside debug."""
     mesh = init_device_mesh("cpu", (3,))
     own, wide = torch.zeros(2, 3), torch.zeros(2, 3 + rank)
@@ -71,8 +74,3 @@ def compared(rank):
                 call()
         made = to_dtensor(torch.zeros(2), sizes, 0, mesh)
         assert from_dtensor(made)[1].sizes == (2, 2, 2)
-
-
-@pytest.mark.parametrize("check", [refused, compared])
-def test_on_ranks(worlds, check):
-    worlds.run(3, check)

@@ -13,6 +13,7 @@ from torch import nn
 
 import varcomm
 from tests.ops.comparing import Failures, assert_none
+from tests.worlds import on_ranks
 from varcomm import ArgumentError, DisagreementError
 from varcomm.tensor_parallel import (
     ColumnParallelLinear,
@@ -254,7 +255,11 @@ def test_five_steps_with_options(worlds, option):
     assert_none(worlds.run(3, trained, name, {option: False}, timeout=200))
 
 
-def generated(rank, name):
+@pytest.mark.parametrize(
+    "name", ["Llama, 4 heads, 2 of keys, tied", "GPT-2, 2 heads", "T5, 5 heads", "Qwen2, 7 heads"]
+)
+@on_ranks(3, timeout=200)
+def test_generate(rank, name):
     """Tokens are those of one process, with and without a cache, by beams, and with padding."""
     with in_fp64():
         one = made(name).eval()
@@ -268,14 +273,9 @@ def generated(rank, name):
             assert torch.equal(model.generate(ids, **asked), one.generate(ids, **asked)), way
 
 
-@pytest.mark.parametrize(
-    "name", ["Llama, 4 heads, 2 of keys, tied", "GPT-2, 2 heads", "T5, 5 heads", "Qwen2, 7 heads"]
-)
-def test_generate(worlds, name):
-    worlds.run(3, generated, name, timeout=200)
-
-
-def sampled(rank, name):
+@pytest.mark.parametrize("name", ["Llama, 5 heads", "T5, 5 heads"])
+@on_ranks(2, timeout=200)
+def test_sampling_needs_the_same_seed_on_all_ranks(rank, name):
     with in_fp64():
         one = made(name).eval()
         model = parallelize(copy.deepcopy(one))
@@ -294,12 +294,9 @@ def sampled(rank, name):
             model.generate(ids + rank, **asked)
 
 
-@pytest.mark.parametrize("name", ["Llama, 5 heads", "T5, 5 heads"])
-def test_sampling_needs_the_same_seed_on_all_ranks(worlds, name):
-    worlds.run(2, sampled, name, timeout=200)
-
-
-def with_dropout(rank, name):
+@pytest.mark.parametrize("name", ["Llama", "T5", "BERT"])
+@on_ranks(2, timeout=200)
+def test_training_with_dropout_is_refused(rank, name):
     import transformers
 
     torch.manual_seed(0)
@@ -333,11 +330,6 @@ def with_dropout(rank, name):
     model(**ids)
 
 
-@pytest.mark.parametrize("name", ["Llama", "T5", "BERT"])
-def test_training_with_dropout_is_refused(worlds, name):
-    worlds.run(2, with_dropout, name, timeout=200)
-
-
 def saved(rank, name, folder):
     """The files of a sharded model are those of the whole one."""
     import transformers
@@ -365,7 +357,8 @@ def test_save_pretrained_writes_full_tensors(worlds, name, tmp_path):
     worlds.run(3, saved, name, str(tmp_path), timeout=200)
 
 
-def refused(rank):
+@on_ranks(3, timeout=200)
+def test_refusals(rank):
     name = "Qwen3, 4 heads, 2 of keys"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -432,11 +425,8 @@ def refused(rank):
                 parallelize(made(name), **options)
 
 
-def test_refusals(worlds):
-    worlds.run(3, refused, timeout=200)
-
-
-def two_towers(rank):
+@on_ranks(2, timeout=200)
+def test_a_model_of_two_towers(rank):
     """A plan for a model without one table of ids."""
     import transformers
 
@@ -462,10 +452,6 @@ def two_towers(rank):
         parallelize(copy.deepcopy(one), table, [5, 4], sequence_dim=1)
 
 
-def test_a_model_of_two_towers(worlds):
-    worlds.run(2, two_towers, timeout=200)
-
-
 def with_double_heads(name):
     """A causal model that calls a cross-entropy of its own, with a head of its own weight."""
     import transformers
@@ -483,7 +469,9 @@ def with_double_heads(name):
     return transformers.GPT2DoubleHeadsModel(config)
 
 
-def own_loss(rank, name):
+@pytest.mark.parametrize("name", ["GPT-2", "Bart"])
+@on_ranks(2, timeout=200)
+def test_labels_of_models_with_a_loss_of_their_own(rank, name):
     """Labels below the sizes of both ranks, which a cross-entropy of one rank would accept."""
     one = with_double_heads(name)
     ids = batch(name)["input_ids"]
@@ -497,12 +485,8 @@ def own_loss(rank, name):
     torch.testing.assert_close(loss, expected)
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "Bart"])
-def test_labels_of_models_with_a_loss_of_their_own(worlds, name):
-    worlds.run(2, own_loss, name, timeout=200)
-
-
-def guarded_once(rank):
+@on_ranks(2, timeout=200)
+def test_a_second_plan_keeps_methods_of_the_caller(rank):
     import transformers
 
     class Loose(transformers.GPT2DoubleHeadsModel):
@@ -538,7 +522,3 @@ def guarded_once(rank):
     with pytest.raises(ArgumentError, match="not a submodule of this Elsewhere"):
         parallelize(outside, {"head": "column"})
     assert type(outside.head) is nn.Linear
-
-
-def test_a_second_plan_keeps_methods_of_the_caller(worlds):
-    worlds.run(2, guarded_once, timeout=200)

@@ -7,7 +7,8 @@ import torch
 from torch.func import grad, jvp, vjp
 
 import varcomm
-from tests.ops.comparing import Failures, assert_none
+from tests.ops.comparing import Failures
+from tests.worlds import on_ranks
 from varcomm.tensor_parallel import column_parallel_linear, row_parallel_linear
 
 SIZES = [2, 1]
@@ -57,7 +58,9 @@ def loss_of(y, rank):
     return (y**3).sum() if rank == 0 else y.sum()
 
 
-def check_nestings(rank, async_op):
+@pytest.mark.parametrize("async_op", [False, True])
+@on_ranks(2, timeout=40)
+def test_nestings_where_one_rank_is_linear(rank, async_op):
     """Only rank 0 has a gradient that depends on anything."""
     failures = Failures()
 
@@ -74,11 +77,6 @@ def check_nestings(rank, async_op):
         with failures.named("(".join(words)):
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     return failures
-
-
-@pytest.mark.parametrize("async_op", [False, True])
-def test_nestings_where_one_rank_is_linear(worlds, async_op):
-    assert_none(worlds.run(2, check_nestings, async_op, timeout=40))
 
 
 def forward_over_forward(rank):

@@ -111,7 +111,8 @@ def wrappers():
         return [TwoTensor(x, x.clone()), masked_tensor(x, x > 0), TwoTensor(x[:0], x[:0])]
 
 
-def wrapped(rank, folder):
+@on_ranks(3)
+def test_wrappers_are_refused(rank, tmp_path):
     """Refuse wrappers of other tensors, whose memory an engine would read."""
     for x in wrappers():
         plan = varcomm.ExchangePlan.from_needed(torch.tensor([0]), [len(x)] + [1] * 2)
@@ -124,16 +125,12 @@ def wrapped(rank, folder):
             with pytest.raises(varcomm.ArgumentError, match="wraps other tensors"):
                 call()
         with pytest.raises(varcomm.VarcommError, match="'x' must be a plain dense tensor"):
-            checkpoint.save({"x": x}, folder)
+            checkpoint.save({"x": x}, tmp_path)
         trained = torch.nn.Module()
         trained.weight = torch.nn.Parameter(x, requires_grad=x.requires_grad)
         for call in (varcomm.broadcast_module, lambda m: data_parallel.ShardedGradients(m, SGD)):
             with pytest.raises(varcomm.ArgumentError, match=r"wraps other tensors|no parameter"):
                 call(trained)
-
-
-def test_wrappers_are_refused(worlds, tmp_path):
-    worlds.run(3, wrapped, tmp_path)
 
 
 @on_ranks(2)
@@ -148,7 +145,8 @@ def test_results_of_functional_collectives(rank):
     assert torch.equal(x.grad, torch.full((2, 3), 2.0))
 
 
-def refused(rank, folder):
+@on_ranks(3)
+def test_tensors_without_values(rank, tmp_path):
     """Refuse tensors whose memory is not their values, on all ranks."""
     graph = partition(wild(), method="block")
     dtensor = to_dtensor(torch.ones(1, 2), [1, 1, 1])
@@ -158,7 +156,7 @@ def refused(rank, folder):
     gradient = trained.weight.grad
     for value in (graph.edge_index, nested, torch.eye(2).to_sparse(), gradient):
         with pytest.raises(varcomm.VarcommError, match="'x' must be a plain dense tensor"):
-            checkpoint.save({"x": value}, folder)
+            checkpoint.save({"x": value}, tmp_path)
     layer = torch.nn.Module()
     layer.weight = torch.nn.Parameter(dtensor)
     for call in (
@@ -174,7 +172,3 @@ def refused(rank, folder):
     with pytest.raises(varcomm.ArgumentError, match="ShardedGradients"):
         tensor_parallel.grad_norm(trained.parameters())
     optimizer.close()
-
-
-def test_tensors_without_values(worlds, tmp_path):
-    worlds.run(3, refused, tmp_path)
