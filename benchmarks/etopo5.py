@@ -16,6 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 from measuring import Measured, arguments, reset_peak, status, table
+from sea import read_sea
 
 import varcomm as vc
 
@@ -67,7 +68,7 @@ def main():
     options = arguments(parser, ranks=4)
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/sea.npy"  # ranks map the file into memory
-        np.save(path, vc.simulate.read_sea(options.file))
+        np.save(path, read_sea(options.file))
         what = path, options.ranks, options.method
         parts = vc.launch(build, options.ranks, *what, timeout=1200)
     print(f"from_edges with {options.method} on {options.ranks} ranks")

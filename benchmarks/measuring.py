@@ -12,7 +12,7 @@ import torch
 
 import varcomm as vc
 from varcomm.cli import doctor
-from varcomm.simulate.table import aligned
+from varcomm.cli.table import aligned
 
 
 class Measured:

@@ -13,12 +13,13 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from measuring import arguments
+from sea import coarsened, ocean, read_sea
 
 import varcomm as vc
 from varcomm import _figures as figures
-from varcomm.cli.simulate import METHOD, piece_of, prepare
+from varcomm.cli.simulate import METHOD, columns_of, piece_of, prepare, table
 
-# Columns of a scaling, with their names and colours.
+# Columns of a curve, with their names and colours.
 LINES = {
     "step": ("a step", figures.INK),
     "busy": ("arithmetic and memory", figures.CURVES[0]),
@@ -28,23 +29,23 @@ LINES = {
 }
 
 
-def draw(scalings, path, title):
-    """Draw scalings one below the other, with their names above."""
+def draw(curves, machine, path, title):
+    """Draw curves one below the other, with their names above."""
     with rc_context(figures.style()):
-        figure = Figure((figures.WIDTH, 4.0 * len(scalings) + 0.9), layout="constrained")
+        figure = Figure((figures.WIDTH, 4.0 * len(curves) + 0.9), layout="constrained")
         figure.suptitle(title, x=0.02, ha="left")
-        panels = figure.subplots(len(scalings), 1, squeeze=False)[:, 0]
-        for axes, (name, scaling) in zip(panels, scalings.items(), strict=True):
+        panels = figure.subplots(len(curves), 1, squeeze=False)[:, 0]
+        for axes, (name, columns) in zip(panels, curves.items(), strict=True):
             axes.set_title(name)
-            panel(axes, scaling)
+            panel(axes, columns, machine.memory)
         # strong scaling comes first, and its legend has all entries
         handles = panels[0].get_legend_handles_labels()
         figure.legend(*handles, loc="outside lower left", ncols=2)
         figures.save(figure, path)
 
 
-def panel(axes, scaling):
-    columns, ranks = scaling.columns, scaling.columns["ranks"]
+def panel(axes, columns, limit):
+    ranks = columns["ranks"]
     points = list(zip(ranks, columns["step"], columns["efficiency"], strict=True))
     axes.set(xscale="log", yscale="log", xlabel="ranks")
     axes.set_ylabel("time of the slowest rank (ms)")
@@ -55,7 +56,6 @@ def panel(axes, scaling):
     ideal = [1e3 * seconds * efficiency for _, seconds, efficiency in points]
     look = {"color": figures.PALE, "linewidth": 1.5, "zorder": 5, "label": "ideal step"}
     axes.plot(ranks, ideal, ":", **look)
-    limit = scaling.machine.memory
     full = [n for n, used in zip(ranks, columns["memory"], strict=True) if used > limit]
     if full:
         words = f"more than the {limit / 1e9:.0f} GB of a rank"
@@ -75,7 +75,7 @@ def panel(axes, scaling):
 
 
 def cut(cells, size):
-    return vc.simulate.partition(vc.simulate.ocean(cells), size, METHOD).without_graph()
+    return vc.simulate.partition(ocean(cells), size, METHOD).without_graph()
 
 
 def grown(cells, counts):
@@ -86,7 +86,7 @@ def grown(cells, counts):
     middle, found = len(counts) // 2, []
     for place, each in enumerate(counts):
         if place < middle:
-            coarse = vc.simulate.coarsened(cells, 2 ** (middle - place))
+            coarse = coarsened(cells, 2 ** (middle - place))
             found.append(cut(coarse, each.size))
         else:
             found.append(each.refined(2 ** (place - middle)))
@@ -103,8 +103,8 @@ def main():
     given = arguments(parser, rows=180, machine="h100-ndr", ranks=ranks, width=128, blocks=8)
     cells = np.ones((given.rows, 2 * given.rows), dtype=bool)
     if given.relief:
-        cells = vc.simulate.read_sea(given.relief)
-    data, machine = vc.simulate.ocean(cells), vc.simulate.MACHINES[given.machine]
+        cells = read_sea(given.relief)
+    data, machine = ocean(cells), vc.simulate.MACHINES[given.machine]
     # each number of ranks of weak scaling is 4 times the one before
     chain = list(takewhile(given.ranks.__contains__, (given.ranks[0] * 4**n for n in count())))
     counts = [vc.simulate.partition(data, size, METHOD).without_graph() for size in given.ranks]
@@ -112,19 +112,22 @@ def main():
     sample = vc.simulate.sample(step, piece_of(data), given.ranks, METHOD)
     weak = grown(cells, [each for each in counts if each.size in chain])
     each, middle = int(weak[0].owned.sum()) / chain[0], chain[len(chain) // 2]
-    scalings = {
-        f"strong: {data.num_nodes:,} nodes": vc.simulate.scaling(sample, counts, machine),
-        f"weak: {each:,.0f} nodes per rank; finer grids, this one on {middle} ranks": (
-            vc.simulate.scaling(sample, weak, machine)
-        ),
+    partitions = {
+        f"strong: {data.num_nodes:,} nodes": counts,
+        f"weak: {each:,.0f} nodes per rank; finer grids, this one on {middle} ranks": weak,
+    }
+    curves = {
+        name: columns_of([sample.step(each) for each in growing], machine)
+        for name, growing in partitions.items()
     }
     model = f"MeshGraphNet of width {given.width} with {given.blocks} blocks"
     title = f"A training step of {model}\non {machine.name}, predicted from peak rates"
-    for name, scaling in ((title, ""), *scalings.items()):
-        print(name, scaling, sep="\n")
+    print(title)
+    for name, columns in curves.items():
+        print(name, table(columns, machine), sep="\n")
     print(f"error of the linear fit: at most {max(sample.fit.error.values()):.1e}")
     if given.plot:
-        draw(scalings, given.plot, title)
+        draw(curves, machine, given.plot, title)
 
 
 if __name__ == "__main__":

@@ -11,22 +11,19 @@ import time
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import numpy as np
 import torch
 from measuring import arguments, table
+from rates import measure
 
 import varcomm as vc
 from varcomm.cli.simulate import prepare
-
-
-def grid(side):
-    return vc.simulate.ocean(np.ones((side, 2 * side), dtype=bool))
+from varcomm.graph.graph_file import globe
 
 
 def measured(rank, side, width, blocks, steps):
     """Return the seconds of each step, and the bytes and messages of the last step."""
     torch.set_num_threads(1)
-    step = prepare(width, blocks)(vc.graph.partition(grid(side), method="hilbert"))
+    step = prepare(width, blocks)(vc.graph.partition(globe(side, 2 * side), method="hilbert"))
     step()
     seconds = []
     for _ in range(steps):
@@ -45,10 +42,10 @@ def main():
     rows = []
     for side in given.sides:
         for ranks in given.ranks:
-            parts = vc.simulate.partition(grid(side), ranks, "hilbert")
+            parts = vc.simulate.partition(globe(side, 2 * side), ranks, "hilbert")
             step = vc.simulate.step(prepare(given.width, given.blocks), parts)
             # just before the run, because the rates of a machine change with its other work
-            machine = vc.simulate.measure(ranks, given.width)
+            machine = measure(ranks, given.width)
             times = step.times(machine)
             what = (side, given.width, given.blocks, given.steps)
             found = vc.launch(measured, ranks, *what, timeout=500)

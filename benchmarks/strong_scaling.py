@@ -13,15 +13,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from measuring import Measured, arguments, median, reset_peak, table
+from sea import ocean, read_sea
 
 import varcomm as vc
 from varcomm.models import MeshGraphNet
 
 
-def ocean(file):
+def sphere(file):
     """Return the graph of sea cells with 4 features, and edges to 8 neighbours with 3 features."""
-    is_sea = vc.simulate.read_sea(file)
-    data = vc.simulate.ocean(is_sea)
+    is_sea = read_sea(file)
+    data = ocean(is_sea)
     x, y, z = data.pos.T[:, :, None]
     source, target = data.edge_index
     data.edge_attr = (data.pos[source] - data.pos[target]) * is_sea.shape[0]
@@ -34,7 +35,7 @@ def train(rank, file, width, blocks, steps):
     """Return seconds of each step, peak memory, sent bytes per step, and the last loss."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    graph = vc.graph.partition(ocean(file))
+    graph = vc.graph.partition(sphere(file))
     model = MeshGraphNet(4, 3, 1, hidden_channels=width, num_blocks=blocks)
     model = vc.graph.distribute(model, graph)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)

@@ -1,14 +1,18 @@
 """Benchmarks run, at sizes that show nothing about speed, and print their tables."""
 
 import json
+import lzma
 import runpy
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from scipy.io import netcdf_file
 
 import varcomm as vc
+from varcomm.graph.graph_file import globe
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 SLOW = pytest.mark.slow
@@ -74,6 +78,29 @@ def test_script(worlds, monkeypatch, capsys, command, expected, tmp_path):
     monkeypatch.setattr(vc, "launch", launch)
     run(monkeypatch, command.format(folder=tmp_path))
     assert expected in capsys.readouterr().out
+
+
+def test_relief_of_the_earth(monkeypatch, tmp_path):
+    """A file like NOAA's: an island, and a last column that repeats the first."""
+    monkeypatch.syspath_prepend(FOLDER)
+    import sea
+
+    heights = np.full((20, 37), -1000.0, dtype=np.float32)
+    heights[5:9, 10:20] = 200
+    path, packed = tmp_path / "etopo.cdf", tmp_path / "etopo.cdf.xz"
+    with netcdf_file(path, "w") as file:
+        file.createDimension("lat", 20)
+        file.createDimension("lon", 37)
+        file.createVariable("ROSE", "f4", ("lat", "lon"))[:] = heights
+    packed.write_bytes(lzma.compress(path.read_bytes()))
+    for each in (path, packed):
+        is_sea = sea.read_sea(each)
+        assert is_sea.shape == (20, 36)
+        ocean = sea.ocean(is_sea)
+        assert ocean.num_nodes == 720 - 40
+        expected = globe(20, 36).subgraph(torch.from_numpy(is_sea).view(-1))
+        assert torch.equal(ocean.edge_index, expected.edge_index)
+        torch.testing.assert_close(ocean.pos, expected.pos)
 
 
 COMPARE = "compare.py --sizes 2K --skews 1:2 --dtypes bfloat16 --repeat 2"

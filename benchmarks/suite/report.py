@@ -4,7 +4,7 @@ from suite.peers import PEERS
 from suite.task import COPY, FLOOR, OURS, PEER
 
 from varcomm.cli.bench import microseconds
-from varcomm.simulate.table import line
+from varcomm.cli.table import line
 
 SHORT = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16", "float16": "fp16"}
 WIDTHS = {"operation": -20, "pass": -8, "ranks": 5, "dtype": 5, "bytes": 10, "shards": 7}

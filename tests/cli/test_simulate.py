@@ -1,33 +1,14 @@
-"""The command `simulate`, at sizes that take seconds, and grids of the sea."""
+"""The command `simulate`, at sizes that take seconds."""
 
-import lzma
-
-import numpy as np
 import pytest
 import torch
-from scipy.io import netcdf_file
 
 import varcomm as vc
 from tests.cli.test_partition import channel
 from varcomm.cli.main import main
+from varcomm.graph.graph_file import globe
 
 SMALL = ["simulate", "--width", "8", "--blocks", "1"]
-
-
-def test_relief_of_the_earth(tmp_path):
-    """A file like NOAA's: an island, and a last column that repeats the first."""
-    heights = np.full((20, 37), -1000.0, dtype=np.float32)
-    heights[5:9, 10:20] = 200
-    path, packed = tmp_path / "etopo.cdf", tmp_path / "etopo.cdf.xz"
-    with netcdf_file(path, "w") as file:
-        file.createDimension("lat", 20)
-        file.createDimension("lon", 37)
-        file.createVariable("ROSE", "f4", ("lat", "lon"))[:] = heights
-    packed.write_bytes(lzma.compress(path.read_bytes()))
-    for each in (path, packed):
-        is_sea = vc.simulate.read_sea(each)
-        assert is_sea.shape == (20, 36)
-        assert int(is_sea.sum()) == 720 - 40
 
 
 @pytest.mark.slow
@@ -59,16 +40,15 @@ def test_an_impossible_graph(line, capsys):
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_edges_of_the_sea():
-    is_sea = np.array([[1, 1, 0, 1], [0, 1, 1, 0], [1, 0, 0, 0]], dtype=bool)
-    data = vc.simulate.ocean(is_sea)
-    cells = [tuple(cell) for cell in np.argwhere(is_sea).tolist()]
+def test_a_grid_goes_around_the_earth():
+    data = globe(3, 5)
+    cells = [divmod(cell, 5) for cell in range(15)]
     expected = {
         (i, j)
         for i, (row, column) in enumerate(cells)
         for j, (other, there) in enumerate(cells)
-        if i != j and abs(row - other) <= 1 and (column - there) % 4 in (0, 1, 3)
+        if i != j and abs(row - other) <= 1 and (column - there) % 5 in (0, 1, 4)
     }
     assert set(map(tuple, data.edge_index.T.tolist())) == expected
     assert data.num_edges == len(expected)
-    torch.testing.assert_close(data.pos.norm(dim=1), torch.ones(len(cells)))
+    torch.testing.assert_close(data.pos.norm(dim=1), torch.ones(15))

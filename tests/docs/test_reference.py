@@ -29,8 +29,6 @@ SILENT = {"varcomm.graph.EdgeShard", "varcomm.graph.NodeShard", "varcomm.shardin
 CANNOT_FAIL = {
     "varcomm.trace",
     "varcomm.sharding.shard_spec",
-    "varcomm.simulate.coarsened",
-    "varcomm.simulate.scaling",
     "varcomm.tensor_parallel.param_is_not_tensor_parallel_duplicate",
     "varcomm.tensor_parallel.split_tensor_along_last_dim",
 }
@@ -39,10 +37,7 @@ WITHOUT_EXAMPLE = {
     "varcomm.graph.Mesh",
 } | {
     f"varcomm.simulate.{name}"
-    for name in (
-        *("Counts", "Machine", "Parts", "Sample", "Scaling", "Step", "Times", "Work"),
-        *("measure", "read_sea", "sample"),
-    )
+    for name in (*("Counts", "Machine", "Parts", "Sample", "Step", "Times", "Work"),)
 }
 
 

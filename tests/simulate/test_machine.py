@@ -108,11 +108,3 @@ def test_memory_views_and_picked_rows():
 def test_messages_of_real_ranks_are_not_counted(rank):
     with pytest.raises(GroupError, match="with ranks that exist"):
         vc.simulate.count(lambda: vc.all_reduce(torch.ones(1)))
-
-
-@pytest.mark.slow
-def test_the_machine_at_hand():
-    machine = vc.simulate.measure(2, width=8)
-    assert machine.ranks_per_node == 2
-    assert min(machine.flops, machine.memory_bandwidth, machine.latency_within) > 0
-    assert machine.gap == 0

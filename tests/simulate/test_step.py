@@ -2,7 +2,6 @@
 
 from functools import cache
 
-import numpy as np
 import pytest
 import torch
 from torch_geometric.data import Data, HeteroData
@@ -12,6 +11,7 @@ import varcomm as vc
 from tests.graph.graphs import grid, wild
 from tests.simulate.test_partition import papers
 from varcomm import ArgumentError, DisagreementError, GroupError, simulate
+from varcomm.cli.simulate import columns_of, table
 from varcomm.cli.simulate import prepare as prepared
 
 H100 = simulate.MACHINES["h100-ndr"]
@@ -69,12 +69,11 @@ def test_a_sample_predicts_larger_graphs():
         assert float(step.counts["flops"][rank]) == pytest.approx(work.flops, rel=1e-6)
         assert float(step.counts["other_bytes"][rank]) == pytest.approx(work.other_bytes, rel=0.02)
     one = simulate.partition(grid(20, 21), 1)
-    scaling = simulate.scaling(sample, [one, large], H100)
-    found = scaling.columns
+    columns = columns_of([sample.step(one), step], H100)
     for name in ("sent", "halos", "sums"):
-        assert found[name][0] == 0 < found[name][1]
-    assert found["step"][1] == pytest.approx(step.times(H100).step)
-    rows = str(scaling).splitlines()
+        assert columns[name][0] == 0 < columns[name][1]
+    assert columns["step"][1] == pytest.approx(step.times(H100).step)
+    rows = table(columns, H100).splitlines()
     assert len(rows) == 3
     assert rows[2].split()[:2] == ["4", "420"]
 
@@ -175,10 +174,6 @@ REFUSED = [
     (lambda: sample(APART, [2]), ArgumentError, "halos"),
     (lambda: sample(SMALL, [2]).step(parts(3)), KeyError, "3"),
     (lambda: parts().plot("none/a.png"), ArgumentError, "folder"),
-    (lambda: simulate.ocean(np.ones((2, 4))), ArgumentError, "is_sea"),
-    (lambda: simulate.ocean(np.full((2, 2), True)), ArgumentError, "columns"),
-    (lambda: simulate.read_sea(__file__), ArgumentError, "netCDF"),
-    (lambda: simulate.read_sea("none.cdf"), ArgumentError, "none.cdf"),
 ]
 
 

@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 import varcomm as vc
 from varcomm.cli import arguments
+from varcomm.cli.table import line
 from varcomm.cli.workload import OPERATIONS, Case, workload
-from varcomm.simulate.table import line
 from varcomm.transport import environment
 
 __all__ = ["DESCRIPTION", "add_arguments", "cases", "in_turns", "run", "summary"]

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 import varcomm as vc
 from varcomm.cli import arguments
+from varcomm.cli.table import aligned
 from varcomm.errors import LaunchError
-from varcomm.simulate.table import aligned
 from varcomm.testing import dot_test
 
 __all__ = ["CHECKS", "DESCRIPTION", "Engine", "add_arguments", "engines", "machine", "run", "tried"]

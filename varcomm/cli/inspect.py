@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from varcomm.simulate.table import aligned
+from varcomm.cli.table import aligned
 
 __all__ = ["DESCRIPTION", "add_arguments", "run"]
 

@@ -7,13 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from varcomm import simulate
 from varcomm.cli.arguments import positive, progress, separated
+from varcomm.cli.table import aligned
+from varcomm.errors import ArgumentError
 
-__all__ = ["DESCRIPTION", "METHOD", "add_arguments", "piece_of", "prepare", "run", "verdict"]
+__all__ = [
+    *("DESCRIPTION", "METHOD", "add_arguments", "columns_of", "piece_of", "prepare"),
+    *("run", "table", "verdict"),
+]
 
 DESCRIPTION = """\
 Cut a graph for each number of ranks. Run a training step of MeshGraphNet as a
@@ -43,6 +47,18 @@ METHOD = "hilbert"
 _EFFICIENT = 0.8  # least efficiency of a run that scales
 _PIECE = 1500  # nodes of the piece on which steps run
 
+# Columns of the printed table: name in columns_of, unit and format.
+_TABLE = {name: (name, 1, ",.0f") for name in ("ranks", "nodes", "owned", "halo", "neighbours")} | {
+    "MB sent": ("sent", 1e6, ".2f"),
+    "messages": ("messages", 1, ",.0f"),
+    "GB ": ("memory", 1e9, ".2f"),
+    "compute ms": ("compute", 1e-3, ".2f"),
+    "halo ms": ("halos", 1e-3, ".2f"),
+    "sums ms": ("sums", 1e-3, ".2f"),
+    "step ms": ("step", 1e-3, ".2f"),
+    "efficiency": ("efficiency", 1, ".2f"),
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
@@ -68,7 +84,11 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         return 0
     machine = simulate.MACHINES[options.machine]
     if options.mesh is None:
-        data = simulate.ocean(np.ones(options.grid, dtype=bool))
+        from varcomm.graph.graph_file import globe
+
+        if len(options.grid) != 2 or options.grid[1] < 3:
+            raise ArgumentError("--grid must be rows x columns, such as 180x360, with 3 columns.")
+        data = globe(*options.grid)
     else:
         from varcomm.graph import read_mesh
 
@@ -83,11 +103,51 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     step = prepare(options.width, options.blocks)
     sample = simulate.sample(step, piece_of(data), ranks, METHOD)
     progress("")
-    scaling = simulate.scaling(sample, counts, machine)
-    print(scaling)
+    columns = columns_of([sample.step(each) for each in counts], machine)
+    print(table(columns, machine))
     print(f"\nerror of the linear fit: at most {max(sample.fit.error.values()):.1e}")
-    print(verdict(scaling.columns))
+    print(verdict(columns))
     return 0
+
+
+def columns_of(steps: Sequence[simulate.Step], machine: simulate.Machine) -> dict[str, list[float]]:
+    """Return numbers by name, one per step; times and counts are the maximum over ranks.
+
+    ``busy`` are the seconds of arithmetic and memory, ``launching`` those of starting operators.
+    """
+    rows = [_row(step, machine) for step in steps]
+    rates = [row["nodes"] / row["step"] / row["ranks"] for row in rows]
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    return columns | {"efficiency": [rate / rates[0] for rate in rates]}
+
+
+def _row(step: simulate.Step, machine: simulate.Machine) -> dict[str, float]:
+    parts, counts, times = step.parts, step.counts, step.times(machine)
+    halo_calls = {call.name for call in step.transfers if call.width is not None}
+    halos, sums = torch.zeros(2, parts.size, dtype=torch.float64)
+    for name, seconds in times.communication.items():
+        (halos if name in halo_calls else sums).add_(seconds)
+    operators = (counts[name] for name in ("flops", "matmul_bytes", "other_bytes"))
+    of_ranks = {
+        **{name: getattr(parts, name) for name in ("owned", "halo", "neighbours")},
+        **{name: counts[name] for name in ("sent", "messages", "memory")},
+        "busy": machine.busy(*operators),
+        "launching": counts["kernels"] * machine.launch,
+        **{"compute": times.compute, "halos": halos, "sums": sums, "step": times.total},
+    }
+    most = {name: values.max().item() for name, values in of_ranks.items()}
+    return {"ranks": parts.size, "nodes": int(parts.owned.sum()), **most}
+
+
+def table(columns: Mapping[str, Sequence[float]], machine: simulate.Machine) -> str:
+    """Return the printed table; a star marks more memory than the machine has."""
+    is_full = [memory > machine.memory for memory in columns["memory"]]
+    lines = [list(_TABLE)]
+    for i, full in enumerate(is_full):
+        lines.append([format(columns[name][i] / unit, f) for name, unit, f in _TABLE.values()])
+        lines[-1][list(_TABLE).index("GB ")] += "*" if full else " "
+    note = [f"* more than the {machine.memory / 1e9:.0f} GB of a rank"] * any(is_full)
+    return "\n".join([*aligned(lines, left=0), *note])
 
 
 def verdict(columns: Mapping[str, Sequence[float]]) -> str:

@@ -1,8 +1,9 @@
-"""A graph from a file: a mesh, or arrays and tensors by their names."""
+"""Graphs of the command line: from a mesh, from arrays by their names, or of a grid."""
 
 from __future__ import annotations
 
 import warnings
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from varcomm.errors import ArgumentError
 from varcomm.graph.mesh.mesh import Mesh, read_mesh
 from varcomm.graph.mesh.openfoam import is_case
 
-__all__ = ["read_graph", "read_graph_and_mesh"]
+__all__ = ["globe", "read_graph", "read_graph_and_mesh"]
 
 _TENSORS = (
     "a .pt file must hold a dict of tensors with edge_index (2, E), and others as x or pos: "
@@ -107,3 +108,19 @@ def _data(content: Any, accepted: str) -> Data:
         count: Any = data.num_nodes
     data.num_nodes = count.item() if isinstance(count, torch.Tensor) and not count.dim() else count
     return data
+
+
+def globe(rows: int, columns: int) -> Data:
+    """Return a grid of 3 columns or more around the Earth: each cell has up to 8 neighbours."""
+    cells = torch.arange(rows * columns)
+    row, column = cells // columns, cells % columns
+    edges = []
+    for down, right in product((-1, 0, 1), repeat=2):
+        if (down, right) != (0, 0):
+            exists = (row + down >= 0) & (row + down < rows)
+            source = (row + down) * columns + (column + right) % columns
+            edges.append(torch.stack([source[exists], cells[exists]]))
+    south = (row.double() + 0.5) * (torch.pi / rows)
+    east = (column.double() + 0.5) * (2 * torch.pi / columns)
+    pos = torch.stack([south.sin() * east.cos(), south.sin() * east.sin(), south.cos()], dim=1)
+    return Data(edge_index=torch.cat(edges, dim=1), pos=pos.float())

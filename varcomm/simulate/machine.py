@@ -31,7 +31,7 @@ class Times:
 
     See Also
     --------
-    Scaling, Machine
+    Step, Machine
     """
 
     compute: Any
@@ -86,7 +86,7 @@ class Machine:
 
     See Also
     --------
-    measure, Times
+    Step, Times
     """
 
     name: str

@@ -12,7 +12,6 @@ import torch
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.simulate.machine import Machine, Times
 from varcomm.simulate.parts import Counts, Parts, sums
-from varcomm.simulate.table import aligned
 from varcomm.simulate.work import Work, count, world
 from varcomm.sizes import checked_rank
 from varcomm.transport.engines.simulated import Transfer
@@ -255,11 +254,12 @@ class Step:
             "kernels": counts["kernels"],
             "GB of tensors": counts["memory"] / 1e9,
         }
-        cells = [[f"{parts.size} ranks, a step", "least", "mean", "most"]]
+        lines = [f"{f'{parts.size} ranks, a step':<22}{'least':>14}{'mean':>14}{'most':>14}"]
         for name, each in rows.items():
             v = each.double()
-            cells.append([name, *(f"{float(n):,.6g}" for n in (v.min(), v.mean(), v.max()))])
-        return "\n".join(aligned(cells))
+            numbers = (f"{float(n):>14,.6g}" for n in (v.min(), v.mean(), v.max()))
+            lines.append(f"{name:<22}{''.join(numbers)}")
+        return "\n".join(lines)
 
 
 def step(prepare: Prepare, parts: Parts, ranks: Sequence[int] | None = None) -> Step:
@@ -291,17 +291,20 @@ def step(prepare: Prepare, parts: Parts, ranks: Sequence[int] | None = None) -> 
 
     See Also
     --------
-    Step, count, scaling
+    Step, count, sample
 
     Examples
     --------
-    >>> import numpy as np, varcomm as vc
-    >>> parts = vc.simulate.partition(vc.simulate.ocean(np.ones((32, 64), dtype=bool)), 16, "block")
+    >>> import varcomm as vc
+    >>> from torch_geometric.data import Data
+    >>> from torch_geometric.utils import grid
+    >>> edge_index, pos = grid(32, 64)
+    >>> parts = vc.simulate.partition(Data(edge_index=edge_index, pos=pos), 16, "block")
     >>> def prepare(graph):
     ...     return lambda: graph.halo(graph.pos)
     >>> step = vc.simulate.step(prepare, parts, ranks=[0, 1])
     >>> step.sent.max(), step.messages.max()
-    (tensor(1536., dtype=torch.float64), tensor(2., dtype=torch.float64))
+    (tensor(1024., dtype=torch.float64), tensor(2., dtype=torch.float64))
     """
     works = run(prepare, parts, ranks)
     return Step(parts, works, Fit.of([(parts, works)]), calls_of_all(parts, works))

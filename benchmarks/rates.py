@@ -1,84 +1,54 @@
 """Rates and latencies of ranks on this host."""
 
-from __future__ import annotations
-
 import os
 import statistics
 import time
-from collections.abc import Callable
 
 import torch
 
-from varcomm.errors import at_least
-from varcomm.ops.all_to_all_v import all_to_all_v
-from varcomm.simulate.machine import Machine
-from varcomm.simulate.work import count
-from varcomm.transport.launch import launch
-from varcomm.transport.world import init
-
-__all__ = ["measure"]
+import varcomm as vc
 
 _ROWS = 16000
 _LARGE = 4 << 20  # bytes to each rank, more than any cache
 _WINDOWS, _WINDOW, _CALLS = 5, 0.1, 20  # seconds and calls per window
 
 
-def measure(ranks: int, width: int = 64) -> Machine:
-    """Measure rates and latencies of ranks on this host while all ranks do the same work.
+def measure(ranks, width=64):
+    """Return a ``Machine`` of one node, measured while all its ranks do the same work.
 
-    Ranks share cores and memory, so the results apply only to this number of ranks.
-
-    Parameters
-    ----------
-    ranks : int
-        Number of ranks, on the CPU, with Gloo and one thread each; at least 2.
-    width : int
-        Features of matrix products and messages.
-
-    Returns
-    -------
-    Machine
-        One node with these ranks; the time before a call sends is part of the latency.
-
-    Raises
-    ------
-    ArgumentError
-        If `ranks` is below 2.
-
-    See Also
-    --------
-    Machine, scaling
+    Ranks run on the CPU, with Gloo and one thread each. They share cores and memory, so the results
+    apply only to this number of ranks, at least 2. The time before a call sends is part of the
+    latency. `width` is the number of features of matrix products and messages.
     """
-    size = at_least(2, ranks, "simulate.measure: ranks")
-    found: list[dict[str, float]] = launch(_on_rank, size, width)
+    found = vc.launch(_on_rank, ranks, width)
     worst = {name: max(one[name] for one in found) for name in found[0]}
-    bandwidth = (size - 1) * _LARGE / max(worst["large"] - worst["all"], 1e-9)
-    return Machine(
+    bandwidth = (ranks - 1) * _LARGE / max(worst["large"] - worst["all"], 1e-9)
+    return vc.simulate.Machine(
         name="here",
-        ranks_per_node=size,
+        ranks_per_node=ranks,
         flops=1 / worst["flop"],
         memory_bandwidth=1 / worst["byte"],
         launch=worst["small"],
-        memory=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / size,
+        memory=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / ranks,
         latency_within=worst["pair"],
         latency_between=worst["pair"],
         bandwidth_within=bandwidth,
         bandwidth_between=bandwidth,
-        gap=max(0.0, (worst["all"] - worst["pair"]) / (size - 2)) if size > 2 else 0.0,
+        gap=max(0.0, (worst["all"] - worst["pair"]) / (ranks - 2)) if ranks > 2 else 0.0,
         call=0.0,
         runs_ahead=False,
-        source=f"measured: {size} ranks at once with Gloo, one thread each",
+        source=f"measured: {ranks} ranks at once with Gloo, one thread each",
     )
 
 
-def _on_rank(rank: int, width: int) -> dict[str, float]:
+def _on_rank(rank, width):
     """Return the seconds of a FLOP, a byte, a small operator, and of exchanges."""
     torch.set_num_threads(1)
-    size = init().size
+    size = vc.init().size
     rows, weight = torch.randn(_ROWS, width), torch.randn(width, width)
-    work = count(lambda: _messages(rows, weight))
+    work = vc.simulate.count(lambda: _messages(rows, weight))
 
-    def seconds(call: Callable[[], object], waits: bool = False) -> float:
+    def seconds(call, waits=False):
         """Return the median over windows of the mean time of a call on all ranks at once.
 
         Ranks that wait for each other make a fixed number of calls. Other ranks make calls for a
@@ -86,7 +56,7 @@ def _on_rank(rank: int, width: int) -> dict[str, float]:
         """
         means = []
         for _ in range(_WINDOWS):
-            all_to_all_v(torch.zeros(size), [1] * size, [1] * size)  # ranks begin together
+            vc.all_to_all_v(torch.zeros(size), [1] * size, [1] * size)  # ranks begin together
             start, calls = time.perf_counter(), 0
             while calls < _CALLS if waits else time.perf_counter() - start < _WINDOW:
                 call()
@@ -94,9 +64,9 @@ def _on_rank(rank: int, width: int) -> dict[str, float]:
             means.append((time.perf_counter() - start) / calls)
         return statistics.median(means)
 
-    def exchange(counts: list[int], nbytes: int) -> float:
+    def exchange(counts, nbytes):
         data = torch.ones(sum(counts), nbytes // 4)
-        return seconds(lambda: all_to_all_v(data, counts, counts), waits=True)
+        return seconds(lambda: vc.all_to_all_v(data, counts, counts), waits=True)
 
     others = [int(other != rank) for other in range(size)]
     return {
@@ -109,7 +79,7 @@ def _on_rank(rank: int, width: int) -> dict[str, float]:
     }
 
 
-def _messages(rows: torch.Tensor, weight: torch.Tensor) -> None:
+def _messages(rows, weight):
     """Run the operators of message passing other than products, forward and backward."""
     edges = torch.arange(len(rows))
     nodes = rows[: len(rows) // 8].detach().requires_grad_()
