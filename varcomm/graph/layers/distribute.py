@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.aggr import Aggregation
@@ -145,7 +146,7 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
 
 
 class _Parts:
-    """The parts of a distributed model, compared before each forward.
+    """The parts of a distributed model, checked again before a forward if one was put in.
 
     A part in a list, tuple or dict of Python is found by `distribute`, and inside debug().
     """
@@ -153,22 +154,28 @@ class _Parts:
     def keep(self, model: torch.nn.Module) -> None:
         """Check all parts, and note them."""
         _check_parts(model)
-        self.modules = [*model.modules()]
-        self.layers = [module for module in self.modules if isinstance(module, MessagePassing)]
-        self.kept = self._now()
-
-    def _now(self) -> tuple[list[Any], list[Any]]:
-        """Return the children of each module, and what each layer calls to propagate."""
-        children = map(dict.values, map(_CHILDREN, self.modules))
-        return [*map(tuple, children)], [*map(_PROPAGATE, self.layers)]
+        self.running: Running = vars(model)[_RUNNING]
+        self.running.has_new_parts = False
+        self.layers = [module for module in model.modules() if isinstance(module, MessagePassing)]
+        self.methods = [*map(_PROPAGATE, self.layers)]  # PyG replaces them to explain a model
 
     def check(self, model: torch.nn.Module, args: object) -> None:
         """Raise ArgumentError if a part was put in after `distribute`, or is being explained."""
-        if not torch.compiler.is_compiling() and (self._now() != self.kept or debugging()):
+        if torch.compiler.is_compiling():
+            return
+        is_as_kept = [*map(_PROPAGATE, self.layers)] == self.methods
+        if self.running.has_new_parts or not is_as_kept or debugging():
             self.keep(model)
 
 
-_CHILDREN, _PROPAGATE = attrgetter("_modules"), attrgetter("propagate")
+_PROPAGATE = attrgetter("propagate")
+
+
+@register_module_module_registration_hook
+def _note_part(module: torch.nn.Module, name: str, part: torch.nn.Module | None) -> None:
+    running = vars(module).get(_RUNNING)
+    if isinstance(running, Running):
+        running.has_new_parts = True
 
 
 def _check_parts(model: torch.nn.Module) -> None:

@@ -41,6 +41,7 @@ class Running:
     # None outside a call that exchanges once for several layers
     steps: int | None = None
     rules: frozenset[Numbering] = field(init=False)  # of the graph's edges
+    has_new_parts: bool = False  # a module was put into one of the model's
 
     def __post_init__(self) -> None:
         self.move(self.graph)
