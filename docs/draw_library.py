@@ -2,7 +2,7 @@
 
 python docs/draw_library.py
 
-A test compares the modules and their order with the import rule in pyproject.toml.
+Their order is the import rule in pyproject.toml. A test compares the names.
 """
 
 import textwrap
@@ -29,9 +29,10 @@ ROOMS = {
     "plan": "ExchangePlan: the rows that go to each rank, checked once",
     "sharding": "layouts of shards; DTensor",
     "ops": "one file per collective, with its adjoint",
-    "transport": "the only module that calls torch.distributed: Gloo, NCCL, MPI",
+    "transport": "ranks, groups and engines: Gloo, NCCL, MPI",
     "sizes": "ShardSizes: rows per rank, arithmetic without communication",
     "errors": "VarcommError and its subclasses",
+    "_torch_private": "every private name of torch, with its reason",
 }
 # modules for users, of science, of numbers on the wire; and the colours of a dark page
 GROUPS = {"#d7e3f4": "#24364d", "#d8ede6": "#1f4035", "#fbe7cf": "#4d3a1c"}

@@ -2,6 +2,7 @@
 
 import re
 import runpy
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,11 @@ def test_pictures_have_a_dark_twin():
         light, dark = imread(path), imread(figures.twin(path))
         assert light.shape == dark.shape, path
         assert light[0, 0, 0] > 0.9 > 0.1 > dark[0, 0, 0], path
+
+
+def test_picture_of_the_library_has_each_layer():
+    drawn = runpy.run_path(str(ROOT / "docs" / "draw_library.py"))
+    assert sorted(chain.from_iterable(drawn["layers"]())) == sorted(drawn["ROOMS"])
 
 
 def test_pictures_of_collectives_show_a_run(worlds):
