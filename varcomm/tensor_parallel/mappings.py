@@ -8,10 +8,8 @@ derivatives of any order, and raise ArgumentError before any communication.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
-from inspect import cleandoc, signature
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,75 +46,47 @@ __all__ = [
 ]
 
 
-F = TypeVar("F", bound=Callable[..., Tensor])
-
 _MOST_ENDS = 64  # tensors of ends that a group keeps
 
-_TYPES = {
-    "tensor": "torch.Tensor",
-    "piece": "torch.Tensor",
-    "dim": "int",
-    "use_fp32": "bool",
-    "tensor_parallel_output_grad": "bool",
-    "numel": "int, optional",
-    "group": "ProcessGroup or DeviceMesh, optional",
-}
-_RECURRING = """
-sizes: Rows per rank along `dim`, identical on all ranks; zeros are allowed. None means balanced
-    sizes if `tensor` is the full tensor; otherwise ranks exchange their sizes.
-dim: Sharded dimension.
-use_fp32: Sum floats narrower than 4 bytes in fp32 and round once.
-group: Ranks that take part; None means the whole world.
-"""
 
-
-def _documented(mapping: F) -> F:
-    """Write the fields of a mapping's docstring, ``name: text``, as sections of numpydoc."""
-    summary, _, example = cleandoc(mapping.__doc__ or "").partition("\n>>> ")
-    summary, *fields = re.split(r"^(\w[\w ]*): ", summary, flags=re.MULTILINE)
-    recurring = re.split(r"^(\w+): ", _RECURRING, flags=re.MULTILINE)[1:]
-    texts = dict(zip(recurring[::2], recurring[1::2], strict=True))
-    texts |= dict(zip(fields[::2], fields[1::2], strict=True))
-    texts = {name: " ".join(text.split()) for name, text in texts.items()}
-    parameters = signature(mapping).parameters
-    described = [
-        f"{x} : {_TYPES.get(x, 'sequence of int, optional')}\n    {texts[x]}" for x in parameters
-    ]
-    notes = [f"{x}: {texts[x]}\n" for x in ("Adjoint", "Communication", "In one process")]
-    sections = {
-        "Parameters": described,
-        "Returns": ["torch.Tensor", f"    {texts['Returns']}"],
-        "Raises": [
-            "ArgumentError",
-            "    If an argument is wrong: on this rank, before any message.",
-        ],
-        "See Also": [texts["See also"].removesuffix(".")],
-        "Notes": notes,
-        "Examples": [
-            ">>> import torch, varcomm",
-            f">>> from varcomm.tensor_parallel import {mapping.__name__}",
-            f">>> {example}",
-        ],
-    }
-    mapping.__doc__ = summary + "\n".join(
-        "\n".join((title, "-" * len(title), *entries, "")) for title, entries in sections.items()
-    )
-    return mapping
-
-
-@_documented
 def copy_to_tensor_model_parallel_region(
     tensor: Tensor, use_fp32: bool = True, group: GroupLike = None
 ) -> Tensor:
     """Assume that `tensor` is replicated, and use it differently on each rank.
 
-    tensor: Floats or complex of any shape, identical on all ranks.
-    Returns: A copy of `tensor`.
-    See also: reduce_from_tensor_model_parallel_region, column_parallel_linear.
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Floats or complex of any shape, identical on all ranks.
+    use_fp32, group
+        As in :func:`varcomm.all_reduce`.
+
+    Returns
+    -------
+    torch.Tensor
+        A copy of `tensor`.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
+    See Also
+    --------
+    reduce_from_tensor_model_parallel_region, column_parallel_linear
+
+    Notes
+    -----
     Adjoint: :func:`reduce_from_tensor_model_parallel_region`.
+
     Communication: none; in backward an all-reduce of the gradient.
+
     In one process: ``tensor.clone()``.
 
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import copy_to_tensor_model_parallel_region
     >>> def fn(rank):
     ...     x = torch.ones(2, requires_grad=True)
     ...     copy_to_tensor_model_parallel_region(x)[rank].backward()
@@ -128,7 +98,6 @@ def copy_to_tensor_model_parallel_region(
     return _applied(name, ReplicatedUse, tensor, use_fp32, group)
 
 
-@_documented
 def reduce_from_tensor_model_parallel_region(
     tensor: Tensor, use_fp32: bool = True, group: GroupLike = None
 ) -> Tensor:
@@ -136,13 +105,39 @@ def reduce_from_tensor_model_parallel_region(
 
     If ranks use the sum differently, use :func:`varcomm.all_reduce`.
 
-    tensor: This rank's part, of the same shape and dtype on all ranks.
-    Returns: The sum, replicated, bit for bit the same on all ranks.
-    See also: copy_to_tensor_model_parallel_region, row_parallel_linear.
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        This rank's part, of the same shape and dtype on all ranks.
+    use_fp32, group
+        As in :func:`varcomm.all_reduce`.
+
+    Returns
+    -------
+    torch.Tensor
+        The sum, replicated, bit for bit the same on all ranks.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
+    See Also
+    --------
+    copy_to_tensor_model_parallel_region, row_parallel_linear
+
+    Notes
+    -----
     Adjoint: :func:`copy_to_tensor_model_parallel_region`.
+
     Communication: an all-reduce; none in backward.
+
     In one process: ``sum(tensors)``.
 
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import reduce_from_tensor_model_parallel_region
     >>> varcomm.launch(lambda rank: reduce_from_tensor_model_parallel_region(torch.ones(1)), 2)
     [tensor([2.]), tensor([2.])]
     """
@@ -150,26 +145,53 @@ def reduce_from_tensor_model_parallel_region(
     return _applied(name, ReplicatedSum, tensor, use_fp32, group)
 
 
-@_documented
 def scatter_to_tensor_model_parallel_region(
     tensor: Tensor, sizes: Sequence[int] | None = None, dim: int = -1, group: GroupLike = None
 ) -> Tensor:
     """Assume that `tensor` is replicated, and keep this rank's shard.
 
-    tensor: ``sum(sizes)`` rows along `dim`, identical on all ranks.
-    Returns: A copy of this rank's ``sizes[rank]`` rows.
-    See also: gather_from_tensor_model_parallel_region, varcomm.shard_v.
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        ``sum(sizes)`` rows along `dim`, identical on all ranks.
+    sizes : sequence of int, optional
+        Rows per rank along `dim`, identical on all ranks; zeros are allowed. None means balanced
+        sizes if `tensor` is the full tensor; otherwise ranks exchange their sizes.
+    dim, group
+        As in :func:`varcomm.shard_v`.
+
+    Returns
+    -------
+    torch.Tensor
+        A copy of this rank's ``sizes[rank]`` rows.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
+    See Also
+    --------
+    gather_from_tensor_model_parallel_region, varcomm.shard_v
+
+    Notes
+    -----
     Adjoint: :func:`gather_from_tensor_model_parallel_region`.
+
     Communication: none; in backward every rank sends its gradient to every other rank.
+
     In one process: part ``rank`` of ``tensor.split(sizes, dim)``.
 
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import scatter_to_tensor_model_parallel_region
     >>> varcomm.launch(lambda rank: scatter_to_tensor_model_parallel_region(torch.arange(3)), 2)
     [tensor([0, 1]), tensor([2])]
     """
     return _scattered("scatter_to_tensor_model_parallel_region", tensor, sizes, dim, group)
 
 
-@_documented
 def gather_from_tensor_model_parallel_region(
     tensor: Tensor, sizes: Sequence[int] | None = None, dim: int = -1, group: GroupLike = None
 ) -> Tensor:
@@ -177,13 +199,42 @@ def gather_from_tensor_model_parallel_region(
 
     If ranks use the result differently, use :func:`varcomm.all_gather_v`.
 
-    tensor: This rank's shard, ``sizes[rank]`` rows along `dim`.
-    Returns: ``sum(sizes)`` rows along `dim`, replicated.
-    See also: scatter_to_tensor_model_parallel_region, varcomm.all_gather_v.
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        This rank's shard, ``sizes[rank]`` rows along `dim`.
+    sizes : sequence of int, optional
+        Rows per rank along `dim`, identical on all ranks; zeros are allowed. None means balanced
+        sizes if `tensor` is the full tensor; otherwise ranks exchange their sizes.
+    dim, group
+        As in :func:`varcomm.all_gather_v`.
+
+    Returns
+    -------
+    torch.Tensor
+        ``sum(sizes)`` rows along `dim`, replicated.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
+    See Also
+    --------
+    scatter_to_tensor_model_parallel_region, varcomm.all_gather_v
+
+    Notes
+    -----
     Adjoint: :func:`scatter_to_tensor_model_parallel_region`.
+
     Communication: every rank sends its shard to every other rank; none in backward.
+
     In one process: ``torch.cat(shards, dim)``.
 
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import gather_from_tensor_model_parallel_region
     >>> def fn(rank):
     ...     return gather_from_tensor_model_parallel_region(torch.full((rank + 1,), rank))
     >>> varcomm.launch(fn, 2)
@@ -192,7 +243,6 @@ def gather_from_tensor_model_parallel_region(
     return _gathered("gather_from_tensor_model_parallel_region", tensor, sizes, dim, group)
 
 
-@_documented
 def all_gather_last_dim_from_tensor_parallel_region(
     tensor: Tensor,
     sizes: Sequence[int] | None = None,
@@ -201,13 +251,42 @@ def all_gather_last_dim_from_tensor_parallel_region(
 ) -> Tensor:
     """Assume that ranks use the gathered tensor differently; shards of the last dimension.
 
-    tensor: This rank's shard, ``(*F, sizes[rank])``.
-    Returns: ``(*F, sum(sizes))``.
-    See also: reduce_scatter_last_dim_to_tensor_parallel_region, varcomm.all_gather_v.
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        This rank's shard, ``(*F, sizes[rank])``.
+    sizes : sequence of int, optional
+        Rows per rank along `dim`, identical on all ranks; zeros are allowed. None means balanced
+        sizes if `tensor` is the full tensor; otherwise ranks exchange their sizes.
+    use_fp32, group
+        As in :func:`varcomm.all_gather_v`.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(*F, sum(sizes))``.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
+    See Also
+    --------
+    reduce_scatter_last_dim_to_tensor_parallel_region, varcomm.all_gather_v
+
+    Notes
+    -----
     Adjoint: :func:`reduce_scatter_last_dim_to_tensor_parallel_region`.
+
     Communication: :func:`varcomm.all_gather_v`; in backward a reduce-scatter.
+
     In one process: ``torch.cat(shards, -1)``.
 
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import all_gather_last_dim_from_tensor_parallel_region
     >>> def fn(rank):
     ...     return all_gather_last_dim_from_tensor_parallel_region(torch.full((1, rank + 1), rank))
     >>> varcomm.launch(fn, 2)
@@ -217,7 +296,6 @@ def all_gather_last_dim_from_tensor_parallel_region(
     return _all_gathered(name, tensor, sizes, -1, use_fp32, group)
 
 
-@_documented
 def reduce_scatter_last_dim_to_tensor_parallel_region(
     tensor: Tensor,
     sizes: Sequence[int] | None = None,
@@ -226,13 +304,42 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(
 ) -> Tensor:
     """Assume that `tensor` is partial, and keep this rank's columns of the sum.
 
-    tensor: This rank's part of the sum, ``(*F, sum(sizes))``.
-    Returns: ``(*F, sizes[rank])``.
-    See also: all_gather_last_dim_from_tensor_parallel_region, varcomm.reduce_scatter_v.
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        This rank's part of the sum, ``(*F, sum(sizes))``.
+    sizes : sequence of int, optional
+        Rows per rank along `dim`, identical on all ranks; zeros are allowed. None means balanced
+        sizes if `tensor` is the full tensor; otherwise ranks exchange their sizes.
+    use_fp32, group
+        As in :func:`varcomm.reduce_scatter_v`.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(*F, sizes[rank])``.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
+    See Also
+    --------
+    all_gather_last_dim_from_tensor_parallel_region, varcomm.reduce_scatter_v
+
+    Notes
+    -----
     Adjoint: :func:`all_gather_last_dim_from_tensor_parallel_region`.
+
     Communication: :func:`varcomm.reduce_scatter_v`; in backward an all-gather.
+
     In one process: part ``rank`` of ``sum(tensors).split(sizes, -1)``.
 
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import reduce_scatter_last_dim_to_tensor_parallel_region
     >>> fn = lambda _: reduce_scatter_last_dim_to_tensor_parallel_region(torch.ones(1, 3))
     >>> varcomm.launch(fn, 2)
     [tensor([[2., 2.]]), tensor([[2.]])]
@@ -241,26 +348,53 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(
     return _reduce_scattered(name, tensor, sizes, -1, use_fp32, group)
 
 
-@_documented
 def scatter_to_sequence_parallel_region(
     tensor: Tensor, sizes: Sequence[int] | None = None, dim: int = 0, group: GroupLike = None
 ) -> Tensor:
     """Assume that `tensor` is replicated, and keep this rank's part of the sequence.
 
-    tensor: ``sum(sizes)`` rows along `dim`, identical on all ranks.
-    Returns: A copy of this rank's ``sizes[rank]`` rows.
-    See also: gather_from_sequence_parallel_region, varcomm.shard_v.
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        ``sum(sizes)`` rows along `dim`, identical on all ranks.
+    sizes : sequence of int, optional
+        Rows per rank along `dim`, identical on all ranks; zeros are allowed. None means balanced
+        sizes if `tensor` is the full tensor; otherwise ranks exchange their sizes.
+    dim, group
+        As in :func:`varcomm.shard_v`.
+
+    Returns
+    -------
+    torch.Tensor
+        A copy of this rank's ``sizes[rank]`` rows.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
+    See Also
+    --------
+    gather_from_sequence_parallel_region, varcomm.shard_v
+
+    Notes
+    -----
     Adjoint: :func:`gather_from_sequence_parallel_region`.
+
     Communication: none; in backward every rank sends its gradient to every other rank.
+
     In one process: part ``rank`` of ``tensor.split(sizes, dim)``.
 
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import scatter_to_sequence_parallel_region
     >>> varcomm.launch(lambda rank: scatter_to_sequence_parallel_region(torch.arange(3)), 2)
     [tensor([0, 1]), tensor([2])]
     """
     return _scattered("scatter_to_sequence_parallel_region", tensor, sizes, dim, group)
 
 
-@_documented
 def gather_from_sequence_parallel_region(
     tensor: Tensor,
     tensor_parallel_output_grad: bool = True,
@@ -271,17 +405,47 @@ def gather_from_sequence_parallel_region(
 ) -> Tensor:
     """Assume that ranks use the full tensor differently if `tensor_parallel_output_grad`.
 
-    tensor: This rank's part, ``sizes[rank]`` rows along `dim`.
-    tensor_parallel_output_grad: True if gradients of the full tensor are partial, because a
-        tensor-parallel layer follows. False if all ranks use the tensor identically; the adjoint is
-        then :func:`scatter_to_sequence_parallel_region`.
-    Returns: ``sum(sizes)`` rows along `dim`.
-    See also: reduce_scatter_to_sequence_parallel_region, varcomm.all_gather_v.
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        This rank's part, ``sizes[rank]`` rows along `dim`.
+    tensor_parallel_output_grad : bool
+        True if gradients of the full tensor are partial, because a tensor-parallel layer follows.
+        False if all ranks use the tensor identically; the adjoint is then
+        :func:`scatter_to_sequence_parallel_region`.
+    sizes : sequence of int, optional
+        Rows per rank along `dim`, identical on all ranks; zeros are allowed. None means balanced
+        sizes if `tensor` is the full tensor; otherwise ranks exchange their sizes.
+    dim, use_fp32, group
+        As in :func:`varcomm.all_gather_v`.
+
+    Returns
+    -------
+    torch.Tensor
+        ``sum(sizes)`` rows along `dim`.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
+    See Also
+    --------
+    reduce_scatter_to_sequence_parallel_region, varcomm.all_gather_v
+
+    Notes
+    -----
     Adjoint: :func:`reduce_scatter_to_sequence_parallel_region`.
+
     Communication: every rank sends its part to every other rank; in backward a reduce-scatter, or
-        nothing.
+    nothing.
+
     In one process: ``torch.cat(shards, dim)``.
 
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import gather_from_sequence_parallel_region
     >>> def fn(rank, partial):
     ...     x = torch.ones(rank + 1, requires_grad=True)
     ...     gather_from_sequence_parallel_region(x, partial).sum().backward()
@@ -298,7 +462,6 @@ def gather_from_sequence_parallel_region(
     return _all_gathered(name, tensor, sizes, dim, use_fp32, group)
 
 
-@_documented
 def reduce_scatter_to_sequence_parallel_region(
     tensor: Tensor,
     sizes: Sequence[int] | None = None,
@@ -308,13 +471,42 @@ def reduce_scatter_to_sequence_parallel_region(
 ) -> Tensor:
     """Assume that `tensor` is partial, and keep this rank's part of the summed sequence.
 
-    tensor: This rank's part of the sum, ``sum(sizes)`` rows along `dim`.
-    Returns: ``sizes[rank]`` rows along `dim`.
-    See also: gather_from_sequence_parallel_region, varcomm.reduce_scatter_v.
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        This rank's part of the sum, ``sum(sizes)`` rows along `dim`.
+    sizes : sequence of int, optional
+        Rows per rank along `dim`, identical on all ranks; zeros are allowed. None means balanced
+        sizes if `tensor` is the full tensor; otherwise ranks exchange their sizes.
+    dim, use_fp32, group
+        As in :func:`varcomm.reduce_scatter_v`.
+
+    Returns
+    -------
+    torch.Tensor
+        ``sizes[rank]`` rows along `dim`.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
+    See Also
+    --------
+    gather_from_sequence_parallel_region, varcomm.reduce_scatter_v
+
+    Notes
+    -----
     Adjoint: :func:`gather_from_sequence_parallel_region`.
+
     Communication: :func:`varcomm.reduce_scatter_v`; in backward an all-gather.
+
     In one process: part ``rank`` of ``sum(tensors).split(sizes, dim)``.
 
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import reduce_scatter_to_sequence_parallel_region
     >>> varcomm.launch(lambda rank: reduce_scatter_to_sequence_parallel_region(torch.arange(3)), 2)
     [tensor([0, 2]), tensor([4])]
     """
@@ -322,7 +514,6 @@ def reduce_scatter_to_sequence_parallel_region(
     return _reduce_scattered(name, tensor, sizes, dim, use_fp32, group)
 
 
-@_documented
 def all_to_all(
     tensor: Tensor,
     output_split_sizes: Sequence[int] | None = None,
@@ -332,15 +523,43 @@ def all_to_all(
 ) -> Tensor:
     """Send rows to every rank, like :func:`varcomm.all_to_all_v`; for any input.
 
-    tensor: ``sum(input_split_sizes)`` rows along `dim`, those for rank 0 first.
-    output_split_sizes: Rows from each rank; if None, ranks exchange their sizes.
-    input_split_sizes: Rows for each rank; None means balanced sizes.
-    Returns: ``sum(output_split_sizes)`` rows along `dim`, sender by sender.
-    See also: all_to_all_sp2hp, varcomm.all_to_all_v.
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        ``sum(input_split_sizes)`` rows along `dim`, those for rank 0 first.
+    output_split_sizes : sequence of int, optional
+        Rows from each rank; if None, ranks exchange their sizes.
+    input_split_sizes : sequence of int, optional
+        Rows for each rank; None means balanced sizes.
+    dim, group
+        As in :func:`varcomm.all_to_all_v`.
+
+    Returns
+    -------
+    torch.Tensor
+        ``sum(output_split_sizes)`` rows along `dim`, sender by sender.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
+    See Also
+    --------
+    all_to_all_sp2hp, varcomm.all_to_all_v
+
+    Notes
+    -----
     Adjoint: :func:`all_to_all`.
+
     Communication: every rank sends all rows except the block for itself.
+
     In one process: see :func:`varcomm.all_to_all_v`.
 
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import all_to_all
     >>> varcomm.launch(lambda rank: all_to_all(torch.arange(3) + 10 * rank), 2)
     [tensor([ 0,  1, 10, 11]), tensor([ 2, 12])]
     """
@@ -353,7 +572,6 @@ def all_to_all(
     return apply(all_to_all_operator(ranks, tensor, *how, name=name, words=words), tensor)
 
 
-@_documented
 def all_to_all_sp2hp(
     tensor: Tensor,
     sequence_sizes: Sequence[int] | None = None,
@@ -362,15 +580,43 @@ def all_to_all_sp2hp(
 ) -> Tensor:
     """Convert parts of the sequence into shards of the hidden dimension; for any input.
 
-    tensor: This rank's part of the sequence, ``(sequence_sizes[rank], *F, H)``.
-    sequence_sizes: Rows of the first dimension per rank; if None, ranks exchange their sizes.
-    hidden_sizes: Columns of the last dimension per rank; None means balanced sizes.
-    Returns: ``(sum(sequence_sizes), *F, hidden_sizes[rank])``.
-    See also: all_to_all_hp2sp, varcomm.transpose_v.
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        This rank's part of the sequence, ``(sequence_sizes[rank], *F, H)``.
+    sequence_sizes : sequence of int, optional
+        Rows of the first dimension per rank; if None, ranks exchange their sizes.
+    hidden_sizes : sequence of int, optional
+        Columns of the last dimension per rank; None means balanced sizes.
+    group
+        As in :func:`varcomm.all_to_all_v`.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(sum(sequence_sizes), *F, hidden_sizes[rank])``.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
+    See Also
+    --------
+    all_to_all_hp2sp, varcomm.transpose_v
+
+    Notes
+    -----
     Adjoint: :func:`all_to_all_hp2sp`.
+
     Communication: :func:`varcomm.transpose_v`.
+
     In one process: the full tensor is equal before and after.
 
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import all_to_all_sp2hp
     >>> varcomm.launch(lambda rank: all_to_all_sp2hp(torch.arange(3).expand(rank, 3)), 2)
     [tensor([[0, 1]]), tensor([[2]])]
     """
@@ -382,7 +628,6 @@ def all_to_all_sp2hp(
     return apply(transpose_operator(ranks, tensor, *how, name=name, words=words), tensor)
 
 
-@_documented
 def all_to_all_hp2sp(
     tensor: Tensor,
     sequence_sizes: Sequence[int] | None = None,
@@ -391,15 +636,43 @@ def all_to_all_hp2sp(
 ) -> Tensor:
     """Convert shards of the hidden dimension into parts of the sequence; for any input.
 
-    tensor: This rank's columns, ``(sum(sequence_sizes), *F, hidden_sizes[rank])``.
-    sequence_sizes: Rows of the first dimension per rank; None means balanced sizes.
-    hidden_sizes: Columns of the last dimension per rank; if None, ranks exchange their sizes.
-    Returns: ``(sequence_sizes[rank], *F, sum(hidden_sizes))``.
-    See also: all_to_all_sp2hp, varcomm.transpose_v.
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        This rank's columns, ``(sum(sequence_sizes), *F, hidden_sizes[rank])``.
+    sequence_sizes : sequence of int, optional
+        Rows of the first dimension per rank; None means balanced sizes.
+    hidden_sizes : sequence of int, optional
+        Columns of the last dimension per rank; if None, ranks exchange their sizes.
+    group
+        As in :func:`varcomm.all_to_all_v`.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(sequence_sizes[rank], *F, sum(hidden_sizes))``.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
+    See Also
+    --------
+    all_to_all_sp2hp, varcomm.transpose_v
+
+    Notes
+    -----
     Adjoint: :func:`all_to_all_sp2hp`.
+
     Communication: :func:`varcomm.transpose_v`.
+
     In one process: the full tensor is equal before and after.
 
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import all_to_all_hp2sp
     >>> varcomm.launch(lambda rank: all_to_all_hp2sp(torch.full((3, rank + 1), rank)), 2)[1]
     tensor([[0, 1, 1]])
     """
@@ -411,17 +684,42 @@ def all_to_all_hp2sp(
     return apply(transpose_operator(ranks, tensor, *how, name=name, words=words), tensor)
 
 
-@_documented
 def split_tensor_into_1d_equal_chunks(tensor: Tensor, group: GroupLike = None) -> Tensor:
     """Assume that `tensor` is replicated, and keep this rank's balanced share of its elements.
 
-    tensor: Any shape, identical on all ranks.
-    Returns: A new tensor of one dimension.
-    See also: gather_split_1d_tensor, split_tensor_along_last_dim.
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Any shape, identical on all ranks.
+    group
+        As in :func:`varcomm.shard_v`.
+
+    Returns
+    -------
+    torch.Tensor
+        A new tensor of one dimension.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
+    See Also
+    --------
+    gather_split_1d_tensor, split_tensor_along_last_dim
+
+    Notes
+    -----
     Adjoint: :func:`gather_split_1d_tensor`.
+
     Communication: none; in backward every rank sends its gradient to every other rank.
+
     In one process: part ``rank`` of ``tensor.reshape(-1).split(sizes)``.
 
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import split_tensor_into_1d_equal_chunks
     >>> fn = lambda rank: split_tensor_into_1d_equal_chunks(torch.arange(3).view(3, 1))
     >>> varcomm.launch(fn, 2)
     [tensor([0, 1]), tensor([2])]
@@ -432,21 +730,47 @@ def split_tensor_into_1d_equal_chunks(tensor: Tensor, group: GroupLike = None) -
     return _scattered(name, tensor.reshape(-1), None, 0, group)
 
 
-@_documented
 def gather_split_1d_tensor(
     piece: Tensor, numel: int | None = None, group: GroupLike = None
 ) -> Tensor:
     """Assume that all ranks use the gathered pieces identically.
 
-    piece: This rank's piece, of any shape.
-    numel: Elements of the full tensor, for pieces of :func:`split_tensor_into_1d_equal_chunks`. If
+    Parameters
+    ----------
+    piece : torch.Tensor
+        This rank's piece, of any shape.
+    numel : int, optional
+        Elements of the full tensor, for pieces of :func:`split_tensor_into_1d_equal_chunks`. If
         None, ranks exchange the sizes of their pieces.
-    Returns: The pieces of all ranks, of one dimension.
-    See also: split_tensor_into_1d_equal_chunks, varcomm.all_gather_v.
+    group
+        As in :func:`varcomm.all_gather_v`.
+
+    Returns
+    -------
+    torch.Tensor
+        The pieces of all ranks, of one dimension.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
+    See Also
+    --------
+    split_tensor_into_1d_equal_chunks, varcomm.all_gather_v
+
+    Notes
+    -----
     Adjoint: :func:`split_tensor_into_1d_equal_chunks`.
+
     Communication: every rank sends its piece to every other rank; none in backward.
+
     In one process: ``torch.cat(pieces)``.
 
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import gather_split_1d_tensor
     >>> varcomm.launch(lambda rank: gather_split_1d_tensor(torch.full((2 - rank,), rank)), 2)
     [tensor([0, 0, 1]), tensor([0, 0, 1])]
     """
