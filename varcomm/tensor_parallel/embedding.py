@@ -7,7 +7,7 @@ the values of the ids, so both are opaque in compiled graphs, which check the id
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import prod
@@ -36,7 +36,13 @@ from varcomm.ops.rule import Operator
 from varcomm.plan.exchange import Exchange, ExchangeAdjoint, Routes
 from varcomm.plan.row_sum import RowSum
 from varcomm.sizes import ShardSizes, exact_int
-from varcomm.tensor_parallel.layout import ShardedModule, agreed, checked_choice, random_seed
+from varcomm.tensor_parallel.layout import (
+    Layout,
+    ShardedModule,
+    agreed,
+    checked_choice,
+    random_seed,
+)
 from varcomm.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     shard_ends,
@@ -539,15 +545,19 @@ class _ParallelEmbedding(ShardedModule):
     ) -> None:
         super().__init__()
 
-        def more() -> dict[str, Any]:
-            if len(self.spec.blocks) != 1:
+        def padding_row() -> int | None:
+            row = _checked_padding(padding_idx, num_embeddings, "")
+            return None if row < 0 else row
+
+        def more(layout: Layout) -> dict[str, Any]:
+            if len(layout.spec.blocks) != 1:
                 raise ArgumentError(f"sizes must be one int per rank; got {sizes!r}.")
-            padding = _checked_padding(padding_idx, num_embeddings, "")
-            self.padding_idx = None if padding < 0 else padding
-            return {"padding_idx": self.padding_idx}
+            return {"padding_idx": padding_row()}
 
         shape = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}
-        seed = self._agree(shape, sizes, group, options, more)
+        layout, seed = Layout.agree(type(self), shape, sizes, group, options, more)
+        self._use(layout)
+        self.padding_idx = padding_row()
         # a device may be missing or full on one rank, and `init` is the caller's
         self.weight = agree(type(self).__name__, lambda: self._drawn(seed), self.group)
 
@@ -568,7 +578,8 @@ class _ParallelEmbedding(ShardedModule):
     def reset_parameters(self) -> None:
         """Draw the weight again, with a seed that the ranks agree on; collective."""
         seed = agreed("reset_parameters", dict, self.group, random_seed)[1]
-        self._how_drawn = self._how_drawn[0], self.weight.device, self.weight.dtype
+        like = self.weight
+        self._layout = replace(self._layout, device=like.device, dtype=like.dtype)
         with torch.no_grad():
             self.weight.copy_(self._drawn(seed))
 

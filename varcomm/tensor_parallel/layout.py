@@ -31,6 +31,9 @@ _HOW_DRAWN = ("init", "device", "dtype")
 # Rows per rank; for several fused blocks, those of each block.
 Sizes = Sequence[int] | Sequence[Sequence[int]]
 
+# The values of each option, the default first.
+Options = Mapping[str, Sequence[bool | str | None]]
+
 
 def agreed(
     what: str,
@@ -133,15 +136,102 @@ def _mark_loaded(module: Any, incompatible_keys: object) -> None:
     module._mark()
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Arguments of a sharded layer, checked and identical on all ranks."""
+
+    extents: Mapping[str, int]  # of the full weight, by name
+    spec: ShardSpec  # of the weight
+    options: Mapping[str, Any]  # and `sequence_sizes`, `sequence_dim`
+    init: Fill | None  # draws the weight, by default as torch does
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+    @classmethod
+    def agree(
+        cls,
+        layer: type[ShardedModule],
+        extents: Mapping[str, int],
+        sizes: Sizes | None,
+        group: GroupLike,
+        options: Mapping[str, Any],
+        more: Callable[[Layout], Mapping[str, Any]],
+    ) -> tuple[Self, int]:
+        """Return the layout of a layer, and a seed; collective.
+
+        ``more(layout)`` checks and returns further arguments that must be identical.
+        """
+
+        def check() -> dict[str, Any]:
+            layout = cls._checked(layer, extents, sizes, group, options)
+            layouts.append(layout)
+            dtype = torch.empty(0, dtype=layout.dtype, device=layout.device).dtype
+            words = {
+                "sizes": layout.spec.blocks,
+                "dtype": dtype,
+                "an init": layout.init is not None,
+            }
+            return {**layout.extents, **layout.options, **words, **more(layout)}
+
+        layouts: list[Self] = []
+        seed = int(agreed(layer.__name__, check, resolve(group), random_seed)[1])
+        return layouts[0], seed
+
+    @classmethod
+    def _checked(
+        cls,
+        layer: type[ShardedModule],
+        extents: Mapping[str, int],
+        sizes: Sizes | None,
+        group: GroupLike,
+        given: Mapping[str, Any],
+    ) -> Self:
+        """Return the layout of this rank's arguments, or raise ArgumentError."""
+        ranks, dim, choices = resolve(group), layer._dim, layer._options
+        lengths = {name: at_least(0, length, name) for name, length in extents.items()}
+        name, length = [*lengths.items()][dim]
+        unit = at_least(1, given.get("multiple_of", 1), "multiple_of")
+        if length % unit:
+            raise ArgumentError(f"{name} must be a multiple of multiple_of, {unit}; got {length}.")
+        rows = ShardSizes.balanced(length // unit, ranks.size) * unit if sizes is None else sizes
+        spec = ShardSpec.of(rows, dim, group)
+        if spec.total != length:
+            raise ArgumentError(f"sizes {rows!r} sum to {spec.total}, but {name} is {length}.")
+        if cut := [n for block in spec.blocks for n in block if n % unit]:
+            raise ArgumentError(
+                f"sizes must be multiples of multiple_of, {unit}; got {rows!r}: {cut[0]} rows "
+                "would cut through a head. Pass whole heads per rank."
+            )
+        defaults: dict[str, Any] = {option: values[0] for option, values in choices.items()}
+        others: dict[str, Any] = {"sequence_sizes": None, "sequence_dim": 0}
+        others |= dict.fromkeys(_HOW_DRAWN)
+        options = {**defaults, **others, **given}
+        options.pop("multiple_of", None)
+        if unknown := options.keys() - choices.keys() - others.keys():
+            raise ArgumentError(f"{min(unknown)!r} is not an option of {layer.__name__}.")
+        for option, values in choices.items():
+            checked_choice(options[option], option, "", values)
+        options["sequence_dim"] = at_least(0, options["sequence_dim"], "sequence_dim")
+        if options["sequence_sizes"] is not None:
+            parts = checked_sizes(options["sequence_sizes"], "sequence_sizes", ranks.size)
+            options["sequence_sizes"] = ShardSizes(parts)
+        init, device, dtype = (options.pop(option) for option in _HOW_DRAWN)
+        fill = None if init is None else drawing(init)
+        like = torch.empty(0, dtype=dtype, device=device)
+        if not (like.is_floating_point() or like.is_complex()):
+            raise ArgumentError(f"dtype must be floating point or complex; got {dtype}.")
+        return cls(lengths, spec, options, fill, device, dtype)
+
+
 class ShardedModule(MarkedModule):
     """Parallel layer that is made like the torch layer that it replaces."""
 
     spec: ShardSpec
     sequence_sizes: ShardSizes | None
     sequence_dim: int
+    _layout: Layout
     # options and their values, the default first
-    _options: ClassVar[Mapping[str, Sequence[bool | str | None]]] = {}
-    _how_drawn: tuple[Fill | None, torch.device | None, torch.dtype | None]
+    _options: ClassVar[Options] = {}
     _dim: ClassVar[int] = 0  # sharded dimension of the weight
     _sharded: ClassVar[tuple[str, ...]] = ("weight",)  # names of the sharded parameters
     _plain: ClassVar[Any]  # the torch layer in one process
@@ -153,68 +243,19 @@ class ShardedModule(MarkedModule):
         """The ranks that share the weight."""
         return self.spec.group
 
-    def _agree(
-        self,
-        shape: Mapping[str, int],
-        sizes: Sizes | None,
-        group: GroupLike,
-        options: Mapping[str, Any],
-        more: Callable[[], Mapping[str, Any]],
-    ) -> int:
-        """Check all arguments and keep them as attributes; return a seed. Collective."""
-        ranks = resolve(group)
-
-        def check() -> dict[str, Any]:
-            found: dict[str, Any] = {n: at_least(0, length, n) for n, length in shape.items()}
-            name, choices = list(shape)[self._dim], self._options
-            unit = at_least(1, options.get("multiple_of", 1), "multiple_of")
-            if found[name] % unit:
-                raise ArgumentError(
-                    f"{name} must be a multiple of multiple_of, {unit}; got {found[name]}."
-                )
-            balanced = ShardSizes.balanced(found[name] // unit, ranks.size) * unit
-            rows = balanced if sizes is None else sizes
-            self.spec = ShardSpec.of(rows, self._dim, group)
-            if self.spec.total != found[name]:
-                raise ArgumentError(
-                    f"sizes {rows!r} sum to {self.spec.total}, but {name} is {found[name]}."
-                )
-            if cut := [n for block in self.spec.blocks for n in block if n % unit]:
-                raise ArgumentError(
-                    f"sizes must be multiples of multiple_of, {unit}; got {rows!r}: {cut[0]} rows "
-                    "would cut through a head. Pass whole heads per rank."
-                )
-            given: dict[str, Any] = {name: values[0] for name, values in choices.items()}
-            others: dict[str, Any] = {"sequence_sizes": None, "sequence_dim": 0}
-            others |= dict.fromkeys(_HOW_DRAWN)
-            given = {**given, **others, **options}
-            given.pop("multiple_of", None)
-            if unknown := given.keys() - choices.keys() - others.keys():
-                raise ArgumentError(f"{min(unknown)!r} is not an option of {type(self).__name__}.")
-            for name, values in choices.items():
-                checked_choice(given[name], name, "", values)
-            given["sequence_dim"] = at_least(0, given["sequence_dim"], "sequence_dim")
-            if given["sequence_sizes"] is not None:
-                parts = checked_sizes(given["sequence_sizes"], "sequence_sizes", ranks.size)
-                given["sequence_sizes"] = ShardSizes(parts)
-            init, device, dtype = (given.pop(name) for name in _HOW_DRAWN)
-            self._how_drawn = None if init is None else drawing(init), device, dtype
-            like = torch.empty(0, dtype=dtype, device=device)
-            if not (like.is_floating_point() or like.is_complex()):
-                raise ArgumentError(f"dtype must be floating point or complex; got {dtype}.")
-            found |= given
-            vars(self).update(found)
-            kinds = {"sizes": self.spec.blocks, "dtype": like.dtype, "an init": init is not None}
-            return {**found, **kinds, **more()}
-
-        return int(agreed(type(self).__name__, check, ranks, random_seed)[1])
+    def _use(self, layout: Layout) -> None:
+        """Keep a layout; its extents and options are attributes by their names."""
+        self._layout, self.spec = layout, layout.spec
+        for name, value in {**layout.extents, **layout.options}.items():
+            setattr(self, name, value)
 
     def _draw(self, name: str, shape: Sequence[int], fill: Fill, seed: int) -> nn.Parameter:
         """Return this rank's part of a parameter of the full `shape`."""
-        init, device, dtype = self._how_drawn
-        fill = init if init is not None and name == "weight" else fill
+        layout = self._layout
+        fill = layout.init if layout.init is not None and name == "weight" else fill
         spec = self.spec if name in self._sharded else None
-        parameter = nn.Parameter(initialised(shape, spec, fill, seed, dtype, device))
+        values = initialised(shape, spec, fill, seed, layout.dtype, layout.device)
+        parameter = nn.Parameter(values)
         return parameter if spec is None else mark(parameter, spec)
 
     @classmethod

@@ -22,7 +22,7 @@ from varcomm.ops.checks import checked_flag, checked_shard, checked_tensor, chec
 from varcomm.ops.handle import apply, send_in_rule
 from varcomm.ops.replicated import ReplicatedSum, ReplicatedUse
 from varcomm.tensor_parallel.derivatives import in_transform, recorded_gradients
-from varcomm.tensor_parallel.layout import FLAG, ShardedModule, Sizes, checked_choice
+from varcomm.tensor_parallel.layout import FLAG, Layout, ShardedModule, Sizes, checked_choice
 from varcomm.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     scatter_to_tensor_model_parallel_region,
@@ -326,12 +326,13 @@ class _ParallelLinear(ShardedModule):
     ) -> None:
         super().__init__()
 
-        def more() -> dict[str, Any]:
+        def more(_: object) -> dict[str, Any]:
             checked_flag(bias, "bias", "")
             return {"bias": bias}
 
         shape = {"out_features": out_features, "in_features": in_features}
-        seed = self._agree(shape, sizes, group, options, more)
+        layout, seed = Layout.agree(type(self), shape, sizes, group, options, more)
+        self._use(layout)
         bound = 1 / sqrt(in_features) if in_features else 0.0
 
         def uniform(tile: Tensor, generator: torch.Generator) -> None:
