@@ -60,7 +60,7 @@ def build(rank, side, ranks, repeats):
 def kept(graph):
     """Return the bytes of the local graph and its plan, including the order of sums."""
     tensors = [graph.edge_index, graph.halo_ids, graph.plan.send_index]
-    tensors += [graph.edges.ids.gaps, graph.edges.ids.rest, graph.nodes.ids.gaps]
+    tensors += [graph.edges.ids, graph.nodes.ids]
     tensors += graph.plan.routes.bags
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 

@@ -156,8 +156,7 @@ class EdgeShard(Shard):
 
     def nbytes(self) -> int:
         """Return the bytes of edges, ids, halo ids and plan on this rank."""
-        ids = self.ids.gaps, self.ids.rest
-        tensors = (self.local_ids, self.halo_ids, self.plan.send_index, *ids)
+        tensors = (self.local_ids, self.halo_ids, self.plan.send_index, self.ids)
         return sum(tensor.nbytes for tensor in tensors)
 
     def to(self, device: torch.device | str) -> EdgeShard:

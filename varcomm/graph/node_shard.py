@@ -13,7 +13,7 @@ from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.graph.directory import Directory
 from varcomm.graph.index.batch import Graphs
 from varcomm.graph.index.partitioned_index import PartitionedIndex, plain
-from varcomm.graph.on_device import positions, require
+from varcomm.graph.on_device import require
 from varcomm.graph.replicated_values import replicated_sum
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.checks import checking
@@ -26,47 +26,7 @@ from varcomm.sizes import ShardSizes, checked_rank
 from varcomm.transport.agreement import agree_and_share, compare, debugging
 from varcomm.transport.group import Group
 
-__all__ = ["AscendingIds", "NodeShard", "Shard", "described", "moved"]
-
-# A gap that does not fit into a byte is stored as 255, and its excess in a list of its own.
-_MORE = 255
-
-
-@dataclass(frozen=True, eq=False)
-class AscendingIds:
-    """Strictly ascending ids: `gaps` to the previous id, from -1 on, and the excess of each 255.
-
-    As int64, the ids of edges would need half the memory of the edges; few calls read them.
-    """
-
-    gaps: torch.Tensor
-    rest: torch.Tensor
-
-    @classmethod
-    def of(cls, ids: torch.Tensor) -> Self:
-        """Encode ids, int64 of shape (n,)."""
-        gaps = ids + 1
-        torch.sub(ids[1:], ids[:-1], out=gaps[1:])
-        rest = gaps[gaps >= _MORE] - _MORE
-        return cls(gaps.clamp_(max=_MORE).to(torch.uint8), rest)
-
-    @classmethod
-    def consecutive(cls, first: int, count: int, device: torch.device) -> Self:
-        """Encode ``first, first + 1, ...``, on a device."""
-        gaps = torch.ones(count, dtype=torch.uint8, device=device)
-        gaps[:1].fill_(min(first + 1, _MORE))
-        is_large = bool(count) and first + 1 >= _MORE
-        return cls(gaps, torch.full((int(is_large),), first + 1 - _MORE, device=device))
-
-    def decoded(self) -> torch.Tensor:
-        """Return the ids, int64 of shape (n,)."""
-        gaps = self.gaps.to(torch.int64)
-        gaps.index_add_(0, positions(self.gaps == _MORE, len(self.rest)), self.rest)
-        return gaps.cumsum(0).sub_(1)
-
-    def to(self, device: torch.device | str) -> AscendingIds:
-        """Return the ids on another device."""
-        return AscendingIds(self.gaps.to(device), self.rest.to(device))
+__all__ = ["NodeShard", "Shard", "described", "moved"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +40,7 @@ class Shard:
     group: Group = field(repr=False)
     sizes: ShardSizes
     attributes: Mapping[str, Any] = field(repr=False)
-    ids: AscendingIds = field(repr=False)
+    ids: torch.Tensor = field(repr=False)
 
     # : name of the rows in messages
     noun: ClassVar[str]
@@ -88,12 +48,12 @@ class Shard:
     owned_extent: torch.Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        vars(self)["owned_extent"] = extent_of(self.num_owned, device=self.ids.gaps.device)
+        vars(self)["owned_extent"] = extent_of(self.num_owned, device=self.ids.device)
 
     @property
     def owned_ids(self) -> torch.Tensor:
         """Ids of the owned rows in the full graph, ascending; int64 of shape (n,)."""
-        return self.ids.decoded()
+        return self.ids
 
     @property
     def num_owned(self) -> int:
@@ -284,7 +244,7 @@ class Shard:
                 )
             flat = ids.reshape(-1) if isinstance(ids, torch.Tensor) else ids
             checked = checked_index(flat, self.sizes.total, "ids", self.noun)
-            return checked.view(ids.shape).to(self.ids.gaps.device)
+            return checked.view(ids.shape).to(self.ids.device)
 
         def kinds(_: object) -> list[str]:
             return [f"{x.dtype} rows of shape {tuple(x.shape[1:])}" for x in values]
@@ -420,8 +380,8 @@ class NodeShard(Shard):
         Rows per rank.
     attributes : mapping of str
         Attributes by name.
-    ids : AscendingIds
-        Compressed :attr:`owned_ids`.
+    ids : torch.Tensor
+        The :attr:`owned_ids`.
 
     See Also
     --------

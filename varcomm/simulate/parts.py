@@ -173,7 +173,6 @@ class Parts(Counts):
         """
         from varcomm.graph.build.assemble import localised, owned_edges
         from varcomm.graph.edge_shard import EdgeShard
-        from varcomm.graph.node_shard import AscendingIds
         from varcomm.graph.partitioned_graph import PartitionedGraph
 
         ranks = resolve(group)
@@ -197,7 +196,7 @@ class Parts(Counts):
                 group=ranks,
                 sizes=ShardSizes(needs.edges.tolist()),
                 attributes=own.attributes,
-                ids=AscendingIds.of(own.ids),
+                ids=own.ids,
                 local_ids=edge_index,
                 halo_ids=source.order[halo],
                 plan=plan,

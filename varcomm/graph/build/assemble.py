@@ -14,7 +14,7 @@ from varcomm.errors import ArgumentError
 from varcomm.graph.build.pyg_data import EdgeTable, NodeTable, ends, rows_at
 from varcomm.graph.directory import Directory
 from varcomm.graph.edge_shard import EdgeShard
-from varcomm.graph.node_shard import AscendingIds, NodeShard, described
+from varcomm.graph.node_shard import NodeShard, described
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
 from varcomm.ops.all_to_all_v import all_to_all_v
 from varcomm.ops.packing import taken
@@ -80,7 +80,7 @@ class Numbering:
         mine = self.sizes.range(group.rank)
         ids = self.order[mine.start : mine.stop]
         attributes = {key: rows_at(value, ids) for key, value in nodes.attributes.items()}
-        return NodeShard(group, self.sizes, attributes, AscendingIds.of(ids))
+        return NodeShard(group, self.sizes, attributes, ids)
 
 
 def checked_owner(owner: Any, nodes: int, size: int) -> torch.Tensor:
@@ -125,7 +125,7 @@ def assemble(
             group=group,
             sizes=ShardSizes(sizes),
             attributes=own.attributes,
-            ids=AscendingIds.of(own.ids),
+            ids=own.ids,
             local_ids=edge_index,
             halo_ids=plan(sources.owned_ids),
             plan=plan,
@@ -215,7 +215,7 @@ def _placed(own: BroughtNodes, group: Group, device: torch.device) -> tuple[Dire
             rows = {key: taken(value, order) for key, value in rows.items()}
         numbers = numbers if shuffle is None else shuffle.back(numbers)
     directory = Directory(group, sizes, own.ranges, numbers)
-    return directory, NodeShard(group, sizes, rows, AscendingIds.of(ids))
+    return directory, NodeShard(group, sizes, rows, ids)
 
 
 def sent_to_owners(

@@ -22,7 +22,6 @@ from varcomm.graph.neighbours.positions import (
     checked_positions,
     shards,
 )
-from varcomm.graph.node_shard import AscendingIds
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.sizes import ShardSizes, at_least
 from varcomm.transport.agreement import agree, share
@@ -148,8 +147,7 @@ def knn(pos: torch.Tensor, k: int, group: GroupLike = None) -> PartitionedGraph:
     full = torch.cat([own.pos, plan(own.pos)]).double()
     displacements = links.displacements(full, None)
     edges = ShardSizes(count * k for count in counts)
-    of_nodes = AscendingIds.of(own_ids)
-    parts = shards(own, of_nodes, links, edge_counts, displacements, (sizes, edges), halo_ids, plan)
+    parts = shards(own, own_ids, links, edge_counts, displacements, (sizes, edges), halo_ids, plan)
     return PartitionedGraph(*parts, "block")
 
 

@@ -15,7 +15,7 @@ from varcomm.errors import ArgumentError, GroupError, MissingPackageError
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.neighbours.ghosts import Bounds, Frame
 from varcomm.graph.neighbours.links import EdgeCounts, Links
-from varcomm.graph.node_shard import AscendingIds, NodeShard, described
+from varcomm.graph.node_shard import NodeShard, described
 from varcomm.graph.partitioned_graph import EdgeType, NodeType
 from varcomm.ops.checks import checked_tensor
 from varcomm.plan.exchange_plan import ExchangePlan
@@ -137,7 +137,7 @@ def agreed(
 
 def shards(
     own: Own,
-    ids: AscendingIds,
+    ids: torch.Tensor,
     links: Links,
     counts: EdgeCounts,
     displacements: torch.Tensor,
@@ -153,11 +153,12 @@ def shards(
     if links.shift is not None:
         attributes["shift"] = links.shift
     group = plan.group
+    edges = sizes[1].range(group.rank)
     shard = EdgeShard(
         group=group,
         sizes=sizes[1],
         attributes=attributes,
-        ids=AscendingIds.consecutive(sizes[1].offsets[group.rank], links.count, own.pos.device),
+        ids=torch.arange(edges.start, edges.stop, device=own.pos.device),
         local_ids=links.ends,
         plan=plan,
         num_targets=len(own.pos),

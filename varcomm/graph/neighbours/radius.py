@@ -23,7 +23,6 @@ from varcomm.graph.neighbours.positions import (
     checked_positions,
     shards,
 )
-from varcomm.graph.node_shard import AscendingIds
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.ops.digest import digest
 from varcomm.plan.checks import checked_integers, checked_range
@@ -292,7 +291,7 @@ class _Found:
     `full` has the halo's positions behind own ones, if the plan has already been called.
     """
 
-    ids: AscendingIds
+    ids: torch.Tensor
     halo_ids: torch.Tensor
     plan: ExchangePlan
     links: Links
@@ -342,8 +341,7 @@ def _searched(
     if skin:
         kept = _Kept(near, own.points.clone(), own.cell, request.host_cell, plan)
     halo_ids = ghosts.ids[used]
-    own_ids = AscendingIds.of(ids)
-    return _Found(own_ids, halo_ids, plan, links, of_edges, away, counts, kept, None)
+    return _Found(ids, halo_ids, plan, links, of_edges, away, counts, kept, None)
 
 
 def _count(found: Sequence[Any]) -> int:

@@ -13,7 +13,7 @@ from varcomm.graph.build.assemble import deepened
 from varcomm.graph.build.pyg_data import check_name, ends
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.index.partitioned_index import plain
-from varcomm.graph.node_shard import AscendingIds, NodeShard, Shard, described
+from varcomm.graph.node_shard import NodeShard, Shard, described
 from varcomm.graph.partitioned_graph import NodeType, PartitionedGraph
 from varcomm.graph.partitioners.assign import assign_sharded
 from varcomm.ops.checks import checked_tensor
@@ -133,7 +133,7 @@ def migrate(
 
 
 def _checked_owner(nodes: NodeShard, owner: Any) -> torch.Tensor:
-    device = nodes.ids.gaps.device
+    device = nodes.ids.device
     if owner is None:
         return torch.full((nodes.num_owned,), nodes.group.rank, device=device)
     if not isinstance(owner, torch.Tensor) or owner.shape != (nodes.num_owned,):
@@ -160,7 +160,7 @@ def _rows(shard: Shard, attributes: Mapping[str, Any]) -> Rows:
             )
         value = plain(value).detach()
         checked_tensor(value, "", name)
-        found[name] = value[: shard.num_owned].to(shard.ids.gaps.device)
+        found[name] = value[: shard.num_owned].to(shard.ids.device)
     return found
 
 
@@ -265,7 +265,7 @@ def migrated(
     shards, numbers = {}, {}
     for (key, move), column in zip(moves.items(), zip(*counts, strict=True), strict=True):
         sizes = ShardSizes(column)
-        ids = AscendingIds.of(move.ids)
+        ids = move.ids
         shards[key] = NodeShard(group, sizes, move.rows(rows["nodes", key]), ids)
         numbers[key] = move.numbers(sizes.offsets[group.rank], owners[key] != group.rank)
     edges = {}
@@ -315,7 +315,7 @@ def _edges(
         group=group,
         sizes=ShardSizes.from_local(len(move.ids), group.process_group),
         attributes=move.rows(rows),
-        ids=AscendingIds.of(move.ids),
+        ids=move.ids,
         local_ids=torch.stack([table.index_select(0, at) for table, at in pairs]),
         halo_ids=plan(sources.owned_ids),
         plan=plan,

@@ -122,7 +122,7 @@ def _checked_cost(graph: PartitionedGraph, weights: torch.Tensor | float) -> tor
             "rebalance is for graphs with one type of nodes. Call graph.migrate(owner) with owners "
             "by type."
         )
-    rows, device = graph.num_owned, graph.nodes.ids.gaps.device
+    rows, device = graph.num_owned, graph.nodes.ids.device
     if isinstance(weights, int | float) or getattr(weights, "shape", None) == ():
         weights = torch.full((rows,), float(weights) / max(rows, 1), dtype=torch.float64)
     if (

@@ -390,5 +390,5 @@ def _sides(
             )
     if len(nouns := {each[0] for pair in of_ranks for each in pair if each is not None}) > 1:
         raise ArgumentError(f"{what}: {' and '.join(sorted(nouns))} have no rows in common.")
-    device = next(each for each in pair if each is not None).ids.gaps.device
+    device = next(each for each in pair if each is not None).ids.device
     return _Sides(group, pair[0], pair[1], sizes[0], sizes[1], device), checked, [*publics]

@@ -162,7 +162,7 @@ class RowWriter:
         require_equal(_WHAT, outlines)
         self._part = self.path.with_name(f"{self.path.name}.part")
         self._first, self._last = self._range(nodes)
-        self._device = nodes.ids.gaps.device
+        self._device = nodes.ids.device
         ids = torch.arange(self._first, self._last, device=self._device)
         directory = Directory.of(nodes.owned_ids, nodes.sizes, self._group)
         self._plan, self._place = directory.fetching(ids)

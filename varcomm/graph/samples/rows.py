@@ -185,7 +185,7 @@ class Rows(Dataset[torch.Tensor]):
         # a chunk of all rows must not place all nodes on one rank
         chunks = (array.chunk for array in self._arrays if array.chunk < array.shape[1])
         self.chunk = max(chunks, default=1) if rows is None else 1
-        self._device = shard.ids.gaps.device
+        self._device = shard.ids.device
         self._edges = edges if halo == "exchange" else None
         self._exchanges = halo == "exchange"
         ids = shard.owned_ids if rows is None else rows.to(self._device, torch.int64)
