@@ -153,10 +153,11 @@ def test_a_condition_that_does_not_hold_fails_with_its_text():
     private.assert_on_device(torch.tensor(True), "holds")
     text = ""
     try:
-        private.assert_on_device(torch.tensor(False), "ids out of range")
+        private.assert_on_device(torch.tensor(False), "ids out of range" + 300 * "!")
     except RuntimeError as error:
         text = str(error)
     assert "ids out of range" in text
+    assert text.count("!") == 254 - len("ids out of range")  # all that a GPU takes
 
 
 def test_a_grad_scaler_divides_gradients_by_the_operator():

@@ -3,8 +3,9 @@
 Each entry says what the name is for, why no public name serves, and where torch defines it. Links
 are to torch 2.13. ``python tests/test_torch_private.py`` uses each name; it needs no other package
 than torch, and passes on torch 2.11.0, 2.12.1, 2.13.0 and 2.14.1. No entry needs a branch for one
-of these versions. Protocols that torch calls by a dunder name, such as ``__torch_dispatch__``, are
-not listed: torch documents them, or promises them to other libraries.
+of these versions; 2.15 has not been tried with this list. Protocols that torch calls by a dunder
+name, such as ``__torch_dispatch__``, are not listed: torch documents them, or promises them to
+other libraries.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ __all__ = [
 
 # Whether a transform of torch.func runs. A collective then needs the slower form of its rule, and
 # agreements leave the thread. torch.func has no function for it.
-# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/functorch/init.cpp
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/utils/python_dispatch.cpp
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 # `is_fake`: whether a tensor, or the tensors in a wrapper, have no values. Calls on them are
@@ -89,7 +90,7 @@ def version_of(tensor: Tensor) -> int:
     """Return the number of changes in place; inference tensors do not count them.
 
     A tensor in a message must not change. torch.autograd.graph can only increase the number.
-    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_tensor.py
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/python_variable.cpp
     """
     return 0 if tensor.is_inference() else tensor._version
 
@@ -97,10 +98,11 @@ def version_of(tensor: Tensor) -> int:
 def assert_on_device(holds: Tensor, text: str) -> None:
     """End the program with a text unless a condition holds; the host does not wait for a GPU.
 
-    Public functions that fail on a GPU, such as an index out of range, print no text of ours.
+    Public functions that fail on a GPU, such as an index out of range, print no text of ours. A
+    GPU takes at most 254 bytes of text.
     https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cuda/TensorCompare.cu
     """
-    torch._assert_async(holds, text)
+    torch._assert_async(holds, text.encode()[:254].decode(errors="ignore"))
 
 
 # The operator by which a GradScaler divides a list of gradients; gradients without memory of their
