@@ -197,9 +197,10 @@ def all_gather_v(
     P^(1/k)`` messages per rank.
 
     Without `sizes`, ranks first share 1 KiB each in one more round, but not in backward. A large
-    nested structure needs a second message. Nested tensors are sent in one exchange and are copied
-    on both sides; backward sends the gradients of tensors that require one. Inside ``torch.func``
-    and in forward mode each tensor is sent separately. `async_op` needs one tensor.
+    nested structure needs a second message. Nested tensors with a gradient are sent in one exchange
+    per dtype, all others in one; they are copied on both sides. Backward sends the gradients of
+    tensors that require one. Inside ``torch.func`` and in forward mode each tensor is sent
+    separately. `async_op` needs one tensor.
 
     In one process: ``torch.cat(shards, dim)``.
 
