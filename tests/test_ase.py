@@ -197,6 +197,7 @@ class Compiled(Argon):
         return self.last(super().forward(graph))
 
 
+@pytest.mark.slow
 def test_models_with_torchscript():
     atoms, other = crystal((2, 2, 1)), crystal((2, 2, 1))
     other.calc = own_calculator()

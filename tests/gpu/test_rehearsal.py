@@ -59,6 +59,7 @@ def hangs():
     signal.pause()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_results_of_cases(tmp_path):
     cases = [
