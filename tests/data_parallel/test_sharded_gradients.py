@@ -80,7 +80,7 @@ def test_ranks_run_backwards_of_their_own(rank, ranks):
     )
     for step in range(2):
         for number in range(rank):
-            with own.no_sync() if (number + step) % 3 == 1 else nullcontext():
+            with own.accumulate() if (number + step) % 3 == 1 else nullcontext():
                 parts[number % 3](model, rank).backward()
         for r in range(ranks):
             for number in range(r):
@@ -91,7 +91,7 @@ def test_ranks_run_backwards_of_their_own(rank, ranks):
 @on_ranks(3)
 def test_a_skipped_batch_leaves_nothing(rank, ranks):
     """A batch that ranks skip together, however far its sums have come."""
-    for how in ("failed", "no_sync", "one rank"):
+    for how in ("failed", "accumulate", "one rank"):
         model, twin = twins(Fragile)
         count = GlobalCount()
         own = ShardedGradients(model, plain, reduce=count, bucket_bytes=1)
@@ -100,8 +100,8 @@ def test_a_skipped_batch_leaves_nothing(rank, ranks):
         if how == "failed":  # rank 0 fails when all sums but one are begun, the others earlier
             with pytest.raises(ValueError, match="out of memory, say"):
                 square(model(x, 1 if rank == 0 else 2)).backward()
-        elif how == "no_sync":
-            with own.no_sync():
+        elif how == "accumulate":
+            with own.accumulate():
                 square(model(x)).backward()
         elif rank == 1:
             square(model(x)).backward()
@@ -144,7 +144,7 @@ class Slope(nn.Module):
 
 @on_ranks(3)
 def test_mean_over_a_global_count(rank, ranks):
-    """A slope of 1 in no_sync, with a count of 100,000, and one of the rank's number.
+    """A slope of 1 in accumulate(), with a count of 100,000, and one of the rank's number.
 
     float16 has no number for so many rows: counts are exact in any dtype.
     """
@@ -154,7 +154,7 @@ def test_mean_over_a_global_count(rank, ranks):
             sizes = [3, 0, 5]
             own = ShardedGradients(model, plain, sizes=sizes, reduce=count, bucket_bytes=nbytes)
             for _ in range(2):
-                with own.no_sync():
+                with own.accumulate():
                     count.add(100_000)
                     model(1).backward()
                 count.add(rank)
@@ -208,7 +208,7 @@ def test_sparse_gradients(rank, ranks):
     model, twin = twins(lambda: nn.EmbeddingBag(4, 2, mode="sum", sparse=True))
     own = ShardedGradients(model, plain, sizes=[3, 5], reduce="sum")
     parts = [torch.tensor([[1, 1, 3]]), torch.zeros(0, 3, dtype=torch.int64)]
-    with own.no_sync():
+    with own.accumulate():
         model(parts[rank]).sum().backward()
     model(parts[rank]).sum().backward()
     dense = copy.deepcopy(twin.weight.detach()).requires_grad_()

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import warnings
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -48,14 +49,11 @@ def test_clipping_and_schedulers_are_those_of_one_process(rank, ranks):
             parts = [r for r in range(ranks) if r or ranks == 1 or step % 2]
             (sum(loss_of(twin, step, r, part) for r in parts) / ranks).backward()
             if step % 3 != 1:
-                both = [clip_grad_norm_(m.parameters(), 0.5) for m in (model, twin)]
-                close(*both, 1e-10)
-                close(*[clip_grad_norm_(m.parameters(), 0.4, 1.0) for m in (model, twin)])
+                close(own.clip_grad_norm_(0.5), clip_grad_norm_(twin.parameters(), 0.5), 1e-10)
+                close(own.clip_grad_norm_(0.4, 1.0), clip_grad_norm_(twin.parameters(), 0.4, 1.0))
             if step % 3:
-                for module in (model, twin):
-                    clip_grad_value_(module.parameters(), 0.01)
-        norms = [m.shared.weight.grad.norm() for m in (model, twin)]
-        close(*norms, 1e-10)
+                own.clip_grad_value_(0.01)
+                clip_grad_value_(twin.parameters(), 0.01)
         for optimizer, (by_step, by_loss) in zip((own, one), schedulers, strict=True):
             optimizer.step()
             optimizer.zero_grad()
@@ -84,11 +82,10 @@ def test_a_grad_scaler_skips_steps_on_all_ranks(rank, ranks):
         for each in rows[ranks > 1 :]:
             scalers[1].scale(square(twin(each))).backward()
         if step % 2:
-            norms = []
-            for scaler, optimizer, module in zip(scalers, (own, one), (model, twin), strict=True):
+            for scaler, optimizer in zip(scalers, (own, one), strict=True):
                 scaler.unscale_(optimizer)
-                norms.append(clip_grad_norm_(module.parameters(), 1.0))
-            torch.testing.assert_close(*norms, equal_nan=True)
+            norm = clip_grad_norm_(twin.parameters(), 1.0)
+            torch.testing.assert_close(own.clip_grad_norm_(1.0).float(), norm, equal_nan=True)
         for scaler, optimizer in zip(scalers, (own, one), strict=True):
             scaler.step(optimizer)
             scaler.update()
@@ -115,7 +112,11 @@ def test_other_uses_of_gradients_are_refused(rank, ranks):
     for call in (
         other.step,
         lambda: grad + 1,
-        lambda: grad.mul_(torch.ones(2, 3)),
+        lambda: grad.mul_(2),
+        grad.norm,
+        lambda: torch._foreach_mul_([grad], 2.0),
+        lambda: clip_grad_norm_(model[0].parameters(), 1.0),
+        lambda: clip_grad_value_([model[0].weight], 1.0),
         lambda: torch.isfinite(grad).all(),
         lambda: torch.stack([grad]),
         lambda: model.zero_grad(set_to_none=False),
@@ -125,7 +126,6 @@ def test_other_uses_of_gradients_are_refused(rank, ranks):
         is_refused(call, r"^ShardedGradients: the gradient of parameter '0\.weight' is summed over")
     is_refused(lambda: varcomm.tensor_parallel.grad_norm(model), "Call clip_grad_norm_ of its Sh")
     is_refused(lambda: varcomm.data_parallel.sum_gradients(model), "belongs to a ShardedGradients")
-    is_refused(lambda: clip_grad_norm_(model.parameters(), 1.0, -1.0), "must be positive")
     ddp = DistributedDataParallel(model)
     is_refused(lambda: ddp(torch.ones(1, 3)).sum().backward(), "Use no DistributedDataParallel")
     own.close()
@@ -177,7 +177,9 @@ def test_gradients_that_are_set_to_none(rank, ranks):
     model.zero_grad()
     model.bias.requires_grad_(False)
     backward()
-    is_refused(lambda: clip_grad_norm_(model.parameters(), 1.0), "parameter 'bias' was replaced")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    is_refused(lambda: scaler.unscale_(own), "parameter 'bias' was replaced")
     model.bias.requires_grad_(True)
 
 
@@ -210,71 +212,67 @@ def test_gradients_that_are_replaced(rank, ranks):
 
 
 @on_ranks(2)
-def test_debug_compares_changes_of_gradients(rank, ranks):
-    model = nn.Linear(2, 2)
-    own = ShardedGradients(model, plain)
-    with varcomm.debug():
-        model(torch.ones(1, 2)).sum().backward()
-        clip_grad_norm_(model.parameters(), 0.5)
-        different = partial(clip_grad_norm_, model.parameters(), 0.1 * (rank + 1))
-        is_refused(different, "ranks disagree on the change of the gr", DisagreementError)
-    own.close()
-
-
-@on_ranks(2)
 def test_ranks_that_use_gradients_differently(rank, ranks):
     model = nn.Linear(2, 2)
     own = ShardedGradients(model, plain)
     model(torch.ones(1, 2)).sum().backward()
-    use = own.step if rank else model.weight.grad.norm
+    use = own.step if rank else partial(own.clip_grad_value_, 1.0)
     is_refused(use, "ranks disagree on operation", DisagreementError)
+    different = partial(own.clip_grad_value_, rank + 1.0)
+    is_refused(different, "ranks disagree on clip_value", DisagreementError)
+    is_refused(lambda: own.clip_grad_value_(-rank), "refused on rank 1 of 2: .*must not be neg")
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (rank + 1))
     scaler.scale(torch.ones(()))
     is_refused(lambda: scaler.unscale_(own), "ranks disagree on the scale", DisagreementError)
 
 
 @on_ranks(2)
-def test_a_backward_of_one_rank_between_norms(rank, ranks):
-    """Clipping counts it, and using the rest of the gradients is refused on all ranks."""
-    for name in ("0.weight", "1.bias"):
-        model, twin = twins(lambda: nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).double())
-        own = ShardedGradients(model, plain, reduce="sum")
-        x = torch.ones(1, 2).double()
-        for backwards in ((0, 1), (0,)):
-            for r in backwards:
-                square(twin(x * (r + 1))).backward()
-            if rank in backwards:
-                square(model(x * (rank + 1))).backward()
-            if len(backwards) == 2:
-                close(*[m.get_parameter(name).grad.norm() for m in (model, twin)], 1e-10)
-        close(*[clip_grad_norm_(m.parameters(), 0.5) for m in (model, twin)], 1e-10)
-        own.step()
-        plain(twin.parameters()).step()
-        assert_equal(model, twin, 1e-10)
-    own.zero_grad()
-    square(model(x)).backward()
-    model[0].weight.grad.norm()
-    if rank == 0:
-        square(model(x)).backward()
-    model[1].bias.grad.norm()
-    is_refused(own.step, "refused on rank 0 of 2: a backward ran .* grad of parameter '1.bias'")
-    own.zero_grad()
+def test_a_backward_of_one_rank_between_clips(rank, ranks):
+    """Each clip counts all gradients before it."""
+    model, twin = twins(lambda: nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).double())
+    own = ShardedGradients(model, plain, reduce="sum")
+    x = torch.ones(1, 2).double()
+    for backwards in ((0, 1), (0,), ()):
+        for r in backwards:
+            square(twin(x * (r + 1))).backward()
+        if rank in backwards:
+            square(model(x * (rank + 1))).backward()
+        close(own.clip_grad_norm_(0.5), clip_grad_norm_(twin.parameters(), 0.5), 1e-10)
     own.step()
+    plain(twin.parameters()).step()
+    assert_equal(model, twin, 1e-10)
 
 
 @on_ranks(2)
-def test_copies_and_lists_of_factors_are_refused(rank, ranks):
-    """A list is refused also on the rank without a piece."""
-    model = nn.Linear(2, 2, bias=False)
-    own = ShardedGradients(model, plain, sizes=[4, 0])
-    model(torch.ones(1, 2)).sum().backward()
-    grad = model.weight.grad
-    for copied in (grad.double(), grad.to(torch.float32, copy=True)):
-        is_refused(lambda copied=copied: copied.mul_(2), "of a copy of the gradient of .*'weight'")
-        is_refused(copied.detach().norm, "Use the grad of the parameter")
-    is_refused(lambda: torch._foreach_mul_([grad], [2.0]), "'mul_' needs all of it")
-    torch._foreach_mul_([grad], 2.0)
-    own.step()
+def test_sums_inside_accumulate_are_refused(rank, ranks):
+    """Also if one rank alone is inside; zero_grad() drops what has been accumulated."""
+    model = seeded(lambda: nn.Linear(2, 2))
+    own = ShardedGradients(model, plain, reduce="sum")
+    for inside in ((0, 1), (1,)):
+        with own.accumulate() if rank in inside else nullcontext():
+            model(torch.ones(1, 2)).sum().backward()
+            clip = partial(own.clip_grad_norm_, 1.0)
+            for call in (own.reduce, own.step, clip, partial(own.clip_grad_value_, 1.0)):
+                is_refused(call, f"refused on rank {inside[0]} of 2.*inside accumulate")
+            own.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+        own.reduce()
+        assert all(piece.value.grad.eq(2).all() for piece in own.pieces.values())
+        own.zero_grad()
+
+
+@on_ranks(2)
+def test_gradients_of_several_dtypes_are_unscaled(rank, ranks):
+    """A GradScaler unscales the gradients of each dtype by themselves."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    own = ShardedGradients(model, plain, reduce="sum", sizes=[12, 0])
+    for scale in (2.0, 4.0):
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        loss = sum(module(torch.ones(1, 2, dtype=module.weight.dtype)).sum() for module in model)
+        scaler.scale(loss).backward()
+        scaler.unscale_(own)
+        assert all(piece.value.grad.eq(2).all() for piece in own.pieces.values())
+        own.zero_grad()
 
 
 @on_ranks(2)
@@ -303,7 +301,7 @@ def test_compiled_models(rank, ranks):
         for module in (before, after):
             square(module(x * (rank + 1))).backward()
             sum(square(twin(x * (r + 1))) for r in range(2)).backward()
-        clip_grad_norm_(model.parameters(), 0.5)
+        own.clip_grad_norm_(0.5)
         clip_grad_norm_(twin.parameters(), 0.5)
         for optimizer in (own, one):
             optimizer.step()

@@ -56,7 +56,7 @@ def trained(rank, ranks, kind, optimizer):
     one = OPTIMIZERS[optimizer](groups_of(twin))
     for step in range(12):
         if step % 2:
-            with own.no_sync():
+            with own.accumulate():
                 loss_of(model, step, rank, 0).backward()
         else:
             loss_of(model, step, rank, 0).backward()

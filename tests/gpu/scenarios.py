@@ -333,11 +333,10 @@ def sharded_gradients_clipped(device, rank, ranks):
 
 
 @scenario("data_parallel.ShardedGradients")
-def sharded_gradients_clipped_by_torch(device, rank, ranks):
+def sharded_gradients_clipped_by_value(device, rank, ranks):
     model, x = mlp(device), drawn(device, 2 + rank, 4)
     optimizer = data_parallel.ShardedGradients(model, torch.optim.AdamW, sizes="whole-parameters")
-    clip = torch.nn.utils.clip_grad_norm_
-    return sharded_step(optimizer, model, x, lambda: clip(model.parameters(), 1.0))
+    return sharded_step(optimizer, model, x, lambda: optimizer.clip_grad_value_(0.1))
 
 
 @scenario("data_parallel.ShardedGradients", looks=1, reason=UNUSED)

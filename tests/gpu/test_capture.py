@@ -22,7 +22,7 @@ def on_gpu():
 
 
 # AdamW counts its steps on the CPU without ``capturable=True``, which needs a GPU.
-COUNTS_ON_CPU = ("sharded_gradients_clipped", "sharded_gradients_clipped_by_torch")
+COUNTS_ON_CPU = ("sharded_gradients_clipped", "sharded_gradients_clipped_by_value")
 CAPTURED = [k for k, v in SCENARIOS.items() if v.looks == 0 and k not in COUNTS_ON_CPU]
 
 

@@ -53,7 +53,6 @@ class Reducer:
         self._started, self._arrived = 0, set[str]()  # buckets in all rounds; gradients in one
         self.added = set[str]()  # gradients of this rank since the last zero_grad
         self._replaced = set[str]()  # of these, those whose grad was replaced before a backward
-        self.arrivals = 0
         self._nodes: list[torch.autograd.graph.Node] = []  # which parameters do not keep
         owner = Owner(self._parameters.values())
         self._removals: list[Callable[[], None]] = [owner.close]
@@ -167,7 +166,6 @@ class Reducer:
             gradient, before = gradient.to_dense(), self._held.get(name)
             self._held[name] = gradient if before is None else before + gradient
             self.added.add(name)
-            self.arrivals += 1
         parameter.grad = summed
 
     def _start(self) -> None:

@@ -30,7 +30,7 @@ from varcomm.sharding import shard_spec
 from varcomm.sizes import at_least, checked_sizes
 from varcomm.transport.agreement import agree, agree_and_share, debugging, share
 from varcomm.transport.auxiliary_group import free_lanes, take_lane, weakly
-from varcomm.transport.group import Group, GroupLike, resolve
+from varcomm.transport.group import GroupLike, resolve
 
 __all__ = ["ShardedGradients"]
 
@@ -102,12 +102,10 @@ class ShardedGradients(torch.optim.Optimizer):
     ``NCCL_LAUNCH_ORDER_IMPLICIT=1`` (NCCL 2.26) runs the calls of a GPU in the order of the
     program. Do not set it if ranks leave out parameters: they would wait for each other.
 
-    ``grad`` of a parameter stands for the sum over ranks, and has no memory. Norm, scaling and
-    clamping in place are collective and use the gradient of all ranks. So do
-    ``torch.nn.utils.clip_grad_norm_``, ``clip_grad_value_`` and a ``GradScaler``. Other operations
-    on ``grad`` raise ArgumentError. If a rank runs backward between such operations on several
-    parameters, call :meth:`reduce` first; otherwise the next collective method raises ArgumentError
-    on all ranks.
+    ``grad`` of a parameter stands for the sum over ranks, and has no memory. A ``GradScaler``
+    accepts it. Other operations on ``grad`` raise ArgumentError, and so do
+    ``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_``: call :meth:`clip_grad_norm_` and
+    :meth:`clip_grad_value_`.
 
     Communication: of ``N`` elements this rank owns ``n``. A sum sends ``N - n`` elements of the
     gradients' dtype and receives ``(P - 1) n``, and one value per peer for each parameter in a
@@ -187,13 +185,6 @@ class ShardedGradients(torch.optim.Optimizer):
         self._states = states_of(self.optimizer, given, shards, whole)
         lane = take_lane(ranks, [rank["lanes"] for rank in received])
         self._reducer = Reducer(shards, ranks, lane, weakref.ref(self))
-        # A pass is one operation on gradients in the order of parameters, and its first call
-        # communicates. Passes depend on the calls alone, which are the same on all ranks, and not
-        # on the backwards of this rank.
-        self._places = {name: place for place, name in enumerate(given.trained)}
-        self._pass: tuple[object, int] | None = None
-        self._norms = dict[str, torch.Tensor]()
-        self._arrivals, self._late = 0, ""
         # parameters and the optimizer have hooks, which must not keep this
         self.optimizer.register_step_pre_hook(self._reducer.refuse_alone)
         self._end = weakref.finalize(self, self._reducer.close)
@@ -209,10 +200,11 @@ class ShardedGradients(torch.optim.Optimizer):
         return dict(self._pieces)
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on each rank inside the block, without sums during backward.
+    def accumulate(self) -> Iterator[None]:
+        """Keep gradients on each rank inside the block; backward sends nothing.
 
         The next sum includes these gradients, so several micro-batches send the bytes of one.
+        Inside the block, methods that sum raise ArgumentError on all ranks.
         """
         before, self._reducer.syncing = self._reducer.syncing, False
         try:
@@ -223,10 +215,11 @@ class ShardedGradients(torch.optim.Optimizer):
     def reduce(self) -> None:
         """Sum all gradients since the last sum, and add them to the pieces' ``grad``; collective.
 
-        :meth:`step` and :meth:`clip_grad_norm_` begin with this sum. ArgumentError on every rank,
-        if one rank has closed the optimizer, changed its groups, or moved, converted or unfrozen
-        parameters. With a GlobalCount, the error is also raised if a rank has not called ``add``,
-        or if all counts are 0; the gradients are then dropped.
+        :meth:`step`, :meth:`clip_grad_norm_` and :meth:`clip_grad_value_` begin with this sum.
+        ArgumentError on every rank, if one rank is inside :meth:`accumulate`, has closed the
+        optimizer, changed its groups, or moved, converted or unfrozen parameters. With a
+        GlobalCount, the error is also raised if a rank has not called ``add``, or if all counts are
+        0; the gradients are then dropped.
         """
         self._reduce("reduce")
 
@@ -241,7 +234,7 @@ class ShardedGradients(torch.optim.Optimizer):
         def ready() -> dict[str, Any]:
             self._check()
             if not drop:
-                self._refuse_late()
+                self._refuse_inside()
                 reducer.refuse_replaced()
             same = compared()
             if debugging():
@@ -269,9 +262,6 @@ class ShardedGradients(torch.optim.Optimizer):
         finally:
             reducer.finish(max(rank["rounds"] for rank in received))
             settle(self._shards, divisor)
-            self._arrivals, self._late = reducer.arrivals, ""
-            self._norms.clear()
-            self._pass = None
 
     def _check(self) -> None:
         if self._closed:
@@ -297,6 +287,12 @@ class ShardedGradients(torch.optim.Optimizer):
                 "the optimizer has other groups or tensors than it was made with, as by "
                 "add_param_group(), and their gradients would not be summed. Make another, on all "
                 "ranks, of all parameters."
+            )
+
+    def _refuse_inside(self) -> None:
+        if not self._reducer.syncing:
+            raise ArgumentError(
+                "gradients are not summed inside accumulate(). Leave the block on all ranks first."
             )
 
     def _now_held(self) -> list[list[int]]:
@@ -340,11 +336,9 @@ class ShardedGradients(torch.optim.Optimizer):
     ) -> torch.Tensor:
         """Scale the gradients so that their total norm is at most `max_norm`; collective.
 
-        Arguments are as in :func:`torch.nn.utils.clip_grad_norm_`. The function of torch has the
-        same effect on the parameters, but its norm is in their dtype and its message is longer.
-        Parameters that are sharded over the other axis of a mesh count with all their shards; then
-        all ranks of the mesh make this call. Returns the norm before scaling, a float64 scalar that
-        is equal on all ranks.
+        Arguments are as in :func:`torch.nn.utils.clip_grad_norm_`. Parameters that are sharded over
+        the other axis of a mesh count with all their shards; then all ranks of the mesh make this
+        call. Returns the norm before scaling, a float64 scalar that is equal on all ranks.
         """
 
         def compared() -> dict[str, object]:
@@ -356,79 +350,55 @@ class ShardedGradients(torch.optim.Optimizer):
             return {"max_norm": float(max_norm), "norm_type": float(norm_type)}
 
         self._reduce("clip_grad_norm_", compared=compared)
-        over, pieces = self._over(), list(self._pieces.values())
-        kinds = {kind: kind for kind in (None, *over.values())}
-        row = self._shards[0].row
-        found = norms(pieces, over.__getitem__, kinds, norm_type, self._group(), row)
-        totals = list(found.values())
+        pieces = list(self._pieces.values())
+        totals = list(self._norms(pieces, norm_type))
         total: torch.Tensor = torch.nn.utils.get_total_norm(totals, norm_type, error_if_nonfinite)
         torch.nn.utils.clip_grads_with_norm_([piece.value for piece in pieces], max_norm, total)
         return total
 
-    def _over(self) -> dict[str, Group | None]:
-        """Return the other group over which each parameter is sharded, if any."""
-        specs = {name: shard_spec(parameter) for name, parameter in self._given.trained.items()}
-        return {name: None if spec is None else spec.group for name, spec in specs.items()}
-
-    def _gradient_norm(
-        self, name: str, order: float, compared: Mapping[str, object] | None = None
-    ) -> torch.Tensor:
-        """Return the norm of a gradient over all ranks, in float64; collective.
-
-        ``grad`` of a parameter calls this. The first call computes the norms of all gradients.
-        """
-
-        def same() -> dict[str, object]:
-            if not order > 0:
-                raise ArgumentError(f"the order of a norm must be positive; got {order!r}.")
-            self._reducer.refuse_absent()
-            return {"order of the norm": order, **(compared or {})}
-
-        if not self._continues(("norm", order), name):
-            self._reduce("norm of grad", compared=same)
-            pieces, row = list(self._pieces.values()), self._shards[0].row
-            self._norms = norms(pieces, str, self._over(), order, self._group(), row)
-        self._pass = ("norm", order), self._places[name]
-        return self._norms.pop(name)
-
     @torch.no_grad()
-    def _change_gradient(
-        self, name: str, change: Callable[[torch.Tensor], object], values: Sequence[object] = ()
-    ) -> None:
-        """Change this rank's piece of a gradient in place; collective.
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clamp each element of the gradients to ``[-clip_value, clip_value]``; collective.
 
-        ``grad`` of a parameter calls this. The first call sums all gradients. Inside ``debug()``
-        ranks compare the `values` of each change.
+        In one process: ``torch.nn.utils.clip_grad_value_(parameters, clip_value)``.
         """
 
-        def same() -> dict[str, object]:
+        def compared() -> dict[str, object]:
+            if not clip_value >= 0:
+                raise ArgumentError(f"clip_value must not be negative; got {clip_value!r}.")
+            return {"clip_value": float(clip_value)}
+
+        self._reduce("clip_grad_value_", compared=compared)
+        for piece in self._pieces.values():
+            if piece.value.grad is not None:
+                piece.value.grad.clamp_(-clip_value, clip_value)
+
+    def _norms(self, pieces: Sequence[Piece], order: float) -> torch.Tensor:
+        """Return norms over all ranks, one per group over which parameters are sharded."""
+        specs = {name: shard_spec(parameter) for name, parameter in self._given.trained.items()}
+        over = {name: None if spec is None else spec.group for name, spec in specs.items()}
+        groups = {group: group for group in (None, *over.values())}
+        row = self._shards[0].row
+        found = norms(pieces, over.__getitem__, groups, order, self._group(), row)
+        return torch.stack(list(found.values()))
+
+    def _unscale(self, names: set[str], inverse: torch.Tensor) -> torch.Tensor:
+        """Multiply gradients; return whether all were finite, equal on all ranks; collective.
+
+        ``grad`` of parameters calls this for a GradScaler.
+        """
+
+        def compared() -> dict[str, object]:
             self._reducer.refuse_absent()
-            if not debugging():
-                return {}
-            plain = [x.tolist() if isinstance(x, torch.Tensor) else x for x in values]
-            return {f"the change of the gradient of {name!r}": str(plain)}
+            return {"the scale of the GradScaler": 1 / inverse.item()}
 
-        if not self._continues("change", name) or debugging():
-            self._reduce("change of grad", compared=same)
-        self._pass = "change", self._places[name]
-        if name in self._pieces and (grad := self._pieces[name].value.grad) is not None:
-            change(grad)
-
-    def _continues(self, kind: object, name: str) -> bool:
-        """Return whether a call belongs to the current pass, so that it does not communicate."""
-        if self._pass is None or self._pass[0] != kind or self._places[name] <= self._pass[1]:
-            return False
-        if self._reducer.arrivals != self._arrivals:
-            self._late = name  # raising here would leave the other ranks waiting
-        return True
-
-    def _refuse_late(self) -> None:
-        if self._late:
-            raise ArgumentError(
-                f"a backward ran on this rank while gradients were used one after the other, and "
-                f"the grad of parameter {self._late!r} was used without it. Call reduce() on all "
-                "ranks after such a backward, or zero_grad() now."
-            )
+        self._reduce("unscale_", compared=compared)
+        pieces = [piece for piece in self._pieces.values() if piece.name in names]
+        finite = self._norms(pieces, torch.inf).isfinite().all()
+        for piece in pieces:
+            if piece.value.grad is not None:
+                piece.value.grad.mul_(inverse)
+        return finite
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the optimizer by the names of parameters.
