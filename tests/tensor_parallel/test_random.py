@@ -94,21 +94,52 @@ def test_states_can_be_saved_and_restored(worlds):
     assert experts[0] == experts[1] != experts[2]
 
 
-def as_torch_computes_anew(rank, within):
-    """Also where torch's checkpoint is around one of varcomm's."""
+def as_torch_computes_anew(rank, nesting, use_reentrant):
+    """Also where torch's checkpoint is around one of varcomm's, or inside one."""
     streams = RandomStreams(7)
 
     def dropped(x):
         with streams.fork("sharded"):
             return torch.nn.functional.dropout(x.exp(), 0.5)
 
+    def torchs(function, x):
+        return torch.utils.checkpoint.checkpoint(function, x, use_reentrant=use_reentrant)
+
+    calls = {
+        "alone": lambda x: torchs(dropped, x),
+        "around": lambda x: torchs(lambda x: checkpoint(dropped, x).sin(), x),
+        "inside": lambda x: checkpoint(lambda x: torchs(dropped, x).sin(), x),
+    }
     x = torch.ones(3, requires_grad=True)
-    function = (lambda x: checkpoint(dropped, x).sin()) if within else dropped
+    y = calls[nesting](x).sum()
     with pytest.raises(ArgumentError, match=r"torch\.utils\.checkpoint"):
-        torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False).sum().backward()
+        y.backward()
 
 
-@pytest.mark.parametrize("within", [False, True])
-def test_torchs_own_checkpoint_is_refused(worlds, within):
+@pytest.mark.parametrize("nesting", ["alone", "around", "inside"])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_torchs_own_checkpoint_is_refused(worlds, nesting, use_reentrant):
     """It puts default generators back, not streams, and gradients would be of another mask."""
-    worlds.run(1, as_torch_computes_anew, within)
+    worlds.run(1, as_torch_computes_anew, nesting, use_reentrant)
+
+
+def nested(rank):
+    """Return the gradients of nested checkpoints, and those without a checkpoint."""
+
+    def step(run):
+        streams = RandomStreams(7)
+
+        def dropped(x):
+            with streams.fork("sharded"):
+                return torch.nn.functional.dropout(x.exp(), 0.5)
+
+        x = torch.ones(30, requires_grad=True)
+        run(lambda x: run(dropped, x).sin(), x).sum().backward()
+        return x.grad
+
+    return step(checkpoint), step(lambda function, x: function(x))
+
+
+def test_nested_checkpoints_draw_the_same_numbers(worlds):
+    ((of_checkpoints, plain),) = worlds.run(1, nested)
+    assert torch.equal(of_checkpoints, plain)

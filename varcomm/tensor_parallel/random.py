@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
+from torch.utils.module_tracker import ModuleTracker
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.compilation import uncompiled
@@ -33,11 +31,7 @@ Snapshot = tuple[dict[str, States], frozenset[str]]
 
 _KINDS = {"cpu", "cuda"}
 
-# Directory of torch, whose own frames may lie between a checkpoint and the function that it calls.
-_TORCH = torch.__path__[0]
-
-# Files whose functions torch's checkpoint may call: they restore streams.
-_REPLAYING = (__file__, str(Path(__file__).with_name("checkpoint.py")))
+_TRACKER = ModuleTracker()  # whose `is_bw` says whether backward runs
 
 
 class RandomStreams:
@@ -127,8 +121,9 @@ class RandomStreams:
         The default generators are the CPU's and, if CUDA is in use, the current CUDA device's.
         After the block, the generators have their previous state. Blocks of different streams may
         be nested. Raises ArgumentError if the stream is unknown, its block is open, or CUDA is used
-        for the first time inside. The error is also raised inside
-        :func:`torch.utils.checkpoint.checkpoint`: use :func:`varcomm.tensor_parallel.checkpoint`.
+        for the first time inside. The error is also raised in backward, if
+        :func:`torch.utils.checkpoint.checkpoint` runs a block again: use
+        :func:`varcomm.tensor_parallel.checkpoint`.
         """
         if name not in self._seeds:
             raise ArgumentError(f"fork: there is no stream {name!r}, only {sorted(self._seeds)}.")
@@ -199,7 +194,7 @@ class Replay:
 
     def __init__(self) -> None:
         self._met: dict[RandomStreams, Snapshot] = {}
-        self._complete = False
+        self.is_complete = False  # the first run has ended
 
     def around(self, function: Callable[..., T]) -> Callable[..., T]:
         """Return the function that restores streams in every run after its first."""
@@ -214,7 +209,7 @@ class Replay:
             try:
                 return function(*args)
             finally:
-                self._complete = True
+                self.is_complete = True
                 _running.reset(token)
                 for streams, state in now.items():
                     streams._now = state
@@ -224,7 +219,7 @@ class Replay:
     def meet(self, streams: RandomStreams) -> None:
         """Record the streams that the first run is about to fork."""
         if streams not in self._met:
-            if self._complete:
+            if self.is_complete:
                 raise ArgumentError(
                     "fork: a checkpointed function forks streams in a later run that it did not "
                     "fork in the first. It must do the same each time."
@@ -238,26 +233,14 @@ _running: ContextVar[tuple[Replay, ...]] = ContextVar("running", default=())
 
 @uncompiled("fork() changes generators, which a graph cannot; compile inside of its block")
 def _replays() -> tuple[Replay, ...]:
-    if torch.is_grad_enabled() and _inside_torch_checkpoint():
+    replays = _running.get()
+    runs_again = torch.is_grad_enabled() and _TRACKER.is_bw
+    if runs_again and not any(replay.is_complete for replay in replays):
         raise ArgumentError(
-            "fork: called inside torch.utils.checkpoint, which runs its function again in backward "
-            "when the stream has gone on. Use varcomm.tensor_parallel.checkpoint, which puts "
-            "streams back."
+            "fork: called again in backward, as by torch.utils.checkpoint, when the stream has "
+            "gone on. Use varcomm.tensor_parallel.checkpoint, which puts streams back."
         )
-    return _running.get()
-
-
-def _inside_torch_checkpoint() -> bool:
-    """Return whether torch's checkpoint calls a function that no :class:`Replay` has wrapped."""
-    called, frame = "", inspect.currentframe()
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file == torch.utils.checkpoint.__file__ and called not in _REPLAYING:
-            return True
-        if not file.startswith(_TORCH):
-            called = file
-        frame = frame.f_back
-    return False
+    return replays
 
 
 def _generators() -> dict[str, torch.Generator]:
