@@ -212,11 +212,14 @@ def all_to_all_v(s):
 @primitive
 def indexed_all_to_all_v(s):
     def bind(group=None):
-        indices, sizes = s.indices, [[len(index) for index in row] for row in s.indices]
-        mine = indices[rank_in(group)]
-        return lambda x, **kw: varcomm.indexed_all_to_all_v(
-            x, mine, sizes, dim=s.dim, group=group, **kw
-        )
+        rows = [index.tolist() for index in s.indices[rank_in(group)]]
+        sizes = [[len(index) for index in row] for row in s.indices]
+
+        def call(x, **kw):
+            indices = [torch.tensor(row, dtype=torch.int64) for row in rows]  # fake where x is
+            return varcomm.indexed_all_to_all_v(x, indices, sizes, dim=s.dim, group=group, **kw)
+
+        return call
 
     return Case(s.shards, bind, lambda xs: exchanged(xs, s.indices, s.dim))
 

@@ -6,7 +6,7 @@ them. So all ranks have as many directions, whatever their shards are.
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from torch import nn
 
 import varcomm
 from tests.graph.graphs import split_by, wild
-from tests.ops.primitives import PRIMITIVES, case, setting
+from tests.ops.primitives import PRIMITIVES, case
 from varcomm.graph import distribute, partition
 from varcomm.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from varcomm.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -88,25 +88,6 @@ def primitive(name, asynchronous):
         if asynchronous:
             return Operation(rank, lambda x: op(x, async_op=True).wait(), inputs, c.reference)
         return Operation(rank, lambda x: op(x), inputs, c.reference)
-
-    return make
-
-
-def indexed(asynchronous):
-    """Make ``indexed_all_to_all_v`` of indices that are made in the call, fake where x is."""
-
-    def make(rank, ranks):
-        s = setting("off by one", ranks)
-        rows = [index.tolist() for index in s.indices[rank]]
-        sizes = [[len(index) for index in indices] for indices in s.indices]
-
-        def call(x):
-            indices = [torch.tensor(row, dtype=torch.int64) for row in rows]
-            y = varcomm.indexed_all_to_all_v(x, indices, sizes, async_op=asynchronous)
-            return y.wait() if asynchronous else y
-
-        plain = primitive("indexed_all_to_all_v", asynchronous)(rank, ranks)
-        return replace(plain, call=call)
 
     return make
 
@@ -209,8 +190,7 @@ PLANS = ("plan_from_indices", "plan_from_needed", "adjoint_from_indices", "adjoi
 def of_primitives(asynchronous):
     views = ("shard_v",) if asynchronous else ()  # it has nothing to wait for
     names = [name for name in PRIMITIVES if name not in (*PLANS, *views)]
-    made = {name: primitive(name, asynchronous) for name in names}
-    return made | {"indexed_all_to_all_v": indexed(asynchronous)}
+    return {name: primitive(name, asynchronous) for name in names}
 
 
 # by the columns of the page
