@@ -61,7 +61,8 @@ class _FromDTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, placement: Any) -> torch.Tensor:
         ctx.place = x.device_mesh, placement, x.shape
-        if x.placements != (placement,):
+        # a compiler traces this before a gradient's own placements are known
+        if torch.compiler.is_compiling() or x.placements != (placement,):
             x = x.redistribute(placements=(placement,))
         local: Any = x.to_local()
         # the result of a collective of DTensor's may still be in flight
