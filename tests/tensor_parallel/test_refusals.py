@@ -210,6 +210,12 @@ def hooked():
     return module
 
 
+def with_forward():
+    module = nn.Linear(6, 7)
+    module.forward = lambda x: x
+    return module
+
+
 def constant(value):
     linear = nn.Linear(6, 7)
     for parameter in linear.parameters():
@@ -260,6 +266,11 @@ SHARED = {
         (layer_of(ROW, 6, 7, input_is_parallel=2), "input_is_parallel"),
         (instead(COLUMN.from_linear, LINEAR, nn.Identity()), "Identity"),
         (instead(ROW.from_linear, LINEAR, Doubled(6, 7)), "forward"),
+        (lambda w: ROW.from_linear(with_forward() if w else LINEAR), "forward"),
+        (
+            lambda w: tp.sequence_parallel(with_forward() if w else nn.LayerNorm(4)),
+            "forward was set",
+        ),
         (lambda w: COLUMN.from_linear(LINEAR, **({"stride": 1} if w else {})), "stride"),
         (layer_of(VOCAB, 5, 2, sizes=[3, 3, 0]), "sizes"),
         (layer_of(VOCAB, 5, 2, sizes=[[2, 0, 0], [3, 0, 0]]), "sizes"),

@@ -282,7 +282,8 @@ class ShardedModule(MarkedModule):
             # dictionaries that are empty in a plain layer, as those of hooks are
             plain = vars(kind(1, 1, device="meta"))
             lost = [key for key, usual in plain.items() if usual == {} and _entries(layer, key)]
-            if lost or parametrize.is_parametrized(layer) or type(layer).forward != kind.forward:
+            own_forward = getattr(layer.forward, "__func__", None) is not kind.forward
+            if lost or own_forward or parametrize.is_parametrized(layer):
                 raise ArgumentError(
                     f"{word}, of class {type(layer).__name__}, has hooks, other state ({lost}), a "
                     "parametrization or a forward of its own, which would be lost. Remove it, and "

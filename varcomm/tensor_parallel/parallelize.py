@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from types import MappingProxyType
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.checks import checked_flag
@@ -233,7 +233,7 @@ def _check_heads(
     for pattern in needs_sum(module):
         for name, layer in module.named_modules():
             parent = name.rpartition(".")[0]
-            given = name in chosen or isinstance(layer, _SequenceParallel)
+            given = name in chosen or "_sums_gradients" in vars(layer)
             if fnmatchcase(name, pattern) and parent in inside and not given:
                 raise ArgumentError(
                     f"{name!r} works on this rank's heads, so the gradients of its parameters are "
@@ -425,9 +425,14 @@ def _agree_on_parameters(module: Any, group: Group) -> None:
     def check() -> dict[str, object]:
         if not isinstance(module, nn.Module):
             raise ArgumentError(f"module must be a torch.nn.Module; got {type(module).__name__}.")
-        if isinstance(module, _SequenceParallel):
+        if "_sums_gradients" in vars(module):
             raise ArgumentError(
                 f"the gradients of this {type(module).__name__} are summed already. Do it once."
+            )
+        if "forward" in vars(module):
+            raise ArgumentError(
+                f"forward was set on this {type(module).__name__}, and would be replaced. Delete "
+                "it, and set it again afterwards."
             )
         params = module.named_parameters(recurse=False, remove_duplicate=False)
         return {name: (digest(p), p.requires_grad) for name, p in params}
@@ -436,29 +441,22 @@ def _agree_on_parameters(module: Any, group: Group) -> None:
 
 
 def _change(module: nn.Module, group: Group) -> None:
-    """Give a module the class that reads its parameters through a mapping in its forward."""
-    kind, own = type(module), {"_group": group}
-    module.__class__ = type(f"SequenceParallel{kind.__name__}", (_SequenceParallel, kind), own)
+    """Let a module's forward read its parameters through a mapping that sums their gradients."""
 
-
-class _SequenceParallel(nn.Module):
-    """Base class of changed modules."""
-
-    _group: Group
-    _mapped: Mapping[str, Tensor] = MappingProxyType({})  # parameters as forward reads them
-
-    def __getattr__(self, name: str) -> Any:
-        return self._mapped[name] if name in self._mapped else super().__getattr__(name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = type(self).forward
         if not torch.is_grad_enabled():
-            return super().forward(*args, **kwargs)
-        pg = self._group.process_group
-        self._mapped = {
-            name: copy_to_tensor_model_parallel_region(parameter, group=pg)
+            return plain(self, *args, **kwargs)
+        mapped = {
+            name: copy_to_tensor_model_parallel_region(parameter, group=group.process_group)
             for name, parameter in self.named_parameters(recurse=False, remove_duplicate=False)
         }
         try:
-            return super().forward(*args, **kwargs)
+            vars(self).update(mapped)  # attributes hide parameters of the same names
+            return plain(self, *args, **kwargs)
         finally:  # readers outside forward get the parameters themselves
-            self._mapped = {}
+            for name in mapped:
+                del vars(self)[name]
+
+    module.forward = MethodType(forward, module)  # a method, so that copies have their own
+    vars(module)["_sums_gradients"] = True
