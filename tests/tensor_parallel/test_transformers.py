@@ -418,6 +418,13 @@ def test_refusals(rank):
         heads = partial(ColumnParallelLinear.from_linear, multiple_of=8)
         with pytest.raises(ArgumentError, match=r"shards 'q_proj' and not '[kv]_proj' of LlamaAtt"):
             parallelize(made("Llama, 5 heads"), {"*.q_proj": heads})
+        model = made("GPT-2, 5 heads")
+        model.transformer.h[0].mlp.c_fc.register_forward_hook(lambda *_: None)
+        with pytest.raises(ArgumentError, match="Conv1D has hooks"):
+            parallelize(model)
+        del model.transformer.h[0].attn.num_heads
+        with pytest.raises(ArgumentError, match=r"no attribute 'num_heads'\. Pass a plan"):
+            parallelize(model)
         with pytest.raises(ArgumentError, match="has no tp_plan"):
             parallelize(nn.Linear(2, 2))
         for options in ({"sequence_sizes": [1, 1, 1]}, {"sequence_dim": 1}):
@@ -482,6 +489,32 @@ def test_labels_of_models_with_a_loss_of_their_own(rank, name):
     whole = partial(ColumnParallelLinear.from_linear, gather_output=True)
     model = parallelize(copy.deepcopy(one), {"lm_head": whole})
     expected, loss = (m(input_ids=ids, labels=ids).loss for m in (one, model))
+    torch.testing.assert_close(loss, expected)
+
+
+@on_ranks(2, timeout=200)
+def test_labels_of_subclasses(rank):
+    """A subclass with its own forward may compute another loss; others have their base's."""
+    import transformers
+
+    class Renamed(transformers.LlamaForCausalLM):
+        pass
+
+    class Loose(transformers.LlamaForCausalLM):
+        def forward(self, input_ids=None, labels=None, **kwargs):
+            return super().forward(input_ids, labels=labels, **kwargs)
+
+    one, ids = made("Llama, 5 heads"), batch("Llama")["input_ids"]
+    renamed, loose = Renamed(one.config).double(), Loose(one.config).double()
+    renamed.load_state_dict(one.state_dict())
+    with pytest.raises(ArgumentError, match="Leave out gather_output"):
+        parallelize(copy.deepcopy(loose), gather_output=False)
+    parallelize(loose, {"lm_head": "column"})
+    with pytest.raises(ArgumentError, match=r"head 'lm_head'.*vocab_parallel_cross_entropy"):
+        loose(input_ids=ids, labels=ids)
+    parallelize(renamed, gather_output=False)
+    with in_fp64():
+        expected, loss = (m(input_ids=ids, labels=ids).loss for m in (one, renamed))
     torch.testing.assert_close(loss, expected)
 
 

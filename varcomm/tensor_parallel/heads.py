@@ -82,6 +82,15 @@ class KeyValueLinear(ColumnParallelLinear):
 
     readers: ExchangePlan
 
+    @classmethod
+    def of_heads(cls, linear: nn.Linear, heads: Heads, width: int, group: Group) -> Self:
+        """Shard a Linear by heads of `width` outputs; collective."""
+        readers = heads.plan(width, group)
+        assert readers is not None
+        made = cls.from_linear(linear, sizes=heads.keys * width, group=group.process_group)
+        made.readers = readers
+        return made
+
     def forward(self, x: Tensor, sequence_sizes: Sequence[int] | None = None) -> Tensor:
         """Return the outputs of the heads that this rank reads."""
         return from_owner(self, "readers", super().forward(x, sequence_sizes))

@@ -72,10 +72,11 @@ def checked_choice(value: object, name: str, where: str, choices: Sequence[objec
         raise ArgumentError(f"{where}{name} must be {allowed}; got {value!r}.")
 
 
-def _entries(layer: nn.Module, key: str) -> list[Any]:
-    """Return the entries of a dictionary of a layer, such as hooks, except those of this module."""
-    found = vars(layer).get(key) or {}
-    return [each for each in found.values() if not isinstance(each, FeatureCheck)]
+def lost_state(layer: nn.Module) -> list[str]:
+    """Return the attributes with hooks, buffers and children, which a replacement would lose."""
+    plain = vars(nn.Linear(1, 1, device="meta"))
+    entries = {k: (vars(layer).get(k) or {}).values() for k, usual in plain.items() if usual == {}}
+    return [k for k, each in entries.items() if any(not isinstance(x, FeatureCheck) for x in each)]
 
 
 def random_seed() -> int:
@@ -106,10 +107,7 @@ class MarkedModule(Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mark_what_it_loads()
-
-    def mark_what_it_loads(self) -> None:
-        """Mark parameters after each load; ``assign=True`` replaces them."""
+        # ``assign=True`` replaces parameters
         self.register_load_state_dict_post_hook(_mark_loaded)  # type: ignore[no-untyped-call]
 
     def _specs(self) -> Mapping[str, ShardSpec]:
@@ -279,9 +277,7 @@ class ShardedModule(MarkedModule):
             if not isinstance(layer, kind):
                 got = type(layer).__name__
                 raise ArgumentError(f"{word} must be a torch.nn.{kind.__name__}; got {got}.")
-            # dictionaries that are empty in a plain layer, as those of hooks are
-            plain = vars(kind(1, 1, device="meta"))
-            lost = [key for key, usual in plain.items() if usual == {} and _entries(layer, key)]
+            lost = lost_state(layer)
             own_forward = getattr(layer.forward, "__func__", None) is not kind.forward
             if lost or own_forward or parametrize.is_parametrized(layer):
                 raise ArgumentError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from types import MethodType
@@ -17,11 +17,13 @@ from varcomm.ops.digest import digest
 from varcomm.sharding import shard_spec
 from varcomm.tensor_parallel.embedding import VocabParallelEmbedding
 from varcomm.tensor_parallel.families import (
-    Family,
+    KEYS,
+    PROJECTIONS,
+    QUERIES,
+    SUM_GRADIENTS,
+    Make,
+    ModelPlan,
     head_dim,
-    is_input_projection,
-    is_projection,
-    needs_sum,
 )
 from varcomm.tensor_parallel.layout import FeatureCheck, agreed
 from varcomm.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -40,8 +42,6 @@ from varcomm.transport.group import Group, GroupLike, resolve
 __all__ = ["parallelize", "sequence_parallel"]
 
 M = TypeVar("M", bound=nn.Module)
-Make = Callable[[Any], nn.Module]
-
 _WHAT = "parallelize"
 _STYLES: dict[str, Any] = {
     "column": ColumnParallelLinear.from_linear,
@@ -140,7 +140,7 @@ def parallelize(
     ranks = resolve(group)
     chosen: dict[str, tuple[nn.Module, str | Make]] = {}
 
-    family: list[Family] = []
+    model_plans: list[ModelPlan] = []  # at most one
 
     def check() -> dict[str, Any]:
         checked_flag(replicate_kv, "replicate_kv", "")
@@ -157,8 +157,8 @@ def parallelize(
                     "causal models, so its labels= would be compared with the logits of this "
                     "rank's ids only. Leave out gather_output."
                 )
-            family.append(Family(module, ranks, replicate_kv, gather_output))
-            chosen.update(_chosen(module, family[0].plan))
+            model_plans.append(ModelPlan(module, ranks, replicate_kv, gather_output))
+            chosen.update(_chosen(module, model_plans[0].layers))
         else:
             chosen.update(_chosen(module, plan))
         styles = {name: "a function" if callable(how) else how for name, (_, how) in chosen.items()}
@@ -178,7 +178,7 @@ def parallelize(
             how = partial(_STYLES[how], group=group, **parts)
         made[id(layer)] = _made(name, layer, how, ranks)
 
-    followers = family[0].followers if family else set()
+    followers = model_plans[0].followers if model_plans else set()
 
     def alike() -> dict[str, Any]:
         follow.update(_tied(module, made, followers))
@@ -197,12 +197,13 @@ def parallelize(
     for name, parameter in follow.items():
         parent, _, own = name.rpartition(".")
         module.get_submodule(parent).register_parameter(own, parameter)
-    for one in family:
-        one.finish()
-    if not family:
+    for model_plan in model_plans:
+        for attention, numbers in model_plan.attributes.items():
+            vars(attention).update(numbers)
+    if not model_plans:
         _check_features(module, made)
     guard(module)
-    if family and ranks.size > 1:
+    if model_plans and ranks.size > 1:
         refuse_dropout(module)
     return made.get(id(module), module)
 
@@ -216,11 +217,11 @@ def _check_heads(
     inside = set()
     for name, (layer, _) in chosen.items():
         new: Any = made.get(id(layer))
-        parent = name.rpartition(".")[0]
+        parent, _, leaf = name.rpartition(".")
         width = head_dim(module.get_submodule(parent))
         linear = isinstance(new, ColumnParallelLinear | RowParallelLinear)
         whole = getattr(new, "gather_output", False) or not getattr(new, "input_is_parallel", True)
-        if width is None or not linear or whole or not is_projection(name):
+        if width is None or not linear or whole or leaf not in PROJECTIONS:
             continue
         inside.add(parent)
         if new.spec.total % width == 0 and any(n % width for b in new.spec.blocks for n in b):
@@ -230,7 +231,8 @@ def _check_heads(
                 f"functools.partial({type(new).__name__}.from_linear, multiple_of={width}), or no "
                 "plan."
             )
-    for pattern in needs_sum(module):
+    styles: Mapping[str, str] = getattr(module, "_tp_plan", None) or {}
+    for pattern in (pattern for pattern, style in styles.items() if style == SUM_GRADIENTS):
         for name, layer in module.named_modules():
             parent = name.rpartition(".")[0]
             given = name in chosen or "_sums_gradients" in vars(layer)
@@ -248,7 +250,7 @@ def _check_siblings(module: nn.Module, made: Mapping[int, nn.Module]) -> None:
             found: dict[bool, str] = {}
             for name, layer in attention.named_children():
                 new: Any = made.get(id(layer), layer)
-                if is_input_projection(name) and isinstance(new, nn.Linear | ColumnParallelLinear):
+                if name in (*QUERIES, *KEYS) and isinstance(new, nn.Linear | ColumnParallelLinear):
                     found[isinstance(new, ColumnParallelLinear) and not new.gather_output] = name
             if len(found) == 2:
                 raise ArgumentError(

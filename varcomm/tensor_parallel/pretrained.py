@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature, unwrap
+from inspect import signature
 from types import MethodType
 from typing import Any
 
@@ -88,17 +88,25 @@ def end(model: Any, side: str) -> Any:
         return None
 
 
-def has_causal_loss(model: Any) -> bool:
-    """Return whether a model computes the loss of next tokens with its ``loss_function``.
+# Causal models without a tp_plan whose forward calls `loss_function`.
+_CAUSAL = (
+    *("GPT2LMHeadModel", "BertLMHeadModel", "ElectraForCausalLM"),
+    *("RobertaForCausalLM", "XLMRobertaForCausalLM"),
+)
 
-    Some causal models of transformers call a cross-entropy of their own, so names of classes and
-    losses do not suffice: the forward must read ``loss_function``, which no caller has set.
+
+def has_causal_loss(model: Any) -> bool:
+    """Return whether a model is known to compute the loss of next tokens with ``loss_function``.
+
+    Causal models whose class has a tp_plan do. Others may call a cross-entropy of their own, as may
+    the forward of a subclass.
     """
-    of_targets = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    known = getattr(model, "loss_type", None) in (None, "ForCausalLM") and not of_targets
-    usual = isinstance(vars(model).get("_loss_function"), _CausalLoss | None)
-    code = getattr(unwrap(type(model).forward), "__code__", None)
-    return known and usual and "loss_function" in getattr(code, "co_names", ())
+    base: Any = next(each for each in type(model).__mro__ if "forward" in vars(each))
+    planned = "_tp_plan" in vars(base) and "labels" in signature(base.forward).parameters
+    known = base.__name__ in _CAUSAL or (planned and base.__name__.endswith("ForCausalLM"))
+    replaced = not isinstance(vars(model).get("_loss_function"), _CausalLoss | None)
+    usual = getattr(model, "loss_type", None) in (None, "ForCausalLM") and not replaced
+    return known and usual and base.__module__.startswith("transformers.")
 
 
 def _own_methods(model: Any) -> list[str]:
