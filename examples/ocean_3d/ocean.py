@@ -5,6 +5,7 @@ same depth, and to the cells above and below. Nodes are numbered column by colum
 down. All cells below the surface of a test tile are for the test.
 """
 
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,19 @@ import varcomm as vc
 from varcomm.graph import PartitionedGraph
 
 FILE = Path(__file__).parent / "data" / "ocean_3d.nc"
+MISSING = -(2**15)  # in place of a temperature below the sea floor
 TILE = 10  # degrees
 RESOLUTIONS = [n for n in range(1, 13) if 180 % n == 0]
 DEPTHS = 20
 CHANNELS = 7, 4, 1  # widths of nodes, edges and predictions
+
+
+def field(name: str) -> np.ndarray:
+    """Return a field as a map of the file: a rank reads only its columns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # the array keeps the map open
+        with netcdf_file(FILE) as file:
+            return file.variables[name].data
 
 
 def counted(counts: np.ndarray) -> np.ndarray:
@@ -117,14 +127,12 @@ class Fields:
         self.ocean, self.columns = ocean, columns
         self.ids = columns.owned_ids.numpy()
         rows = torch.from_numpy(ocean.row)[columns.owned_ids]
-        degrees = vc.graph.Rows(FILE, columns, variable="millidegrees", rows=rows)
-        levels = torch.stack([*degrees.samples(ocean.chosen)], dim=1)
-        self.temperature = levels.double().numpy() / 1000
-        shown = vc.graph.Rows(
-            FILE, columns, variable=["surface_salinity", "floor_depth"], rows=rows
-        )
-        salinity, floor = shown[0].double().numpy().T
-        self.bytes_read = degrees.bytes_read + shown.bytes_read
+        names = "millidegrees", "surface_salinity", "floor_depth"
+        fields = [vc.graph.Rows(field(name), columns, rows=rows) for name in names]
+        levels = torch.stack([*fields[0].samples(ocean.chosen)], dim=1).double().numpy()
+        self.temperature = np.where(levels == MISSING, np.nan, levels / 1000)
+        salinity, floor = (values[0].double().numpy() for values in fields[1:])
+        self.bytes_read = sum(values.bytes_read for values in fields)
 
         phi, theta = np.deg2rad(ocean.pos[self.ids]).T
         place = [np.cos(phi) * np.cos(theta), np.cos(phi) * np.sin(theta), np.sin(phi)]

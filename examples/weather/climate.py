@@ -4,6 +4,7 @@ The grid has sea cells of 2 degrees. The task is to predict the change of the su
 from one month to the next.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -42,6 +43,14 @@ def read(names: Iterable[str] = (*FIELDS, "lat", "lon")) -> dict[str, np.ndarray
         return {
             name: file.variables[name].data / (100.0 if name in FIELDS else 1.0) for name in names
         }
+
+
+def field(name: str) -> np.ndarray:
+    """Return hundredths of a field, (12, G), as a map of the file: a rank reads only its cells."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # the array keeps the map open
+        with netcdf_file(FILE) as file:
+            return file.variables[name].data
 
 
 def insolation(lat: np.ndarray) -> np.ndarray:
@@ -104,11 +113,16 @@ class Months:
 
     def __init__(self, graph: PartitionedGraph) -> None:
         self.grid = graph["grid"]
-        self.rows = vc.graph.Rows(FILE, graph, variable=FIELDS, node_type="grid")
-        fields = torch.stack([*self.rows.samples()]).double()
+        self.rows = [vc.graph.Rows(field(name), graph, node_type="grid") for name in FIELDS]
+        fields = torch.stack([*self._fields(range(12))])
         self.mean, self.std = self._moments(fields[SEEN])
         warmer = fields[..., :1].roll(-1, 0) - fields[..., :1]
         self.y_std = self._moments(warmer[TRAIN])[1].item()
+
+    def _fields(self, months: Sequence[int]) -> Iterator[torch.Tensor]:
+        """Yield the 7 fields of each month, (n, 7); threads read the next months."""
+        for month in zip(*(rows.samples(months) for rows in self.rows), strict=True):
+            yield torch.stack(month, dim=1).double() / 100
 
     def _moments(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean and deviation over months and the cells of all ranks."""
@@ -122,9 +136,9 @@ class Months:
         The input is 7 fields, the insolation of both months, all standardised, and the position.
         The truth is the change of the surface temperature in a month, in units of ``y_std``.
         """
-        rows = self.rows.samples([(start + i) % 12 for start in starts for i in (0, 1)])
+        fields_of = self._fields([(start + i) % 12 for start in starts for i in (0, 1)])
         for start in starts:
-            now, later = next(rows).double(), next(rows).double()
+            now, later = next(fields_of), next(fields_of)
             fields = ((now - self.mean) / self.std).float()
             sun = self.grid.sun[:, [start, (start + 1) % 12]]
             x = torch.cat([fields, sun, self.grid.pos.float()], dim=1)

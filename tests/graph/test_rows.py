@@ -2,11 +2,11 @@
 
 import pickle
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from scipy.io import netcdf_file
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 from torch_geometric.data import HeteroData
@@ -29,17 +29,16 @@ def values(samples=SAMPLES, nodes=NODES, dtype=np.float32):
     return found
 
 
-def write_zarr(path, array, chunks=(1, 5, 2), shards=None, **attributes):
+def write_zarr(path, array, chunks=(1, 5, 2), shards=None):
     group = zarr.open_group(path, mode="w")
-    kwargs = {"chunks": chunks, "shards": shards, "attributes": attributes}
+    kwargs = {"chunks": chunks, "shards": shards}
     made = group.create_array("x", shape=array.shape, dtype=array.dtype, **kwargs)
     made[:] = array
-    group.create_array("time", shape=(3,), dtype="i4")
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Return paths of the same values in every format."""
+    """Return a folder with the same values in every format."""
     folder, array = tmp_path_factory.mktemp("rows"), values()
     write_zarr(folder / "plain.zarr", array)
     write_zarr(folder / "sharded.zarr", array, (1, 5, 2), (1, 10, 2))
@@ -48,25 +47,46 @@ def files(tmp_path_factory):
         file.create_dataset("x", data=array, chunks=(1, 5, 2), compression="gzip")
     with h5py.File(folder / "contiguous.nc", "w") as file:
         file.create_dataset("x", data=array.astype(">f4"))
-        file.create_dataset("time", data=np.arange(3))
-    with netcdf_file(folder / "classic.nc", "w") as file:
-        for name, size in zip(("t", "n", "c"), array.shape, strict=True):
-            file.createDimension(name, None if name == "t" else size)
-        file.createVariable("y", "i2", ("t", "n"))[:] = np.arange(SAMPLES * NODES).reshape(3, -1)
-        file.createVariable("x", "f4", ("t", "n", "c"))[:] = array
     np.save(folder / "array.npy", array)
     return folder
 
 
-FORMATS = {
-    "plain.zarr": None,
-    "sharded.zarr": None,
-    "several_samples.zarr": "x",
-    "chunked.h5": None,
-    "contiguous.nc": "x",
-    "classic.nc": "x",
-    "array.npy": None,
-}
+CHUNKS = {"plain.zarr": 5, "sharded.zarr": 5, "several_samples.zarr": 7, "chunked.h5": 5}
+
+
+class Sliced:
+    """An array with shape, dtype and slices, and nothing else."""
+
+    def __init__(self, array):
+        self._array, self.shape, self.dtype = array, array.shape, array.dtype
+
+    def __getitem__(self, index):
+        assert all(isinstance(each, slice) and each.step is None for each in index)
+        return self._array[index]
+
+
+def opened_zarr(path):
+    return zarr.open(path, mode="r")["x"]
+
+
+def opened_hdf5(path):
+    return h5py.File(path, "r")["x"]
+
+
+def sources_of(folder, array):
+    """Return the same values as arrays of every kind, and as functions that open them."""
+    in_memory = array.numpy()
+    return {
+        "plain.zarr": partial(opened_zarr, f"{folder}/plain.zarr"),
+        "sharded.zarr": opened_zarr(f"{folder}/sharded.zarr"),
+        "several_samples.zarr": opened_zarr(f"{folder}/several_samples.zarr"),
+        "chunked.h5": partial(opened_hdf5, f"{folder}/chunked.h5"),
+        "contiguous.nc": opened_hdf5(f"{folder}/contiguous.nc"),
+        "array.npy": partial(np.load, f"{folder}/array.npy", mmap_mode="r"),
+        "tensor": array,
+        "array": in_memory[::-1][::-1],
+        "sliced": Sliced(in_memory),
+    }
 
 
 def read_all(rank, ranks, folder):
@@ -76,15 +96,14 @@ def read_all(rank, ranks, folder):
         graph = partition(data, method=split_by(method, NODES, ranks))
         own = array[:, graph.owned_ids]
         known = array[:, torch.cat([graph.owned_ids, graph.halo_ids])]
-        sources = {name: (f"{folder}/{name}", variable) for name, variable in FORMATS.items()}
-        sources["tensor"], sources["array"] = (array, None), (array.numpy()[::-1][::-1], None)
-        sources["zarr array"] = zarr.open(f"{folder}/plain.zarr", mode="r")["x"], None
-        for name, (source, variable) in sources.items():
-            if method != "random" and name not in ("sharded.zarr", "classic.nc"):
+        sources = sources_of(folder, array)
+        for name, source in sources.items():
+            if method != "random" and name not in ("sharded.zarr", "contiguous.nc"):
                 continue
-            rows = Rows(source, graph, variable=variable)
+            rows = Rows(source, graph)
             assert rows.shape == tuple(array.shape), name
             assert len(rows) == SAMPLES
+            assert rows.chunk == CHUNKS.get(name, 1)
             for t in (2, 0, -2):
                 torch.testing.assert_close(rows[t], own[t], rtol=0, atol=0, equal_nan=True)
             found = torch.stack([*rows.samples([1, 1, 0])])
@@ -93,11 +112,10 @@ def read_all(rank, ranks, folder):
             assert rows[3:].shape == (0, *own.shape[1:])
             rows.close()
             assert len([*rows]) == SAMPLES
-        for halo in ("exchange", "read"):
-            with vc.debug():
-                rows = Rows(f"{folder}/sharded.zarr", graph, halo=halo)
-                found = torch.stack([*rows])
-            torch.testing.assert_close(found, known, rtol=0, atol=0, equal_nan=True)
+        with vc.debug():
+            rows = Rows(sources["sharded.zarr"], graph, halo="read")
+            found = torch.stack([*rows])
+        torch.testing.assert_close(found, known, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
@@ -105,51 +123,55 @@ def test_every_format_and_partition(worlds, ranks, files):
     worlds.run(ranks, read_all, ranks, str(files))
 
 
-# arrays of zarr v2: xarray stores the value of missing data as the fill value
-V2 = {"bare": {}, "scaled": {"scale_factor": 0.5}, "xarray": {"_ARRAY_DIMENSIONS": ["t", "n", "c"]}}
+def along_an_axis(rank):
+    graph, array = partition(wild(NODES), method="random"), values()
+    expected = torch.from_numpy(array)[0, graph.owned_ids]
+    turned = np.moveaxis(array, 1, 2)
+    for source in (turned, Sliced(turned)):
+        found = Rows(source, graph, axis=-1)
+        torch.testing.assert_close(found[0], expected, rtol=0, atol=0)
+    narrow = Rows(array, graph, dtype=torch.bfloat16)
+    torch.testing.assert_close(narrow[0], expected.bfloat16(), rtol=0, atol=0)
+    whole = zarr.create_array({}, data=array, chunks=(1, NODES, WIDTH))
+    assert Rows(whole, graph).chunk == 1  # one chunk has all rows
 
 
-def columns_of(rank, folder):
+def test_axes_and_dtypes(worlds):
+    worlds.run(3, along_an_axis)
+
+
+def of_other_libraries(rank, library, folder):
     graph = partition(wild(NODES), method="random")
-    ids, array = graph.owned_ids, values()
-    both = Rows(f"{folder}/classic.nc", graph, variable=["x", "y"], dtype=torch.float64)
-    assert both.shape == (SAMPLES, NODES, WIDTH + 1)
-    expected = np.concatenate([array, np.arange(72.0).reshape(3, -1, 1)], axis=2)
-    torch.testing.assert_close(both[2], torch.from_numpy(expected)[2, ids], rtol=0, atol=0)
-    turned = Rows(np.moveaxis(array, 1, 2), graph, axis=-1)
-    torch.testing.assert_close(turned[0], torch.from_numpy(array)[0, ids], rtol=0, atol=0)
-    with pytest.raises(ArgumentError, match="dtypes"):
-        Rows(f"{folder}/classic.nc", graph, variable=["x", "y"])
-    expected = torch.where(ids == 7, torch.nan, ids * 0.5 + 3)
-    for name in ("packed.zarr", "second.zarr"):
-        packed = Rows(f"{folder}/{name}", graph)
-        assert packed[0].dtype == torch.float32
-        torch.testing.assert_close(packed[0][:, 0], expected, equal_nan=True, check_dtype=False)
-    for name, attributes in V2.items():
-        found = Rows(f"{folder}/{name}.zarr", graph)[0][:, 0]
-        scale, is_missing = attributes.get("scale_factor", 1), "_ARRAY_DIMENSIONS" in attributes
-        assert found.is_floating_point() == bool(attributes)
-        expected = torch.where((ids == 0) & is_missing, torch.nan, ids * scale)
-        torch.testing.assert_close(found, expected, equal_nan=True, check_dtype=False)
-    assert packed.chunk == 1  # one chunk has all rows
+    if library == "xarray":
+        import xarray
+
+        found = Rows(xarray.open_dataset(f"{folder}/packed.nc", engine="h5netcdf")["x"], graph)
+        expected = torch.where(graph.owned_ids == 7, torch.nan, graph.owned_ids * 0.5 + 3)
+    else:
+        import tensorstore
+
+        at = {"driver": "file", "path": f"{folder}/plain.zarr/x"}
+        found = Rows(tensorstore.open({"driver": "zarr3", "kvstore": at}).result(), graph)
+        expected = torch.from_numpy(values())[0, graph.owned_ids]
+    assert found.chunk == 5
+    torch.testing.assert_close(found[0], expected, equal_nan=True, check_dtype=False)
 
 
-def test_variables_axes_and_packed_values(worlds, files):
-    packed = np.arange(NODES, dtype=np.int16).reshape(1, -1, 1)
-    more = {"scale_factor": 0.5, "add_offset": 3, "_FillValue": 7}
-    write_zarr(files / "packed.zarr", packed, (1, 5, 1), **more)
-    second = zarr.open_group(files / "second.zarr", mode="w", zarr_format=2)
-    fill = more.pop("_FillValue")
-    made = second.create_array("x", shape=packed.shape, dtype=packed.dtype, fill_value=fill)
-    made[:] = packed
-    made.attrs.update(more)
-    zeros = np.arange(NODES, dtype=np.int16).reshape(1, -1, 1)
-    for name, attributes in V2.items():  # with the fill value that zarr writes by default
-        second = zarr.open_group(files / f"{name}.zarr", mode="w", zarr_format=2)
-        made = second.create_array("x", shape=zeros.shape, dtype=zeros.dtype, fill_value=0)
-        made[:] = zeros
-        made.attrs.update(attributes)
-    worlds.run(3, columns_of, str(files))
+@pytest.mark.parametrize("library", ["xarray", "tensorstore"])
+def test_arrays_of_other_libraries(worlds, library, tmp_path):
+    """Xarray unpacks integers to floats."""
+    pytest.importorskip(library)
+    if library == "xarray":
+        import xarray
+
+        array = xarray.DataArray(np.arange(NODES) * 0.5 + 3, dims="row").expand_dims("sample")
+        packed = {"dtype": "i2", "scale_factor": 0.5, "add_offset": 3.0, "_FillValue": 7}
+        dataset = array.where(array != 7 * 0.5 + 3).astype(np.float32).to_dataset(name="x")
+        encoding = {"x": packed | {"chunksizes": (1, 5)}}
+        dataset.to_netcdf(tmp_path / "packed.nc", engine="h5netcdf", encoding=encoding)
+    else:
+        write_zarr(tmp_path / "plain.zarr", values())
+    worlds.run(3, of_other_libraries, library, str(tmp_path))
 
 
 def chosen_rows(rank, folder):
@@ -158,13 +180,13 @@ def chosen_rows(rank, folder):
     of_nodes = torch.tensor([23, 5, 5, 0, 22, 7, 8, 9, 3, 1, 2, 17])
     own = of_nodes[graph.owned_ids]
     known = of_nodes[torch.cat([graph.owned_ids, graph.halo_ids])]
-    for name in ("plain.zarr", "chunked.h5", "array.npy"):
-        for halo in (None, "read", "exchange"):
-            rows = Rows(f"{folder}/{name}", graph, rows=own, halo=halo)
+    for name in ("plain.zarr", "chunked.h5", "sliced", "array.npy"):
+        for halo in (None, "read"):
+            rows = Rows(sources_of(folder, array)[name], graph, rows=own, halo=halo)
             assert (rows.shape, rows.chunk) == ((SAMPLES, 12, WIDTH), 1)
             expected = array[2, known if halo else own]
             torch.testing.assert_close(rows[2], expected, rtol=0, atol=0, equal_nan=True)
-    assert rows.bytes_read == len(own.unique()) * WIDTH * 4
+    assert rows.bytes_read == len(known.unique()) * WIDTH * 4
     last = rank == 2
     for wrong, message in [
         (own[:-1], "11|row of each of the"),
@@ -185,15 +207,20 @@ def test_rows_of_a_larger_source(worlds, files):
 def bytes_of(rank, folder):
     data = grid(40, 30)
     nodes, found = data.num_nodes, {}
-    for name in ("wide.zarr", "wide.h5", "wide.npy"):
+    sources = {
+        "wide.zarr": partial(opened_zarr, f"{folder}/wide.zarr"),
+        "wide.h5": partial(opened_hdf5, f"{folder}/wide.h5"),
+        "wide.npy": partial(np.load, f"{folder}/wide.npy", mmap_mode="r"),
+    }
+    for name, source in sources.items():
         graph = partition(data, method="block")
-        rows = Rows(f"{folder}/{name}", graph)
+        rows = Rows(source, graph)
         for _ in rows.samples():
             pass
         owned = len(rows) * graph.num_owned * WIDTH * 4
         found[name] = rows.bytes_read / owned
         kept = partition(data, method="metis", chunk=max(1, rows.chunk))
-        again = Rows(f"{folder}/{name}", kept)
+        again = Rows(source, kept)
         again[0]
         assert again.bytes_read == kept.num_owned * WIDTH * 4, "no chunk is on two ranks"
     ids = torch.arange(nodes)
@@ -215,12 +242,13 @@ def test_bytes_are_those_of_the_owned_rows(worlds, tmp_path):
 
 def fails_in_the_thread(rank, path):
     graph = partition(wild(NODES), method="block")
-    rows = Rows(path, graph)
+    rows = Rows(opened_zarr(path), graph)
     found, before = rows.samples(ahead=2), threading.active_count()
     next(found)
     assert threading.active_count() <= before + 1
-    with pytest.raises(ArgumentError, match="sample 2, cannot be read"):
+    with pytest.raises(Exception) as raised:  # noqa: PT011 -- of zarr, for a damaged chunk
         list(found)
+    assert any("sample 2 cannot be read" in note for note in raised.value.__notes__)
     unused = rows.samples([0, 0, 0, 0, 0], ahead=1)
     next(unused)
     unused.close()
@@ -242,35 +270,10 @@ def test_an_error_of_the_thread_is_raised_at_the_caller(worlds, tmp_path):
     worlds.run(3, fails_in_the_thread, str(path))
 
 
-def fails_before_the_exchange(rank, folder):
-    graph = partition(wild(NODES), method="block")
-    name = "damaged" if rank else "whole"
-    rows = Rows(f"{folder}/{name}.zarr", graph, halo="exchange")
-    found = rows.samples(ahead=1)
-    next(found)
-    with pytest.raises(ArgumentError, match=r"rank 1 of 2.*sample 1, cannot be read"):
-        next(found)
-    with pytest.raises(ArgumentError, match=r"rank 1 of 2.*sample 1, cannot be read"):
-        rows[1]
-    for bad in (99, "a"):
-        with pytest.raises((ArgumentError, IndexError), match=r"out of range|an integer"):
-            rows[bad if rank else 0]
-    assert len(rows[2]) == graph.num_owned + graph.num_halo
-
-
-def test_all_ranks_raise_a_read_error_before_the_exchange(worlds, tmp_path):
-    for name in ("whole", "damaged"):
-        write_zarr(tmp_path / f"{name}.zarr", values())
-    for file in (tmp_path / "damaged.zarr" / "x" / "c" / "1").rglob("*"):
-        if file.is_file():
-            file.write_bytes(b"damaged")
-    worlds.run(2, fails_before_the_exchange, str(tmp_path))
-
-
 def loaded(rank, folder):
     graph = partition(wild(NODES), method="random")
     array = torch.from_numpy(values())
-    rows = Rows(f"{folder}/sharded.zarr", graph)
+    rows = Rows(partial(opened_zarr, f"{folder}/sharded.zarr"), graph)
     rows[0]  # open here before workers fork
     orders = []
     for workers in (0, 2):
@@ -288,14 +291,14 @@ def loaded(rank, folder):
     expected = array[:, graph.owned_ids]
     torch.testing.assert_close(plain[0], expected, rtol=0, atol=0, equal_nan=True)
     known = graph.edges.with_halo(plain[0], dim=1)
-    read = Rows(f"{folder}/chunked.h5", graph, halo="read")
+    read = Rows(partial(opened_hdf5, f"{folder}/chunked.h5"), graph, halo="read")
     read[0]
     (batch,) = read.loader(3, num_workers=1)
     torch.testing.assert_close(batch, known.as_subclass(torch.Tensor), equal_nan=True)
+    with pytest.raises(ArgumentError, match="forked process"):
+        list(Rows(opened_hdf5(f"{folder}/chunked.h5"), graph).loader(num_workers=1))
     with pytest.raises(ArgumentError, match="sampler"):
         rows.loader(sampler=DistributedSampler(rows, 3, rank))
-    with pytest.raises(ArgumentError, match="exchange"):
-        Rows(array, graph, halo="exchange").loader(num_workers=1)
     last = rank == 2
     with pytest.raises(ArgumentError, match="rank 2 of 3: batch_size"):
         rows.loader(0 if last else 1)
@@ -324,21 +327,16 @@ def reading_refused(rank, ranks, folder):
     array = values()
     last = rank == ranks - 1
     for source, options, message in [
-        (f"{folder}/none.zarr", {}, "cannot be read"),
-        (f"{folder}/none.h5", {}, "cannot be read"),
+        (partial(opened_zarr, f"{folder}/none.zarr"), {}, "none.zarr"),
+        (partial(opened_hdf5, f"{folder}/broken.h5"), {}, "broken.h5|open file"),
         (array[:, :-1], {}, "23 rows"),
         (array, {"axis": 2}, "2 rows"),
         (array, {"axis": 0}, "axis=0"),
         (array[0, 0], {}, "axis=1"),
         (np.full((3, NODES), "a"), {}, "not numbers"),
-        (f"{folder}/plain.zarr", {"variable": "z"}, "no variable 'z', but"),
-        (f"{folder}/classic.nc", {}, "('y', 'x'|'x', 'y').*Pass variable="),
-        (f"{folder}/unsigned.zarr", {}, "_Unsigned"),
-        (f"{folder}/array.npy", {"variable": "x"}, "without variables"),
-        (f"{folder}/text.txt", {}, "not a zarr folder"),
-        (f"{folder}/broken.h5", {}, "cannot be read"),
+        (f"{folder}/plain.zarr", {}, "source must be.*zarr.open_array"),
         ([1, 2], {}, "source must be"),
-        (array, {"halo": True}, "halo must be"),
+        (array, {"halo": "exchange"}, r"graph.with_halo\(rows"),
         (array, {"node_type": "grid"}, "node_type"),
         (array, {"dtype": np.float32}, "torch.dtype"),
     ]:
@@ -355,8 +353,6 @@ def reading_refused(rank, ranks, folder):
 
 
 def test_refused_files(worlds, files):
-    write_zarr(files / "unsigned.zarr", values(), _Unsigned="true")
-    (files / "text.txt").write_text("text")
     (files / "broken.h5").write_bytes(b"\x89HDF\r\n\x1a\n broken")
     worlds.run(3, reading_refused, 3, str(files))
 
@@ -365,7 +361,7 @@ def written(rank, ranks, folder):
     data, array = wild(NODES), torch.from_numpy(values())
     for i, method in enumerate(METHODS):
         graph = partition(data, method=split_by(method, NODES, ranks))
-        for name in ("a.zarr", "b.zarr", "c.h5", "d.nc", "e.npy"):
+        for name in ("a.zarr", "b.zarr", "c.npy"):
             chunks = {"a.zarr": {"chunk": 5}, "b.zarr": {"chunk": 2, "shard": 6}}.get(name, {})
             path = f"{folder}/{i}{name}"
             out = RowWriter(path, graph, SAMPLES, (WIDTH,), **chunks)
@@ -374,25 +370,21 @@ def written(rank, ranks, folder):
             out.close()
             out.close()
             assert not (out.path.with_name(f"{out.path.name}.part")).exists()
-            rows = Rows(path, graph)
+            rows = Rows(partial(stored, path), graph)
             for t in range(SAMPLES):
                 expected = array[t, graph.owned_ids]
                 torch.testing.assert_close(rows[t], expected, rtol=0, atol=0, equal_nan=True)
             if rank == 0:
-                assert torch.equal(whole(path).nan_to_num(9), array.nan_to_num(9))
+                found = torch.from_numpy(np.array(stored(path)[:]))
+                assert torch.equal(found.nan_to_num(9), array.nan_to_num(9))
         assert out.bytes_written <= 4 * WIDTH * 4 * max(graph.num_owned, -(-NODES // ranks))
     return out.bytes_written
 
 
-def whole(path):
+def stored(path):
     if path.endswith("zarr"):
-        found = zarr.open(path, mode="r")["values"][:]
-    elif path.endswith("npy"):
-        found = np.load(path)
-    else:
-        with h5py.File(path) as file:
-            found = file["values"][:]
-    return torch.from_numpy(found)
+        return zarr.open(path, mode="r")["values"]
+    return np.load(path, mmap_mode="r")
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
@@ -405,13 +397,11 @@ def writing_refused(rank, folder):
     graph = partition(wild(NODES), method="random")
     own, last = graph.owned_ids.float(), rank == 2
     for path, more, message in [
-        ("x.tif", {}, "must end in"),
-        ("x.h5", {"chunk": 4}, "are for zarr"),
+        ("x.h5", {}, "must end in"),
+        ("x.npy", {"chunk": 4}, "are for zarr"),
         ("x.zarr", {"chunk": 4, "shard": 6}, "not a multiple"),
         ("x.npy", {"dtype": torch.bfloat16}, "no counterpart"),
-        ("x.nc", {"dtype": torch.complex64}, "NetCDF"),
         ("missing/x.npy", {}, "cannot be written"),
-        ("missing/x.h5", {}, "cannot be written"),
         ("exists.npy", {}, "exists"),
         ("x.npy", {"samples": -1}, "samples"),
     ]:
@@ -446,7 +436,7 @@ def writing_refused(rank, folder):
     with RowWriter(f"{folder}/z.zarr", graph, 2, (0,)) as out:  # over what was left
         for t in range(2):
             out.write(t, own[:, None][:, :0])
-    assert Rows(f"{folder}/z.zarr", graph)[0].shape == (len(own), 0)
+    assert Rows(stored(f"{folder}/z.zarr"), graph)[0].shape == (len(own), 0)
 
 
 def test_refused_results(worlds, tmp_path):

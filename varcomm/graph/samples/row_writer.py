@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +19,7 @@ from varcomm.graph.libraries import package, writing
 from varcomm.graph.node_shard import NodeShard, described
 from varcomm.graph.partitioned_graph import NodeType, PartitionedGraph
 from varcomm.graph.samples.rows import shard_of
-from varcomm.graph.samples.sources import Array
+from varcomm.graph.samples.stored_array import Array
 from varcomm.ops.digest import require_equal
 from varcomm.sizes import ShardSizes
 from varcomm.transport.agreement import agree, agree_and_share, share
@@ -39,12 +39,8 @@ class RowWriter:
 
     The file has its name once :meth:`close` has returned on every rank; until then it is
     ``<path>.part``. All methods are collective, and an error on one rank is raised on all ranks.
-
-    An exception of your own code inside the ``with`` block ends the block without communication,
-    and the file stays ``<path>.part``. If the exception ends the process of a rank, the next call
-    on the other ranks raises CommunicationError, which names the exception. If the rank catches the
-    exception and continues, the other ranks wait for the timeout of the group, or for the timeout
-    of :func:`varcomm.debug`.
+    An exception of your own code inside the ``with`` block ends the block without communication;
+    the other ranks raise CommunicationError if it ends the process, and else wait for the timeout.
 
     Communication: per sample, the rows whose chunks another rank writes, and two small messages per
     rank to agree on errors.
@@ -55,7 +51,7 @@ class RowWriter:
     ----------
     path : path
         A new file, on a file system that all ranks share. The suffix decides its format: ``.zarr``
-        (zarr v3), ``.h5`` or ``.hdf5`` (HDF5), ``.nc`` (NetCDF-4) or ``.npy``.
+        (zarr v3) or ``.npy``.
     graph : PartitionedGraph
         The graph whose nodes the rows belong to.
     samples : int
@@ -65,12 +61,11 @@ class RowWriter:
     dtype : torch.dtype
         The dtype of the file and of all tensors.
     variable : str
-        The name of the array in the file; ``.npy`` has none.
+        The name of the array in the zarr group.
     node_type : str, optional
         The type of nodes, in a graph with several types.
     chunk : int, optional
-        Rows per chunk, for zarr; the other formats are contiguous. By default, chunks have about 1
-        MiB.
+        Rows per chunk, for zarr. By default, chunks have about 1 MiB.
     shard : int, optional
         Rows per shard file, for zarr, a multiple of `chunk`. By default, each chunk is a file.
 
@@ -81,7 +76,7 @@ class RowWriter:
     DisagreementError
         On every rank, if arguments differ across ranks.
     MissingPackageError
-        On every rank, if zarr or h5py is needed and not installed.
+        On every rank, if zarr is needed and not installed.
 
     See Also
     --------
@@ -121,40 +116,38 @@ class RowWriter:
     ) -> None:
         if not isinstance(graph, PartitionedGraph):
             raise ArgumentError(f"graph must be a PartitionedGraph; got {described(graph)}.")
-        self._group = graph.group
-        self.bytes_written = 0
+        self._group, self._closed, self.bytes_written = graph.group, False, 0
         self._written: set[int] = set()
-        self._closed = False
 
         def check() -> NodeShard:
             nodes = shard_of(graph, node_type)
             self.path = Path(path)
-            if self.path.suffix not in _FORMATS:
-                raise ArgumentError(f"path must end in one of {', '.join(_FORMATS)}; got {path}.")
+            if self.path.suffix not in (".zarr", ".npy"):
+                raise ArgumentError(f"path must end in .zarr or .npy; got {path}.")
             row = tuple(at_least(0, size, "features") for size in features)
             self.shape = (at_least(0, samples, "samples"), nodes.sizes.total, *row)
-            self.dtype = _checked_dtype(dtype, self.path.suffix)
             self._row = torch.empty(0, *row, dtype=dtype)
-            self._unit = self._chunk = 1
+            self.dtype = _checked_dtype(dtype)
+            self._chunks = self._unit = 1
             if self.path.suffix == ".zarr":
-                row_bytes = max(1, self.dtype.itemsize * prod(row))
-                known = min(max(1, nodes.sizes.total), max(1, _CHUNK // row_bytes))
-                self._chunk = known if chunk is None else at_least(1, chunk, "chunk")
-                self._unit = self._chunk if shard is None else at_least(1, shard, "shard")
-                if self._unit % self._chunk:
-                    raise ArgumentError(f"shard={shard} is not a multiple of chunk={self._chunk}.")
+                default = _CHUNK // max(1, self.dtype.itemsize * prod(row))
+                default = min(max(1, nodes.sizes.total), max(1, default))
+                self._chunks = default if chunk is None else at_least(1, chunk, "chunk")
+                self._unit = self._chunks if shard is None else at_least(1, shard, "shard")
+                if self._unit % self._chunks:
+                    raise ArgumentError(f"shard={shard} is not a multiple of chunk={self._chunks}.")
             elif chunk is not None or shard is not None:
-                raise ArgumentError("chunk and shard are for zarr; the other formats have none.")
+                raise ArgumentError("chunk and shard are for zarr; .npy has none.")
             return nodes
 
-        def outline(nodes: NodeShard) -> dict[str, object]:
+        def outline(_: NodeShard) -> dict[str, object]:
             return {
                 "path": self.path.name,
                 "shape": list(self.shape),
                 "dtype": str(self.dtype),
                 "variable": variable,
                 "node_type": node_type,
-                "chunk": self._chunk,
+                "chunk": self._chunks,
                 "shard": self._unit,
             }
 
@@ -165,27 +158,46 @@ class RowWriter:
         self._device = nodes.ids.device
         ids = torch.arange(self._first, self._last, device=self._device)
         directory = Directory.of(nodes.owned_ids, nodes.sizes, self._group)
-        self._plan, self._place = directory.fetching(ids)
-        create = _FORMATS[self.path.suffix]
+        self._plan, self._order = directory.fetching(ids)
 
-        def first() -> int | None:
-            if self._group.rank != 0:
-                return None
-            if self.path.exists():
-                raise ArgumentError(f"{self.path} exists. Remove it, or choose another path.")
+        def create() -> None:
+            if self._group.rank == 0:
+                if self.path.exists():
+                    raise ArgumentError(f"{self.path} exists. Remove it, or choose another path.")
+                with writing(self._part):
+                    self._create(variable)
+
+        def attach() -> Any:
             with writing(self._part):
-                _remove(self._part)
-                return create(self._part, variable, self.shape, self.dtype, self._chunk, self._unit)
+                if self.path.suffix == ".npy":
+                    return _Npy(self._part)
+                return package("zarr", str(path)).open_group(self._part, mode="r+")[variable]
 
-        offsets = share(_WHAT, first, self._group)
+        agree(_WHAT, create, self._group)
+        self._target = agree(_WHAT, attach, self._group)
 
-        def attach() -> _Flat | _Zarr:
-            with writing(self._part):
-                if self.path.suffix == ".zarr":
-                    return _Zarr(self._part, variable)
-                return _Flat(self._part, offsets[0], self.shape[1])
-
-        self._target: _Flat | _Zarr = agree(_WHAT, attach, self._group)
+    def _create(self, variable: str) -> None:
+        """Make an empty array, in place of one that an interrupted writer has left."""
+        if (self._part / "zarr.json").exists():
+            shutil.rmtree(self._part)
+        self._part.unlink(missing_ok=True)
+        if self.path.suffix == ".npy":
+            with self._part.open("wb") as file:
+                descr = np.lib.format.dtype_to_descr(self.dtype)
+                header = {"descr": descr, "fortran_order": False, "shape": self.shape}
+                np.lib.format.write_array_header_2_0(file, header)
+                file.truncate(file.tell() + prod(self.shape) * self.dtype.itemsize)
+            return
+        features = [max(1, size) for size in self.shape[2:]]
+        package("zarr", str(self.path)).open_group(self._part, mode="w").create_array(
+            variable,
+            shape=self.shape,
+            dtype=self.dtype,
+            chunks=(1, self._chunks, *features),
+            shards=None if self._unit == self._chunks else (1, self._unit, *features),
+            fill_value=np.nan if self.dtype.kind in "fc" else 0,
+            dimension_names=["sample", "row", *(f"feature_{i}" for i in range(len(features)))],
+        )
 
     def _range(self, nodes: NodeShard) -> tuple[int, int]:
         """Return the rows that this rank writes, from the first to behind the last; collective.
@@ -222,7 +234,8 @@ class RowWriter:
         what = f"{_WHAT}.write"
 
         def check() -> int:
-            self._check_open()
+            if self._closed:
+                raise ArgumentError(f"{self.path} is complete, and the writer is closed.")
             exact = exact_int(sample)
             if exact is None or not 0 <= exact < self.shape[0]:
                 raise ArgumentError(f"sample must be in 0...{self.shape[0] - 1}; got {sample!r}.")
@@ -241,12 +254,12 @@ class RowWriter:
 
         exact, of_ranks = agree_and_share(what, check, lambda own: {"sample": own}, self._group)
         require_equal(what, of_ranks)
-        rows = self._plan(x.detach())[self._place].cpu().numpy()
+        rows = self._plan(x.detach())[self._order].cpu().numpy()
 
         def store() -> None:
-            with writing(self._part):
-                if rows.size:
-                    self._target.store(exact, self._first, np.ascontiguousarray(rows))
+            if rows.size:
+                with writing(self._part):
+                    self._target[exact, self._first : self._last] = rows
 
         agree(what, store, self._group)
         self.bytes_written += rows.nbytes
@@ -265,8 +278,7 @@ class RowWriter:
                     f"{len(missing)} of {self.shape[0]} samples were not written, such as "
                     f"{missing[0]}; the file stays {self._part}."
                 )
-            with writing(self._part):
-                self._target.close()
+            self._release()
 
         def rename() -> None:
             if self._group.rank == 0:
@@ -277,9 +289,10 @@ class RowWriter:
         agree(what, rename, self._group)
         self._closed = True
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ArgumentError(f"{self.path} is complete, and the writer is closed.")
+    def _release(self) -> None:
+        if isinstance(self._target, _Npy):
+            with writing(self._part):
+                self._target.close()
 
     def __enter__(self) -> Self:
         return self
@@ -290,19 +303,26 @@ class RowWriter:
         if kind is None:
             self.close()
         else:
-            self._target.close()  # without communication: other ranks may not come
+            self._release()  # without communication: other ranks may not come
 
 
-class _Flat:
-    """An array that lies end to end from an offset of a file; ranks write disjoint bytes."""
+class _Npy:
+    """A ``.npy`` file in which ranks write disjoint bytes.
 
-    def __init__(self, path: Path, offset: int | None, rows: int) -> None:
+    Not a memory map: on a network file system, ranks would write whole pages.
+    """
+
+    def __init__(self, path: Path) -> None:
         self._file = path.open("r+b", buffering=0)
-        self._offset, self._rows = offset or 0, rows
+        np.lib.format.read_magic(self._file)
+        self._shape, _, self._dtype = np.lib.format.read_array_header_2_0(self._file)
+        self._offset = self._file.tell()
 
-    def store(self, sample: int, first: int, rows: Array) -> None:
-        at = self._offset + (sample * self._rows + first) * (rows.nbytes // len(rows))
-        data = memoryview(rows.reshape(-1).view(np.uint8).data)
+    def __setitem__(self, index: tuple[int, slice], rows: Array) -> None:
+        sample, place = index
+        row = self._dtype.itemsize * prod(self._shape[2:])
+        at = self._offset + (sample * self._shape[1] + place.start) * row
+        data = memoryview(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
         while data:  # the system may write a part
             done = os.pwrite(self._file.fileno(), data, at)
             data, at = data[done:], at + done
@@ -313,89 +333,8 @@ class _Flat:
             self._file.close()
 
 
-class _Zarr:
-    """A zarr array in a group; ranks write disjoint chunks."""
-
-    def __init__(self, path: Path, variable: str) -> None:
-        self._array = package("zarr", str(path)).open_group(path, mode="r+")[variable]
-
-    def store(self, sample: int, first: int, rows: Array) -> None:
-        self._array[sample, first : first + len(rows)] = rows
-
-    def close(self) -> None:
-        pass
-
-
-def _create_npy(path: Path, _: str, shape: tuple[int, ...], dtype: np.dtype[Any], *__: int) -> int:
-    # a memory map of no bytes is an error
-    with path.open("wb") as file:
-        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
-        np.lib.format.write_array_header_2_0(file, header | {"shape": shape})
-        offset = file.tell()
-        file.truncate(offset + prod(shape) * dtype.itemsize)
-    return offset
-
-
-def _create_hdf5(
-    path: Path, variable: str, shape: tuple[int, ...], dtype: np.dtype[Any], *_: int
-) -> int | None:
-    h5py = package("h5py", str(path))
-    layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    layout.set_layout(h5py.h5d.CONTIGUOUS)
-    layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-    layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    with h5py.File(path, "w") as file:
-        array = file.create_dataset(variable, shape, dtype, dcpl=layout)
-        if ".nc" in path.suffixes:
-            for i, (name, size) in enumerate(zip(_dimensions(shape), shape, strict=True)):
-                scale = file.create_dataset(name, (size,), np.float32)
-                scale.make_scale(f"This is a netCDF dimension but not a netCDF variable.{size:10}")
-                scale.attrs["_Netcdf4Dimid"] = np.int32(i)
-                array.dims[i].attach_scale(scale)
-        offset: int | None = array.id.get_offset()
-    return offset
-
-
-def _create_zarr(
-    path: Path, variable: str, shape: tuple[int, ...], dtype: np.dtype[Any], chunk: int, shard: int
-) -> None:
-    features = [max(1, size) for size in shape[2:]]
-    package("zarr", str(path)).open_group(path, mode="w").create_array(
-        variable,
-        shape=shape,
-        dtype=dtype,
-        chunks=(1, chunk, *features),
-        shards=None if shard == chunk else (1, shard, *features),
-        fill_value=np.nan if dtype.kind in "fc" else 0,
-        dimension_names=_dimensions(shape),
-    )
-
-
-def _dimensions(shape: tuple[int, ...]) -> list[str]:
-    return ["sample", "row", *(f"feature_{i}" for i in range(len(shape) - 2))]
-
-
-_FORMATS: dict[str, Callable[..., int | None]] = {
-    ".zarr": _create_zarr,
-    ".h5": _create_hdf5,
-    ".hdf5": _create_hdf5,
-    ".nc": _create_hdf5,
-    ".npy": _create_npy,
-}
-
-
-def _checked_dtype(dtype: Any, suffix: str) -> np.dtype[Any]:
+def _checked_dtype(dtype: Any) -> np.dtype[Any]:
     try:
-        found = torch.empty(0, dtype=dtype).numpy().dtype
+        return torch.empty(0, dtype=dtype).numpy().dtype
     except TypeError:
         raise ArgumentError(f"dtype={dtype} has no counterpart in files. Use float32.") from None
-    if suffix == ".nc" and (found.kind not in "iuf" or found == np.float16):
-        raise ArgumentError(f"dtype={dtype} does not exist in NetCDF. Use another one, or .h5.")
-    return found
-
-
-def _remove(part: Path) -> None:
-    """Remove what an interrupted writer has left."""
-    if (part / "zarr.json").exists():
-        shutil.rmtree(part)
-    part.unlink(missing_ok=True)

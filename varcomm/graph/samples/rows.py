@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from math import prod
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +16,7 @@ from varcomm.errors import ArgumentError, at_least, exact_int
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.node_shard import NodeShard, described
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
-from varcomm.graph.samples.sources import StoredArray
+from varcomm.graph.samples.stored_array import StoredArray
 from varcomm.ops.digest import digest, require_equal
 from varcomm.plan.checks import checked_index
 from varcomm.transport.agreement import agree, agree_and_share, compare, debugging
@@ -33,37 +32,30 @@ class Rows(Dataset[torch.Tensor]):
 
     ``rows[t]`` is a tensor (n, *F), the owned rows of sample t in the order of local ids. A dataset
     for :class:`torch.utils.data.DataLoader`, whose batches are (B, n, *F). The constructor is
-    collective, and an error on one rank is raised on all ranks. Reading is not collective, except
-    with ``halo="exchange"``.
+    collective, and an error on one rank is raised on all ranks. Reading is not collective.
 
     Each rank reads the chunks that hold its rows, each chunk once per sample. One request reads
-    neighbouring chunks. A chunk of several samples is read once for consecutive samples. The
-    partition determines how many chunks are read by more than one rank: see the argument `chunk` of
-    :func:`partition`.
+    neighbouring chunks. A chunk of several samples is read once for consecutive samples. To keep
+    chunks on one rank, see the argument `chunk` of :func:`partition`.
 
     Communication: the constructor sends a description of a few hundred bytes per rank, and the
-    halo's entries of `rows`. With ``halo="exchange"``, each sample sends the halo's rows, and one
-    small message per rank, so that read errors are raised on all ranks. Otherwise reading sends
-    nothing.
+    halo's entries of `rows`. Reading sends nothing.
 
     In one process: ``torch.from_numpy(array[t])``.
 
     Parameters
     ----------
-    source : path, numpy.ndarray, torch.Tensor or zarr.Array
-        An array of shape (T, N, *F). A path is a zarr folder or URL, an HDF5, NetCDF or ``.npy``
-        file. Arrays in memory include ``numpy.memmap``.
+    source : array or callable
+        An array of shape (T, N, *F) with ``shape``, ``dtype`` and slices, such as
+        ``numpy.memmap``, a zarr.Array, an h5py.Dataset, an xarray.DataArray, or a TensorStore. Or a
+        function without arguments that opens the array.
     graph : PartitionedGraph
         The graph whose nodes the rows belong to.
-    variable : str or sequence of str, optional
-        Name of the array, in a file with several arrays. Several arrays of shape (T, N) or (T, N,
-        C) become the columns of one array, in this order.
     node_type : str, optional
         The type of nodes, in a graph with several types.
-    halo : {"exchange", "read"}, optional
-        Append the rows of the halo, (n + h, *F), with one exchange per sample or by reading the
-        source. With an exchange, all ranks read samples in the same order. By default, only owned
-        rows are returned.
+    halo : {"read"}, optional
+        Also read the rows of the halo, (n + h, *F). By default, only owned rows are returned;
+        ``graph.with_halo(rows[t])`` exchanges the halo.
     edge_type : tuple of str, optional
         The type of edges that has the halo, in a graph with several types.
     axis : int
@@ -73,9 +65,7 @@ class Rows(Dataset[torch.Tensor]):
         nodes. Pass `rows` if the source has additional rows, such as cells of land, or another
         order.
     dtype : torch.dtype, optional
-        The dtype of the tensors; None keeps the dtype of the source. Integers with
-        ``scale_factor``, ``add_offset`` or ``_FillValue`` are unpacked to floats, with NaN for
-        missing values.
+        The dtype of the tensors; None keeps the dtype of the source.
 
     Attributes
     ----------
@@ -94,8 +84,6 @@ class Rows(Dataset[torch.Tensor]):
         Without `rows`, it is also raised if the source does not have one row per node of the graph.
     DisagreementError
         On every rank, if the sources of ranks have different shapes or dtypes.
-    MissingPackageError
-        On every rank, if zarr, h5py or SciPy is needed and not installed.
 
     See Also
     --------
@@ -104,8 +92,9 @@ class Rows(Dataset[torch.Tensor]):
 
     Notes
     -----
-    A worker process of a DataLoader opens the file itself, cannot exchange, and returns tensors on
-    the CPU. Elsewhere tensors are on the device of the graph.
+    A worker process of a DataLoader calls the function `source` again and returns tensors on the
+    CPU. Elsewhere tensors are on the device of the graph. A forked process refuses an array that
+    its parent opened, except a NumPy array.
 
     Examples
     --------
@@ -126,9 +115,8 @@ class Rows(Dataset[torch.Tensor]):
         source: Any,
         graph: PartitionedGraph,
         *,
-        variable: str | Sequence[str] | None = None,
         node_type: NodeType = None,
-        halo: Literal["exchange", "read"] | None = None,
+        halo: Literal["read"] | None = None,
         edge_type: EdgeType = None,
         axis: int = 1,
         rows: torch.Tensor | None = None,
@@ -137,65 +125,57 @@ class Rows(Dataset[torch.Tensor]):
         if not isinstance(graph, PartitionedGraph):
             raise ArgumentError(f"graph must be a PartitionedGraph; got {described(graph)}.")
         self._group: Group | None = graph.group
-        self._home, self._dtype, self.bytes_read = os.getpid(), dtype, 0
-        names = [variable] if variable is None or isinstance(variable, str) else list(variable)
+        self._home, self.bytes_read = os.getpid(), 0
 
         def check() -> tuple[NodeShard, EdgeShard | None]:
             shard = shard_of(graph, node_type if edge_type is None else edge_type[0])
-            if halo not in (None, "exchange", "read"):
-                raise ArgumentError(f'halo must be "exchange", "read" or None; got {halo!r}.')
+            if halo not in (None, "read"):
+                raise ArgumentError(
+                    f'halo must be "read" or None; got {halo!r}. graph.with_halo(rows[t]) '
+                    "exchanges the halo."
+                )
             if halo and edge_type not in graph.edge_shards:
                 raise ArgumentError(f"edge_type must be one of {graph.edge_types}.")
-            self._arrays = [StoredArray(source, name, axis) for name in names]
-            self._row = _joined([array.row for array in self._arrays], dtype)
-            samples, count = self._arrays[0].shape[0], shard.sizes.total
-            for array in self._arrays:
-                if rows is not None:
-                    place = checked_index(rows, array.shape[1], "rows", f"rows of {array.name}")
-                    if len(place) != shard.num_owned:
-                        raise ArgumentError(
-                            f"rows must have the row of each of the {shard.num_owned} owned nodes; "
-                            f"got {len(place)}."
-                        )
-                elif array.shape[1] != count:
+            self._array = StoredArray(source, axis)
+            self._row = self._array.row if dtype is None else self._array.row.to(dtype)
+            samples, stored = self._array.shape[:2]
+            if rows is not None:
+                chosen = checked_index(rows, stored, "rows", "rows of the source")
+                if len(chosen) != shard.num_owned:
                     raise ArgumentError(
-                        f"{array.name} has {array.shape[1]} rows along axis {axis}, and the graph "
-                        f"has {count} nodes. Pass their axis, another file, or rows=."
+                        f"rows must have the row of each of the {shard.num_owned} owned nodes; "
+                        f"got {len(chosen)}."
                     )
-                if array.shape[0] != samples:
-                    raise ArgumentError(
-                        f"variables have {samples} and {array.shape[0]} samples. Pass variables "
-                        "with equal numbers of samples, or make one Rows for each."
-                    )
-            self.shape: tuple[int, ...] = (samples, count, *self._row.shape[1:])
+            elif stored != shard.sizes.total:
+                raise ArgumentError(
+                    f"the source has {stored} rows along axis {axis}, and the graph has "
+                    f"{shard.sizes.total} nodes. Pass their axis, another source, or rows=."
+                )
+            self.shape: tuple[int, ...] = (samples, shard.sizes.total, *self._row.shape[1:])
             return shard, graph.edge_shards[edge_type] if halo else None
 
         def outline(_: object) -> dict[str, object]:
             return {
                 "shape": list(self.shape),
-                "rows of the source": [array.shape[1] for array in self._arrays],
+                "rows of the source": self._array.shape[1],
                 "rows=": rows is not None,
                 "dtype": str(self._row.dtype),
                 "halo": halo,
-                "variable": str(names),
             }
 
         (shard, edges), outlines = agree_and_share(_WHAT, check, outline, graph.group)
         require_equal(_WHAT, outlines)
         # a chunk of all rows must not place all nodes on one rank
-        chunks = (array.chunk for array in self._arrays if array.chunk < array.shape[1])
-        self.chunk = max(chunks, default=1) if rows is None else 1
+        is_cut = rows is None and self._array.chunk < self._array.shape[1]
+        self.chunk = self._array.chunk if is_cut else 1
         self._device = shard.ids.device
-        self._edges = edges if halo == "exchange" else None
-        self._exchanges = halo == "exchange"
         ids = shard.owned_ids if rows is None else rows.to(self._device, torch.int64)
-        if edges is not None and halo == "read":
+        if edges is not None:
             ids = torch.cat([ids, edges.halo_ids if rows is None else edges.halo(ids)])
-        needed, place = ids.cpu().unique(return_inverse=True)
-        in_order = bool((place == torch.arange(len(place))).all())
-        self._place = None if in_order else place
-        self._count = len(ids) + (edges.num_halo if edges is not None and self._exchanges else 0)
-        self._pieces = [array.pieces(needed.numpy()) for array in self._arrays]
+        needed, order = ids.cpu().unique(return_inverse=True)
+        is_ordered = bool((order == torch.arange(len(order))).all())
+        self._order, self._count = None if is_ordered else order, len(ids)
+        self._requests = self._array.requests(needed.numpy())
 
     def __len__(self) -> int:
         """Return the number of samples, T."""
@@ -208,7 +188,7 @@ class Rows(Dataset[torch.Tensor]):
             if not chosen:
                 return self._row.new_empty(0, self._count, *self.shape[2:])
             return torch.stack([self[i] for i in chosen])
-        return self._delivered(sample, lambda: self._read(sample))
+        return self._delivered(self._read(sample))
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         """Iterate over all samples in order; see :meth:`samples`."""
@@ -244,9 +224,9 @@ class Rows(Dataset[torch.Tensor]):
 
         def first() -> torch.Tensor:
             sample, future = pending.popleft()
-            if debugging() and self._group is not None and not self._exchanges:
+            if debugging() and self._group is not None:
                 compare(self._group, {"operation": _WHAT, "sample": sample})
-            return self._delivered(sample, future.result)
+            return self._delivered(future.result())
 
         try:
             for sample in order:
@@ -289,8 +269,8 @@ class Rows(Dataset[torch.Tensor]):
         Raises
         ------
         ArgumentError
-            On every rank, for an invalid batch size or seed, a sampler, a generator, a sample out
-            of range, or worker processes with ``halo="exchange"``.
+            On every rank, for an invalid batch size or seed, a sampler, a generator, or a sample
+            out of range.
         DisagreementError
             On every rank, if arguments differ across ranks.
         """
@@ -308,31 +288,19 @@ class Rows(Dataset[torch.Tensor]):
                         f"{name} would draw other samples on each rank. Use shuffle= and seed=, "
                         "or pass samples= in an order of your own."
                     )
-            if self._exchanges and options.get("num_workers"):
-                raise ArgumentError(
-                    "a worker process cannot exchange the halo. Call "
-                    'graph.edges.with_halo(batch, dim=1) on each batch, or use halo="read".'
-                )
-            chosen = range(len(self)) if samples is None else samples
-            return [self._checked(sample) for sample in chosen]
+            return [self._checked(i) for i in (range(len(self)) if samples is None else samples)]
 
         chosen = agree(what, check, self._group)
-        same = {
-            "batch_size": batch_size,
-            "shuffle": shuffle,
-            "seed": seed,
-            "samples": digest(np.array(chosen)),
-            "drop_last": options.get("drop_last"),
-        }
-        compare(self._group, {"operation": what, **same})
+        same = {"batch_size": batch_size, "shuffle": shuffle, "seed": seed}
+        drawn = {"samples": digest(np.array(chosen)), "drop_last": options.get("drop_last")}
+        compare(self._group, {"operation": what, **same, **drawn})
         generator = torch.Generator().manual_seed(seed)
         subset = Subset(self, chosen)
         return DataLoader(subset, batch_size, shuffle, generator=generator, **options)
 
     def close(self) -> None:
-        """Close the file; a later read opens it again."""
-        for array in self._arrays:
-            array.close()
+        """Drop an array that the function `source` opened; a later read opens it again."""
+        self._array.close()
 
     def _checked(self, sample: Any) -> int:
         exact = exact_int(sample)
@@ -344,38 +312,21 @@ class Rows(Dataset[torch.Tensor]):
 
     def _read(self, sample: int) -> torch.Tensor:
         """Return the rows of a sample on the CPU; in any thread or process."""
-        sample = self._checked(sample)  # here, so that all ranks raise before an exchange
-        found = []
-        for array, pieces in zip(self._arrays, self._pieces, strict=True):
-            values, touched = array.read(sample, pieces)
-            self.bytes_read += touched
-            found.append(torch.from_numpy(values))
-        rows = _joined(found, self._dtype)
-        rows = rows if self._place is None else rows[self._place]
+        values, touched = self._array.read(self._checked(sample), self._requests)
+        self.bytes_read += touched
+        rows = torch.from_numpy(values).to(self._row.dtype)
+        rows = rows if self._order is None else rows[self._order]
         return rows.pin_memory() if self._device.type == "cuda" and self._at_home() else rows
 
-    def _delivered(self, sample: int, read: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return rows on the graph's device, with the halo from an exchange."""
-        if not self._at_home():
-            if self._exchanges:
-                raise ArgumentError(
-                    f"{_WHAT}: another process cannot exchange the halo. Call "
-                    'graph.edges.with_halo(batch, dim=1) on each batch, or use halo="read".'
-                )
-            return read()
-        if self._edges is None:
-            return read().to(self._device, non_blocking=True)
-        # a rank that cannot read must not leave others waiting in the exchange
-        rows = agree(_WHAT, read, self._edges.group).to(self._device, non_blocking=True)
-        if debugging():
-            compare(self._edges.group, {"operation": _WHAT, "sample": sample})
-        return self._edges.with_halo(rows)
+    def _delivered(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows on the graph's device; workers of a DataLoader return them on the CPU."""
+        return rows.to(self._device, non_blocking=True) if self._at_home() else rows
 
     def _at_home(self) -> bool:
         return self._group is not None and self._home == os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_group": None, "_edges": None}
+        return vars(self) | {"_group": None}
 
 
 def shard_of(graph: PartitionedGraph, node_type: NodeType) -> NodeShard:
@@ -383,14 +334,3 @@ def shard_of(graph: PartitionedGraph, node_type: NodeType) -> NodeShard:
     if node_type not in graph.node_shards:
         raise ArgumentError(f"node_type must be one of {graph.node_types}; got {node_type!r}.")
     return graph.node_shards[node_type]
-
-
-def _joined(arrays: Sequence[torch.Tensor], dtype: torch.dtype | None) -> torch.Tensor:
-    """Return an array, or several as columns."""
-    if len({array.dtype for array in arrays}) > 1 and dtype is None:
-        kinds = ", ".join(str(array.dtype) for array in arrays)
-        raise ArgumentError(f"variables have the dtypes {kinds}. Pass dtype=.")
-    arrays = [array if dtype is None else array.to(dtype) for array in arrays]
-    if len(arrays) == 1:
-        return arrays[0]
-    return torch.cat([array.reshape(len(array), prod(array.shape[1:])) for array in arrays], dim=1)
