@@ -6,6 +6,7 @@ etopo5.py. Without it, the graph is a grid without land.
 """
 
 import argparse
+import sys
 from itertools import count, takewhile
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from sea import coarsened, ocean, read_sea
 import varcomm as vc
 from varcomm import _figures as figures
 from varcomm.cli.simulate import METHOD, columns_of, piece_of, prepare, table
+
+sys.path.append(str(Path(__file__).parents[1] / "docs" / "_ext"))
+from dark import save
 
 # Columns of a curve, with their names and colours.
 LINES = {
@@ -41,7 +45,7 @@ def draw(curves, machine, path, title):
         # strong scaling comes first, and its legend has all entries
         handles = panels[0].get_legend_handles_labels()
         figure.legend(*handles, loc="outside lower left", ncols=2)
-        figures.save(figure, path)
+        save(figure, path)
 
 
 def panel(axes, columns, limit):

@@ -5,6 +5,7 @@ python docs/draw_collectives.py
 Marked rows pass through real calls, so each picture shows a run.
 """
 
+import sys
 from math import prod
 from pathlib import Path
 
@@ -12,6 +13,9 @@ import torch
 
 import varcomm as vc
 from varcomm import _figures as figures
+
+sys.path.append(str(Path(__file__).parent / "_ext"))
+from dark import ON_DARK, twin
 
 FOLDER = Path(__file__).parent / "images" / "collectives"
 SIZES = [3, 0, 1]
@@ -163,12 +167,12 @@ def picture(found):
 def pictures(run):
     """Return the content of each file; ``run(fn, argument)`` runs a function on three ranks."""
     found = {f"{name}.svg": picture(run(follow, name)) for name in CALLS}
-    return found | {str(figures.twin(Path(name))): darkened(svg) for name, svg in found.items()}
+    return found | {str(twin(Path(name))): darkened(svg) for name, svg in found.items()}
 
 
 def darkened(svg):
     """Return a picture in the colours of a dark page."""
-    for light, dark in figures.ON_DARK.items():
+    for light, dark in ON_DARK.items():
         svg = svg.replace(light, dark)
     return svg
 

@@ -5,6 +5,7 @@ python docs/draw_library.py
 Their order is the import rule in pyproject.toml. A test compares the names.
 """
 
+import sys
 import textwrap
 import tomllib
 from pathlib import Path
@@ -13,6 +14,9 @@ from matplotlib import pyplot as plt
 from matplotlib.patches import FancyBboxPatch
 
 from varcomm import _figures as figures
+
+sys.path.append(str(Path(__file__).parent / "_ext"))
+from dark import save
 
 ROOT = Path(__file__).parent.parent
 
@@ -85,4 +89,4 @@ def wrapped(room, columns):
 
 if __name__ == "__main__":
     plt.rcParams |= figures.style()
-    figures.save(draw(layers()), ROOT / "docs" / "images" / "library.png", GROUPS)
+    save(draw(layers()), ROOT / "docs" / "images" / "library.png", GROUPS)

@@ -13,7 +13,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import varcomm as vc
-from varcomm import _figures as figures
+
+sys.path.append(str(Path(__file__).parent / "_ext"))
+from dark import save
 
 ROOT = Path(__file__).parent.parent
 IMAGES = ROOT / "docs" / "images"
@@ -32,7 +34,7 @@ def squares(west, south, side):
 
 def with_twin(figure, path, savefig=Figure.savefig):
     with patch.object(Figure, "savefig", savefig):
-        figures.save(figure, path)
+        save(figure, path)
 
 
 def draw(points, cells, nodes, ranks, method, name):

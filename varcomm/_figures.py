@@ -1,4 +1,4 @@
-"""The look of all pictures of varcomm: one colour per rank, one style for light and dark pages.
+"""The look of all pictures of varcomm: one colour per rank, one style.
 
 Pictures are :data:`WIDTH` inches wide and have 200 dots per inch. A page shows them 720 pixels
 wide, where their text is 11 points or larger.
@@ -6,15 +6,11 @@ wide, where their text is 11 points or larger.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
+from typing import Any
 
 __all__ = [
-    *("CURVES", "DARKER", "INK", "LAND", "LINES", "ON_DARK", "PALE", "RANKS", "WIDTH", "WRONG"),
-    *("darken", "rank_colours", "save", "style", "twin"),
+    *("CURVES", "DARKER", "INK", "LAND", "LINES", "PALE", "RANKS", "WIDTH", "WRONG"),
+    *("rank_colours", "style"),
 ]
 
 #: Paul Tol's light colours, which readers with any kind of colour vision distinguish, also at half
@@ -39,14 +35,6 @@ LINES = tuple(
     "#" + "".join(f"{round(0.62 * int(colour[at : at + 2], 16)):02x}" for at in (1, 3, 5))
     for colour in RANKS
 )
-#: Colours of a light page, and those of a dark one. Other colours stay, such as black text on the
-#: colours of ranks.
-ON_DARK = {
-    **{"#ffffff": "#131416", INK: "#e6e9ec", PALE: "#a9b4be", WRONG: "#ff8a80", LAND: "#3b3f45"},
-    **dict(zip(LINES, RANKS, strict=True)),
-    **dict(zip(CURVES, ("#7fa6d6", "#d97fb0", "#66b877"), strict=True)),
-}
-_PARTS = ("color", "facecolor", "edgecolor", "markerfacecolor", "markeredgecolor")
 
 
 def rank_colours(ranks: int, brightness: float = 1.0) -> list[tuple[float, float, float]]:
@@ -101,44 +89,3 @@ def style() -> Any:
         "image.cmap": "viridis",
         "svg.fonttype": "none",
     }
-
-
-def twin(path: Path) -> Path:
-    """Return the file of the same picture for dark pages."""
-    return path.with_stem(f"{path.stem}-dark")
-
-
-def save(figure: Any, path: Path, fills: Mapping[str, str] | None = None) -> None:
-    """Save a figure of this style, and its twin for dark pages beside it.
-
-    `fills` are further colours, and those of the twin.
-    """
-    figure.savefig(path)
-    darken(figure, fills)
-    figure.savefig(twin(path))
-
-
-def darken(figure: Any, fills: Mapping[str, str] | None = None) -> None:
-    """Exchange the colours of :data:`ON_DARK` and `fills` in a figure."""
-    from matplotlib.colors import ListedColormap, to_rgb, to_rgba_array
-
-    pairs = [(to_rgb(old), to_rgb(new)) for old, new in {**ON_DARK, **(fills or {})}.items()]
-
-    def exchanged(colours: Any) -> Any:
-        before = to_rgba_array(colours)
-        after = before.copy()
-        for old, new in pairs:
-            after[(abs(before[:, :3] - old) < 0.002).all(axis=1), :3] = new
-        return after
-
-    figure.set_layout_engine("none")  # each part stays at its place
-    artists = figure.findobj()
-    arrows = [getattr(artist, "arrow_patch", None) for artist in artists]  # of annotations
-    for artist in (*artists, *arrows):
-        for part in _PARTS:
-            read = getattr(artist, f"get_{part}", None)
-            if read is not None and len(found := exchanged(read())):
-                getattr(artist, f"set_{part}")(found if len(found) > 1 else tuple(found[0]))
-        listed = getattr(getattr(artist, "cmap", None), "colors", ())  # of ranks, or a long scale
-        if 0 < len(listed) <= 2 * len(RANKS):
-            artist.set_cmap(ListedColormap(exchanged(listed)))

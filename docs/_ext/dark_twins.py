@@ -3,10 +3,9 @@
 import re
 from pathlib import Path
 
+from dark import darken, twin
 from matplotlib import pyplot as plt
 from sphinx_gallery.scrapers import matplotlib_scraper
-
-from varcomm import _figures as figures
 
 _IMAGE = re.compile(r'<img\b[^>]*\bsrc="([^"]*)"[^>]*>')
 _GALLERY = "generated/tutorials/images"
@@ -19,8 +18,8 @@ def scraper(block, block_vars, gallery_conf):
     before = len(paths)
     rst = matplotlib_scraper(block, block_vars, gallery_conf)
     for figure, path in zip(drawn, paths[before:], strict=True):
-        figures.darken(figure)
-        figure.savefig(figures.twin(Path(path)))
+        darken(figure)
+        figure.savefig(twin(Path(path)))
     return rst
 
 
@@ -31,10 +30,10 @@ def pair(app, page, template, context, doctree):
     def both(found):
         name = Path(found[1]).name
         source = Path(sources.get(name, f"{_GALLERY}/{name}"))
-        dark = figures.twin(source)
+        dark = twin(source)
         if not (app.srcdir / dark).exists():
             return found[0]
-        shown = figures.twin(Path(name)).name
+        shown = twin(Path(name)).name
         app.builder.images[str(dark)] = shown
         other = found[0].replace(name, shown)
         return _classed(found[0], "only-light") + _classed(other, "only-dark")

@@ -1,5 +1,6 @@
 """Draw the cells and their ranks, the front, and the cells that each adaptation moves."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,9 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from varcomm import _figures as figures
+
+sys.path.append(str(Path(__file__).parents[2] / "docs" / "_ext"))
+from dark import save
 
 
 def draw(
@@ -48,7 +52,7 @@ def draw(
         for each in (panel, share):
             each.xaxis.set_major_locator(MaxNLocator(integer=True))
         path.parent.mkdir(parents=True, exist_ok=True)
-        figures.save(figure, path)
+        save(figure, path)
 
 
 def squares(panel, cells: np.ndarray, colours: np.ndarray | None) -> PolyCollection:

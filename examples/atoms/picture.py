@@ -1,5 +1,6 @@
 """Draw the crystal: its ranks, the forces on its atoms, its energy over time."""
 
+import sys
 from pathlib import Path
 
 import torch
@@ -11,6 +12,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from varcomm import _figures as figures
+
+sys.path.append(str(Path(__file__).parents[2] / "docs" / "_ext"))
+from dark import save
 
 
 def draw(
@@ -36,7 +40,7 @@ def draw(
         _parts(panels["parts"], crystal, owner)
         _parity(panels["parity"], 1000 * true_forces.flatten(), 1000 * forces.flatten())
         _energies(panels["time"], 1000 * energies, 1000 * true_energies, timestep)
-        figures.save(figure, path)
+        save(figure, path)
 
 
 def _parts(ax: Axes, crystal: Crystal, owner: Tensor) -> None:

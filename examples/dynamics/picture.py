@@ -1,5 +1,6 @@
 """Draw atoms by the rank that owned them first, migrations, and energies."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from matplotlib.patches import Patch
 from torch import Tensor
 
 from varcomm import _figures as figures
+
+sys.path.append(str(Path(__file__).parents[2] / "docs" / "_ext"))
+from dark import save
 
 
 def draw(
@@ -48,7 +52,7 @@ def draw(
         for panel in below:
             panel.legend()
         path.parent.mkdir(parents=True, exist_ok=True)
-        figures.save(figure, path)
+        save(figure, path)
 
 
 def _atoms(ax: Axes, name: str, cell: Tensor, pos: Tensor, owner: Tensor, ranks: int) -> None:

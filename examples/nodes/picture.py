@@ -1,5 +1,6 @@
 """Draw a graph without coordinates: ranks and parts of its nodes, errors, accuracies."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from varcomm import _figures as figures
+
+sys.path.append(str(Path(__file__).parents[2] / "docs" / "_ext"))
+from dark import save
 
 # of Okabe and Ito: parts to be predicted are not ranks
 PARTS = ("#56b4e9", "#d55e00", "#009e73", "#f0e442", "#cc79a7", "#0072b2", "#e69f00", "#999999")
@@ -46,7 +50,7 @@ def draw(
         compare(panels[1, 1], curves, simple)
         lines = panels[1, 1].get_legend_handles_labels()
         figure.legend(*lines, loc="outside lower center", ncols=3, columnspacing=1)
-        figures.save(figure, path)
+        save(figure, path)
 
 
 def cloud(

@@ -1,5 +1,6 @@
 """Draw the ocean: partition, truth, prediction, error."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,9 @@ from matplotlib.colors import BoundaryNorm, Colormap, ListedColormap, Normalize
 from matplotlib.figure import Figure
 
 from varcomm import _figures as figures
+
+sys.path.append(str(Path(__file__).parents[2] / "docs" / "_ext"))
+from dark import save
 
 SHALLOW = "#b9b6b0"  # sea without a temperature at this depth
 WEST = 20  # the maps begin at this meridian, in Africa, which leaves each ocean in one piece
@@ -80,7 +84,7 @@ def draw(
         label = "prediction - truth (°C)"
         panel(panels[1, 1], error, heading, image, label, extend="both")
         outline(panels[1, 1], grid(test_mask) == 1)
-        figures.save(figure, Path(path))
+        save(figure, Path(path))
 
 
 def extent() -> tuple[float, float, float, float]:

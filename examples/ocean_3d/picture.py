@@ -1,5 +1,6 @@
 """Draw the ocean: a map of the ranks, and sections from pole to pole."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,9 @@ from matplotlib.figure import Figure
 from ocean import Ocean
 
 from varcomm import _figures as figures
+
+sys.path.append(str(Path(__file__).parents[2] / "docs" / "_ext"))
+from dark import save
 
 WEST = 20  # the map begins at this meridian, in Africa, which leaves each ocean in one piece
 ATLANTIC = 330  # degrees east: the section, which crosses three test tiles
@@ -60,7 +64,7 @@ def draw(
         panels[1, 1].set_title(f"Error: RMSE {rmse:.2f} °C in all test tiles")
         label = "prediction - truth (°C)"
         figure.colorbar(image, ax=panels[1, 1], extend="both", label=label, **below)
-        figures.save(figure, Path(path))
+        save(figure, Path(path))
 
 
 class Section:

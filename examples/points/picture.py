@@ -1,5 +1,6 @@
 """Draw the ocean: its mesh by rank, a disturbance, sea levels after a step, and all errors."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,9 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from varcomm import _figures as figures
+
+sys.path.append(str(Path(__file__).parents[2] / "docs" / "_ext"))
+from dark import save
 
 WEST = 20  # the maps begin at this meridian, in Africa, which leaves each ocean in one piece
 COLOURS = dict(zip(("MeshGraphNet", "Transolver"), figures.CURVES, strict=False))
@@ -47,7 +51,7 @@ def draw(
         for panel in panels.flat[2 + len(maps) :]:
             panel.axis("off")
         bars(panels[2, 1].inset_axes((0.17, -0.05, 0.83, 0.95)), errors)
-        figures.save(figure, path)
+        save(figure, path)
 
 
 def frame(panel: Axes, title: str) -> None:

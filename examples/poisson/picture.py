@@ -1,5 +1,6 @@
 """Draw a plate: its ranks, a right-hand side, its solution and prediction, all errors."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,9 @@ from matplotlib.tri import Triangulation
 from mesh import triangles
 
 from varcomm import _figures as figures
+
+sys.path.append(str(Path(__file__).parents[2] / "docs" / "_ext"))
+from dark import save
 
 
 def draw(
@@ -52,7 +56,7 @@ def draw(
             bar.update_ticks()
             frame(panel, heading)
         compare(next(panels), solutions, predictions)
-        figures.save(figure, path)
+        save(figure, path)
 
 
 def partition(panel: Axes, mesh: Triangulation, rank: np.ndarray) -> None:

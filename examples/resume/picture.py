@@ -1,5 +1,6 @@
 """Draw a training that was interrupted, beside one that was not."""
 
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -9,6 +10,9 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from varcomm import _figures as figures
+
+sys.path.append(str(Path(__file__).parents[2] / "docs" / "_ext"))
+from dark import save
 
 
 def draw(path: Path, alone: Run, runs: Sequence[Run]) -> None:
@@ -39,4 +43,4 @@ def draw(path: Path, alone: Run, runs: Sequence[Run]) -> None:
         losses.set_title("Three ranks, then two: the losses of one process")
         losses.legend(loc="center right")
         apart.set(xlabel="step", ylabel="relative difference\nfrom one process")
-        figures.save(figure, path)
+        save(figure, path)

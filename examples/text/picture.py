@@ -1,5 +1,6 @@
 """Picture of the losses of a model, beside those of simple baselines."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -8,6 +9,9 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from varcomm import _figures as figures
+
+sys.path.append(str(Path(__file__).parents[2] / "docs" / "_ext"))
+from dark import save
 
 WINDOW = 20  # steps
 
@@ -49,4 +53,4 @@ def draw(
         ax.set(xlabel="step", ylabel="loss (nats per token)", xlim=(0, len(losses) * 1.01))
         ax.set_title("A GPT learns to write docstrings", weight="bold")
         ax.legend(loc="lower left")
-        figures.save(figure, path)
+        save(figure, path)

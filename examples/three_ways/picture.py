@@ -1,5 +1,6 @@
 """Draw the share of each rank of a mesh, and the losses of each mesh and of one process."""
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from varcomm import _figures as figures
+
+sys.path.append(str(Path(__file__).parents[2] / "docs" / "_ext"))
+from dark import save
 
 LINES = ["--", ":", "-."]  # of meshes, each over the ones before
 
@@ -62,7 +66,7 @@ def draw(
         left, right = below.subplots(2, 1, sharex=True)
         compare_losses(left, alone, curves, baselines)
         compare_digits(right, alone, curves)
-        figures.save(figure, path)
+        save(figure, path)
 
 
 def holding(ax: Axes, pos: np.ndarray, part: Part, ranks: Sequence[Part]) -> None:

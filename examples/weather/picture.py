@@ -1,5 +1,6 @@
 """Draw a forecast: how grid and mesh are split, the truth, the forecast, the error."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,9 @@ from split import Owner
 from torch_geometric.data import HeteroData
 
 from varcomm import _figures as figures
+
+sys.path.append(str(Path(__file__).parents[2] / "docs" / "_ext"))
+from dark import save
 
 WEST, STEP = 20, 2  # where the grid begins, in Africa, and its spacing, in degrees
 
@@ -51,7 +55,7 @@ def draw(path: Path, data: HeteroData, owner: Owner, change: np.ndarray, start: 
         below = {"location": "bottom", "shrink": 0.7, "aspect": 40, "extend": "both"}
         label = "change of the sea surface temperature in a month (°C)"
         figure.colorbar(image, ax=panels, label=label, **below)
-        figures.save(figure, path)
+        save(figure, path)
 
 
 def places(data: HeteroData) -> tuple[np.ndarray, np.ndarray]:

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
-from varcomm import _figures as figures
-
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *ROOT.glob("*.md"),
@@ -46,7 +44,7 @@ def test_pictures_have_a_dark_twin():
         (page.parent / path).resolve() for page in PAGES for path, _ in pictures(page.read_text())
     }
     for path in (each for each in shown if each.suffix == ".png"):
-        light, dark = imread(path), imread(figures.twin(path))
+        light, dark = imread(path), imread(path.with_stem(f"{path.stem}-dark"))
         assert light.shape == dark.shape, path
         assert light[0, 0, 0] > 0.9 > 0.1 > dark[0, 0, 0], path
 
