@@ -153,6 +153,8 @@ def of_other_libraries(rank, library, folder):
         at = {"driver": "file", "path": f"{folder}/plain.zarr/x"}
         found = Rows(tensorstore.open({"driver": "zarr3", "kvstore": at}).result(), graph)
         expected = torch.from_numpy(values())[0, graph.owned_ids]
+        unchunked = Rows(tensorstore.array(values()), graph)
+        torch.testing.assert_close(unchunked[0], expected)
     assert found.chunk == 5
     torch.testing.assert_close(found[0], expected, equal_nan=True, check_dtype=False)
 

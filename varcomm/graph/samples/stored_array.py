@@ -110,7 +110,9 @@ class StoredArray:
         if len(ids) == 0:
             return ()
         if self._is_in_memory:
-            return (_Request(ids, slice(0, len(ids)), None, len(ids)),)
+            is_run = ids[-1] - ids[0] + 1 == len(ids)
+            rows = slice(int(ids[0]), int(ids[-1]) + 1) if is_run else ids
+            return (_Request(rows, slice(0, len(ids)), None, len(ids)),)
         chunks, gap = ids // self.chunk, 1
         if not self._is_chunked:
             gap = max(1, _GAP // max(1, self._row_bytes))
@@ -160,6 +162,6 @@ def _chunks(array: Any, shape: tuple[int, ...]) -> Sequence[int] | None:
     layout, encoding = getattr(array, "chunk_layout", None), getattr(array, "encoding", {})
     sizes = layout.read_chunk.shape if layout is not None else getattr(array, "chunks", None)
     sizes = sizes or encoding.get("chunksizes") or encoding.get("chunks")
-    if not sizes or len(sizes) != len(shape):
+    if not sizes or len(sizes) != len(shape) or None in sizes:  # tensorstore: not known
         return None
     return [max(1, each[0] if isinstance(each, tuple) else each) for each in sizes]
