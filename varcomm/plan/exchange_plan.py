@@ -22,8 +22,8 @@ from varcomm.ops.graph_operator import in_graph
 from varcomm.ops.handle import TENSORS, Handle, collective, keep
 from varcomm.ops.reduction import checked_summable
 from varcomm.plan.checks import checked_count_matrix, checked_index, checked_indices
-from varcomm.plan.exchange import Exchange, ExchangeAdjoint, Routes
 from varcomm.plan.packed import exchange_packed
+from varcomm.plan.routes import Exchange, ExchangeAdjoint, Routes
 from varcomm.plan.row_sum import RowSum
 from varcomm.sizes import ShardSizes, checked_dim, checked_sizes
 from varcomm.transport.agreement import agree_and_share, debugging

@@ -10,7 +10,7 @@ from varcomm.errors import ArgumentError
 from varcomm.ops.checks import checked_tensor, checking
 from varcomm.ops.handle import TensorOrHandle, uncached
 from varcomm.plan.checks import checked_count_matrix, checked_indices
-from varcomm.plan.exchange import IndexedAllToAllV, Routes
+from varcomm.plan.routes import IndexedAllToAllV, Routes
 from varcomm.sizes import checked_dim
 from varcomm.transport.group import GroupLike, resolve
 

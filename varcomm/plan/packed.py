@@ -14,7 +14,7 @@ from varcomm._torch_private import transforms_active
 from varcomm.ops import packing
 from varcomm.ops.graph_operator import in_graph
 from varcomm.ops.handle import collective
-from varcomm.plan.exchange import Exchange, ExchangeAdjoint, Routes
+from varcomm.plan.routes import Exchange, ExchangeAdjoint, Routes
 from varcomm.transport.engine import Pending
 
 

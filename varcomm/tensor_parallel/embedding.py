@@ -33,7 +33,7 @@ from varcomm.ops.graph_operator import torch_operator
 from varcomm.ops.handle import apply
 from varcomm.ops.reduction import checked_summable
 from varcomm.ops.rule import Operator
-from varcomm.plan.exchange import Exchange, ExchangeAdjoint, Routes
+from varcomm.plan.routes import Exchange, ExchangeAdjoint, Routes
 from varcomm.plan.row_sum import RowSum
 from varcomm.sizes import ShardSizes, exact_int
 from varcomm.tensor_parallel.layout import (

@@ -33,7 +33,7 @@ Known: TypeAlias = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 Rule: TypeAlias = Callable[..., Any]
 
 # Rules by the name of the function of torch, and what compiled code finds: rules and names by the
-# function itself. varcomm/graph/index/rules.py fills them.
+# function itself. varcomm/graph/index/torch_functions.py fills them.
 RULES: dict[str, Rule] = {}
 RULES_OF_FUNCTIONS: dict[Rule, Rule] = {}
 NAMES: dict[Rule, str] = {}
