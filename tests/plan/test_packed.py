@@ -106,6 +106,20 @@ def test_sums_follow_the_rule_of_fp32(worlds):
     worlds.run(3, narrow, of_first_rank(3))
 
 
+def by_position(rank, needs):
+    """A dimension by position, and the rule of sums by name."""
+    plan = needs.plan_of_indices(rank)
+    x = torch.randn(2, plan.num_rows).bfloat16().requires_grad_()
+    g = torch.randn(2, sum(plan.recv_counts)).bfloat16()
+    for use_fp32 in (True, False):
+        (found,) = torch.autograd.grad(plan(x, 1, use_fp32=use_fp32), x, g)
+        assert torch.equal(found, plan.adjoint(g, 1, use_fp32))
+
+
+def test_arguments_by_position(worlds):
+    worlds.run(3, by_position, of_first_rank(3))
+
+
 def compiled(rank, needs):
     plan = needs.plan_of_indices(rank)
     xs = [x.requires_grad_() for x in drawn(plan)]
@@ -129,6 +143,8 @@ def refused(rank, needs):
                 plan(x, y, second)
         with pytest.raises(ArgumentError):
             plan(x, y, dim=1)
+        with pytest.raises(ArgumentError, match="1 more"):
+            plan(x, 0, True, 1)
     return list(calls)
 
 

@@ -242,8 +242,11 @@ class ExchangePlan:
             several tensors, views of the memory that they arrive in.
         """
         if more and not isinstance(more[0], torch.Tensor):
-            by_name: Any = zip(("dim", "use_fp32")[: len(more)], more, strict=True)
-            return self(tensor, **dict(by_name))
+            if len(more) > 2:
+                raise ArgumentError(
+                    f"a plan takes tensors, dim and use_fp32; got {len(more) - 2} more arguments."
+                )
+            return self(tensor, dim=more[0], use_fp32=more[1] if len(more) == 2 else use_fp32)
         if not more:
             return collective(_forward, self, tensor, (), (dim, use_fp32), False)
         tensors = tensor, *more
