@@ -28,9 +28,12 @@ from varcomm.transport.group import Group
 __all__ = ["EdgeRules"]
 
 
-_SELECT = frozenset(
-    ["__getitem__", "narrow", "split", "chunk", "index_select", "masked_select", "unbind"]
-)
+# functions that select or make rows
+_SELECT = frozenset((
+    "__getitem__", "narrow", "split", "split_with_sizes", "tensor_split", "vsplit", "chunk",
+    "index_select", "masked_select", "select", "unbind", "gather", "take", "take_along_dim",
+    "unique", "repeat_interleave", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros",
+))  # fmt: skip
 
 
 class _WithHalo(torch.Tensor):
@@ -240,9 +243,10 @@ class EdgeRules(Numbering):
             return top
         # edges with the extreme share its gradient evenly
         equal = src.detach() == self._rows_at(ids, top)
-        times = self._sum_at_sources(ids, equal.to(src.dtype))
+        wide = torch.promote_types(src.dtype, torch.float32)  # bf16 counts to 256
+        times = self._sum_at_sources(ids, equal.to(wide))
         times = (times + (top == 0).mul(STARTS_FROM_ZERO)).clamp(min=1)
-        share = equal / self._rows_at(ids, times)
+        share = (equal / self._rows_at(ids, times)).to(src.dtype)
         parts = self._sum_at_sources(ids, src.masked_fill(~equal, 0) * share)
         return parts + (top - parts).detach()
 
@@ -263,7 +267,8 @@ class EdgeRules(Numbering):
         halo = local[self.plan.num_rows :]
         received = all_to_all_v(halo, plan.recv_counts, plan.send_counts, group=pg)
         out = local[: self.plan.num_rows].index_reduce(0, plan.send_index, received, how)
-        return out.masked_fill(out == worst, 0)
+        has_none = self._sum_at_sources(index, torch.ones_like(index)) == 0
+        return out.masked_fill(has_none.view(-1, *[1] * (out.dim() - 1)), 0)
 
     def count(self, kind: Kind, index: torch.Tensor, whole: bool) -> int:
         """Return the number of owned nodes; for edges, up to the last node that has an edge.
