@@ -144,3 +144,32 @@ def test_copies_and_other_parts_stay(rank):
     is_right(model[1], alone[1], here, data)
     distribute(model, there)
     is_right(model, alone, there, other)
+
+
+@on_ranks(3)
+def test_extremes_at_sources(rank):
+    """The least and the greatest number of a dtype are values like others; bf16 counts ties."""
+    data = wild()
+    graph = partition(data, method="random")
+    for dtype, how, value in ((torch.uint8, "amin", 255), (torch.int8, "amax", -128)):
+        found = []
+        for g in (data, graph):
+            values = torch.full((g.edge_index.shape[1],), value, dtype=dtype)
+            start = torch.zeros(g.x.shape[0], dtype=dtype)
+            found.append(start.scatter_reduce(0, g.edge_index[0], values, how, include_self=False))
+        assert torch.equal(found[1], found[0][graph.owned_ids])
+
+
+@on_ranks(3)
+def test_a_part_put_in_while_an_inner_model_runs(rank):
+    data = wild()
+    graph = partition(data, method="random")
+    torch.manual_seed(0)
+    inner = pyg.Sequential("x, e", [(pyg.GCNConv(4, 4), "x, e -> x")])
+    model = pyg.Sequential("x, e", [(inner, "x, e -> x"), (torch.nn.Identity(), "x -> x")])
+    distribute(inner.double(), graph)
+    distribute(model.double(), graph)
+    model[1].norm = pyg.BatchNorm(4)
+    inner(graph.x, graph.edge_index)
+    with pytest.raises(ArgumentError, match="put into the model after distribute"):
+        model(graph.x, graph.edge_index)

@@ -154,8 +154,8 @@ class _Parts:
     def keep(self, model: torch.nn.Module) -> None:
         """Check all parts, and note them."""
         _check_parts(model)
-        self.running: Running = vars(model)[_RUNNING]
-        self.running.has_new_parts = False
+        running: Running = vars(model)[_RUNNING]
+        self.seen = running, running.put_in
         self.layers = [module for module in model.modules() if isinstance(module, MessagePassing)]
         self.methods = [*map(_PROPAGATE, self.layers)]  # PyG replaces them to explain a model
 
@@ -163,8 +163,8 @@ class _Parts:
         """Raise ArgumentError if a part was put in after `distribute`, or is being explained."""
         if torch.compiler.is_compiling():
             return
-        is_as_kept = [*map(_PROPAGATE, self.layers)] == self.methods
-        if self.running.has_new_parts or not is_as_kept or debugging():
+        running, methods = vars(model)[_RUNNING], [*map(_PROPAGATE, self.layers)]
+        if self.seen != (running, running.put_in) or methods != self.methods or debugging():
             self.keep(model)
 
 
@@ -175,7 +175,7 @@ _PROPAGATE = attrgetter("propagate")
 def _note_part(module: torch.nn.Module, name: str, part: torch.nn.Module | None) -> None:
     running = vars(module).get(_RUNNING)
     if isinstance(running, Running):
-        running.has_new_parts = True
+        running.put_in += 1
 
 
 def _check_parts(model: torch.nn.Module) -> None:

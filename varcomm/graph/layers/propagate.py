@@ -41,7 +41,7 @@ class Running:
     # None outside a call that exchanges once for several layers
     steps: int | None = None
     rules: frozenset[Numbering] = field(init=False)  # of the graph's edges
-    has_new_parts: bool = False  # a module was put into one of the model's
+    put_in: int = 0  # modules that were put into those of the model
 
     def __post_init__(self) -> None:
         self.move(self.graph)
@@ -205,11 +205,11 @@ def _depending(
 
     Backward is collective: a rank whose edges ignore the rows would leave the others waiting.
     """
+    if not (out.is_floating_point() or out.is_complex()) or not torch.is_grad_enabled():
+        return out
     if given:
         out = sum(_nothing_of(given), out)
     if not exchanged:
-        return out
-    if not (out.is_floating_point() or out.is_complex()) or not torch.is_grad_enabled():
         return out
     if transforms_active():
         return sum(_nothing_of(exchanged), out)
