@@ -106,6 +106,29 @@ def test_sums_follow_the_rule_of_fp32(worlds):
     worlds.run(3, narrow, of_first_rank(3))
 
 
+def forward_over_reverse(rank, needs):
+    """The tangent of a gradient is that of separate calls."""
+    plan = needs.plan_of_indices(rank)
+    xs = [torch.randn(plan.num_rows, k, dtype=torch.float64) for k in (2, 3)]
+    ts = [torch.randn_like(x) for x in xs]
+
+    def tangents(call):
+        with forward_ad.dual_level():
+            duals = [
+                forward_ad.make_dual(x.clone().requires_grad_(), t)
+                for x, t in zip(xs, ts, strict=True)
+            ]
+            found = torch.autograd.grad(sum((y**3).sum() for y in call(*duals)), duals)
+            return [forward_ad.unpack_dual(each).tangent for each in found]
+
+    together = tangents(plan)
+    torch.testing.assert_close(together, tangents(lambda *xs: [plan(x) for x in xs]))
+
+
+def test_forward_over_reverse(worlds):
+    worlds.run(3, forward_over_reverse, of_first_rank(3))
+
+
 def by_position(rank, needs):
     """A dimension by position, and the rule of sums by name."""
     plan = needs.plan_of_indices(rank)

@@ -84,7 +84,7 @@ class _Return(torch.autograd.Function):
     def forward(
         ctx: Any, plan: Routes, use_fp32: bool, widths: Sequence[int], copies: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.plan, ctx.use_fp32 = plan, use_fp32
+        ctx.plan, ctx.use_fp32, ctx.widths = plan, use_fp32, widths
         own: tuple[Tensor, ...] = plan.row_sum(copies, use_fp32).split(list(widths), dim=1)
         return own
 
@@ -92,6 +92,10 @@ class _Return(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         picked = _Pick.apply(ctx.plan, ctx.use_fp32, *gradients)  # type: ignore[no-untyped-call]
         return None, None, None, picked
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, __: None, ___: None, tangent: Tensor) -> tuple[Tensor, ...]:
+        return _Return.apply(ctx.plan, ctx.use_fp32, ctx.widths, tangent)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @dataclass(frozen=True)
