@@ -173,3 +173,23 @@ def test_a_part_put_in_while_an_inner_model_runs(rank):
     inner(graph.x, graph.edge_index)
     with pytest.raises(ArgumentError, match="put into the model after distribute"):
         model(graph.x, graph.edge_index)
+
+
+@on_ranks(3)
+def test_parts_that_are_inserted(rank):
+    """Also into a container that was itself put in after distribute."""
+    data = wild()
+    graph = partition(data, method="random")
+    for late in (False, True):
+        torch.manual_seed(0)
+        model = pyg.Sequential("x, e", [(pyg.GCNConv(4, 4), "x, e -> x")]).double()
+        model.extra = torch.nn.Sequential(torch.nn.Identity())
+        if late:
+            del model.extra
+        distribute(model, graph)
+        if late:
+            model.extra = torch.nn.Sequential(torch.nn.Identity())
+        model(graph.x, graph.edge_index)
+        model.extra.insert(0, torch.nn.BatchNorm1d(4))
+        with pytest.raises(ArgumentError, match="put into the model after distribute"):
+            model(graph.x, graph.edge_index)

@@ -7,7 +7,6 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
-from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.aggr import Aggregation
@@ -154,28 +153,23 @@ class _Parts:
     def keep(self, model: torch.nn.Module) -> None:
         """Check all parts, and note them."""
         _check_parts(model)
-        running: Running = vars(model)[_RUNNING]
-        self.seen = running, running.put_in
-        self.layers = [module for module in model.modules() if isinstance(module, MessagePassing)]
+        self.modules = [*model.modules()]
+        self.layers = [module for module in self.modules if isinstance(module, MessagePassing)]
         self.methods = [*map(_PROPAGATE, self.layers)]  # PyG replaces them to explain a model
 
     def check(self, model: torch.nn.Module, args: object) -> None:
         """Raise ArgumentError if a part was put in after `distribute`, or is being explained."""
         if torch.compiler.is_compiling():
             return
-        running, methods = vars(model)[_RUNNING], [*map(_PROPAGATE, self.layers)]
-        if self.seen != (running, running.put_in) or methods != self.methods or debugging():
+        # torch's hook of registrations does not see insert() of a Sequential or ModuleList
+        same = [*model.modules()] == self.modules and [
+            *map(_PROPAGATE, self.layers)
+        ] == self.methods
+        if not same or debugging():
             self.keep(model)
 
 
 _PROPAGATE = attrgetter("propagate")
-
-
-@register_module_module_registration_hook
-def _note_part(module: torch.nn.Module, name: str, part: torch.nn.Module | None) -> None:
-    running = vars(module).get(_RUNNING)
-    if isinstance(running, Running):
-        running.put_in += 1
 
 
 def _check_parts(model: torch.nn.Module) -> None:

@@ -41,7 +41,6 @@ class Running:
     # None outside a call that exchanges once for several layers
     steps: int | None = None
     rules: frozenset[Numbering] = field(init=False)  # of the graph's edges
-    put_in: int = 0  # modules that were put into those of the model
 
     def __post_init__(self) -> None:
         self.move(self.graph)
