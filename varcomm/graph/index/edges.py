@@ -82,9 +82,9 @@ class EdgeRules(Numbering):
     # rows of each differentiable exchange in a propagate; None outside, and in compiled code
     exchanged: list[torch.Tensor] | None = field(init=False, default=None)
     # owned nodes up to the last one that has an edge, once asked for
-    _last: list[int] = field(init=False, default_factory=list)
+    _up_to_last_edge: int | None = field(init=False, default=None)
     # the same for all edges, which other ranks keep as well
-    _last_of_whole: list[int] = field(init=False, default_factory=list)
+    _up_to_last_edge_of_all: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.extent = extent_of(self.num_targets, *self.counts, device=self.local_ids.device)
@@ -291,22 +291,22 @@ class EdgeRules(Numbering):
     @kept_from_compilation
     def _up_to_last(self, index: torch.Tensor, whole: bool) -> int:
         assert self.sources is not None
-        if whole and self._last_of_whole:
-            self._last[:] = self._last_of_whole
-            return self._last[-1]
+        if whole and self._up_to_last_edge_of_all is not None:
+            self._up_to_last_edge = self._up_to_last_edge_of_all
+            return self._up_to_last_edge
         owned = self.sources.owned_ids
         ids = torch.cat([owned, self.halo_ids])[index]
         last = ids.max().view(1) if ids.numel() else ids.new_full((1,), -1)
         group = self.group
         lasts = all_gather_v(last, [1] * group.size, group=group.process_group)
-        self._last[:] = [int((owned <= lasts.max()).sum())]
+        self._up_to_last_edge = int((owned <= lasts.max()).sum())
         if whole:
-            self._last_of_whole[:] = self._last
-        return self._last[-1]
+            self._up_to_last_edge_of_all = self._up_to_last_edge
+        return self._up_to_last_edge
 
     def is_up_to_last(self, count: int) -> bool:
         """Return whether a number of nodes counts owned nodes up to the last one with an edge."""
-        return not torch.compiler.is_compiling() and self._last[-1:] == [count]
+        return not torch.compiler.is_compiling() and self._up_to_last_edge == count
 
     def positions_of_loops(self, loops: bool, mask: torch.Tensor) -> torch.Tensor | slice:
         """Return a selector of all self loops, or of all other edges, in place of a mask."""
