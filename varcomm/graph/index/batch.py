@@ -21,6 +21,7 @@ __all__ = [
     "STARTS_FROM_ZERO",
     "Graphs",
     "accumulated",
+    "beyond",
     "extreme",
     "largest",
 ]
@@ -104,7 +105,7 @@ def extreme(
 
     Nodes with the extreme share its gradient evenly. The extreme of no nodes is 0.
     """
-    start = x.new_full((size, *x.shape[1:]), _beyond(how, x.dtype))
+    start = x.new_full((size, *x.shape[1:]), beyond(how, x.dtype))
     local = start.scatter_reduce(0, _index(rows, x), x.detach(), how)
     equal = _equal(x.detach(), local.index_select(0, rows))
     times = torch.zeros_like(local, dtype=torch.int32).index_add(0, rows, equal.int())
@@ -114,7 +115,7 @@ def extreme(
         local = _exactly(local, torch.zeros_like(local).index_add(0, rows, parts))
 
     def combine(values: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
-        values = values.masked_fill(times == 0, _beyond(how, values.dtype))
+        values = values.masked_fill(times == 0, beyond(how, values.dtype))
         result: torch.Tensor = getattr(values.detach(), how)(0)
         if values.is_floating_point():
             times = times.masked_fill(~_equal(values.detach(), result), 0)
@@ -156,7 +157,7 @@ def _equal(values: torch.Tensor, extreme: torch.Tensor) -> torch.Tensor:
     return (values == extreme) | values.isnan()
 
 
-def _beyond(how: Extreme, dtype: torch.dtype) -> float | int:
+def beyond(how: Extreme, dtype: torch.dtype) -> float | int:
     """Return the extreme of no values."""
     if dtype.is_floating_point:
         return float("-inf") if how == "amax" else float("inf")

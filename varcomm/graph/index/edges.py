@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.index.batch import STARTS_FROM_ZERO
+from varcomm.graph.index.batch import STARTS_FROM_ZERO, Extreme, beyond
 from varcomm.graph.index.partitioned_index import How, Kind, Numbering, PartitionedIndex, ordinary
 from varcomm.graph.node_shard import NodeShard
 from varcomm.graph.on_device import require
@@ -258,10 +258,11 @@ class EdgeRules(Numbering):
         local = src.new_zeros(sources + halo, *src.shape[1:]).index_add(0, index, src)
         return local[:sources] + self.plan.adjoint(local[sources:])
 
-    def _extreme_at_sources(self, how: How, index: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
-        beyond = torch.iinfo if not src.is_floating_point() else torch.finfo
-        worst = beyond(src.dtype).min if how == "amax" else beyond(src.dtype).max
-        local = src.new_full((self.plan.num_rows + self.plan.num_received, *src.shape[1:]), worst)
+    def _extreme_at_sources(
+        self, how: Extreme, index: torch.Tensor, src: torch.Tensor
+    ) -> torch.Tensor:
+        rows = self.plan.num_rows + self.plan.num_received
+        local = src.new_full((rows, *src.shape[1:]), beyond(how, src.dtype))
         local = local.index_reduce(0, index, src, how)
         plan, pg = self.plan, self.group.process_group
         halo = local[self.plan.num_rows :]
