@@ -281,6 +281,22 @@ def test_refusals(rank):
     assert torch.equal(graph.scatter(wild().x if rank == 1 else None, src=1), graph.x)
 
 
+@on_ranks(3)
+def test_ids_of_users_are_not_those_of_the_graph(rank):
+    """A change in place of what was returned, or passed, leaves the graph as it is."""
+    data, shares = wild(), varcomm.ShardSizes.balanced(24, 3)
+    graph = partition(data, method="random")
+    ids = torch.arange(24)[shares.range(rank).start : shares.range(rank).stop]
+    near = varcomm.graph.radius(data.pos[ids], 0.5, ids=ids)
+    ends = torch.empty(2, 0, dtype=torch.int64)
+    made = varcomm.graph.from_edges(ends, shares, node_attrs={"x": data.x[ids]}, node_ids=ids)
+    before = [shard.owned_ids.clone() for shard in (graph.nodes, graph.edges, near, made)]
+    ids.zero_()
+    for shard, expected in zip((graph.nodes, graph.edges, near, made), before, strict=True):
+        shard.owned_ids.zero_()
+        assert torch.equal(shard.owned_ids, expected)
+
+
 @on_ranks(2)
 def test_copies_devices_and_changes(rank):
     data = wild()

@@ -52,8 +52,8 @@ class Shard:
 
     @property
     def owned_ids(self) -> torch.Tensor:
-        """Ids of the owned rows in the full graph, ascending; int64 of shape (n,)."""
-        return self.ids
+        """Ids of the owned rows in the full graph, ascending; int64 of shape (n,). A copy."""
+        return self.ids.clone()
 
     @property
     def num_owned(self) -> int:

@@ -131,7 +131,7 @@ def from_edges(
         ids, count, device = node_ids, ranges[ranks.rank], ends.device
         if ids is not None:
             _check_device(ids, "node_ids", device)
-            ids = checked_index(ids, ranges.total, "node_ids", "nodes")
+            ids = checked_index(ids, ranges.total, "node_ids", "nodes").clone()
             count = len(ids)
         of_nodes = _checked_attributes(node_attrs, count, "node_attrs", device)
         of_edges = _checked_attributes(edge_attrs, ends.shape[1], "edge_attrs", device)

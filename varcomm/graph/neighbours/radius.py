@@ -447,11 +447,11 @@ def _checked_pbc(pbc: Any, dims: int, has_cell: bool) -> tuple[bool, ...]:
 
 
 def _checked_ids(ids: Any, pos: torch.Tensor) -> torch.Tensor:
-    """Return ids as int64, if there is one for each row; their values are not read."""
+    """Return a copy of ids as int64, if there is one for each row; their values are not read."""
     found = checked_integers(ids, "ids")
     if len(found) != len(pos) or found.device != pos.device:
         raise _not_ascending(pos)
-    return found
+    return found.clone()
 
 
 def _not_ascending(pos: torch.Tensor) -> ArgumentError:
