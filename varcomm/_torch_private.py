@@ -119,7 +119,7 @@ class Module(nn.Module):
     """
 
     def after_conversion(self) -> None:
-        """Do what parameters need that torch has made anew."""
+        """Do what new parameters need, after torch has replaced the old ones."""
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The operator of a plan, from own rows to received rows, and its adjoint."""
+"""The data of a plan, and its operator: from own rows to received rows, and the adjoint."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Group:
         self.compared_calls = 0  # calls that this rank compared with the other ranks
         self.given_up = ""  # message of the call in which this rank stopped to wait for others
         self.note: dict[str, Any] = {}  # of the world: note of this rank on its last call
-        self.calls: Calls = {}
+        self.calls: Calls = {}  # that further calls with equal arguments use
         self.in_flight: list[Any] = []  # of the world: calls of Handles with further rounds
         self.captured: weakref.WeakSet[Any] = weakref.WeakSet()  # of the world: CUDA graphs
         self.unfinished: list[Any] = []  # buffers and requests of calls that no caller waits for
