@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -98,7 +99,7 @@ class _Rows:
     sizes: ShardSizes
     dim: int
 
-    @property
+    @cached_property
     def kind(self) -> torch.dtype:
         """The dtype that travels: bytes, if there is no derivative."""
         recorded = torch.is_grad_enabled() and self.tensor.requires_grad
