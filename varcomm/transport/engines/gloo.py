@@ -53,10 +53,12 @@ class Gloo(Engine):
         schedule, group, recv, send, width = route
         pg, units = group.process_group, _Units(width)
         if schedule == "broadcast":
-            return lambda out, data: [_broadcast(pg, units(data), route.root)]
+            options = _from(route.root)
+            return lambda out, data: [pg.broadcast([units(data)], options)]
         recv, send = [n // width for n in recv], [n // width for n in send]
         if schedule == "all_gather":
-            return partial(_all_gather, pg, units, group.rank, spans(recv))
+            shards = [(_from(src), src, first, end) for src, first, end in spans(recv)]
+            return partial(_all_gather, pg, units, group.rank, shards)
         if schedule == "all" or (schedule == "neighbours" and group.size <= _FEW_RANKS):
             counts = recv, send, dist.AllToAllOptions()
             return lambda out, data: [pg.alltoall_base(units(out), units(data), *counts)]
@@ -92,27 +94,31 @@ def _part(values: Tensor, first: int, end: int) -> Tensor:
 
 
 def _all_gather(
-    pg: dist.ProcessGroup, units: _Units, rank: int, places: Spans, out: Tensor, data: Tensor
+    pg: dist.ProcessGroup,
+    units: _Units,
+    rank: int,
+    shards: list[tuple[dist.BroadcastOptions, int, int, int]],
+    out: Tensor,
+    data: Tensor,
 ) -> Works:
     """Broadcast each shard, all at the same time."""
     out, data = units(out), units(data)
     works, own, length = [], data, out.numel()
-    for src, first, end in places:
+    for options, src, first, end in shards:
         part = out if end - first == length else out[first:end]
         if src == rank:
             own = part
-        options = dist.BroadcastOptions()
-        options.rootRank = src
         works.append(pg.broadcast([data if src == rank else part], options))
     if own.data_ptr() != data.data_ptr():
         own.copy_(data)
     return works
 
 
-def _broadcast(pg: dist.ProcessGroup, data: Tensor, src: int) -> dist.Work:
+def _from(src: int) -> dist.BroadcastOptions:
+    """Return the options of a broadcast from a rank."""
     options = dist.BroadcastOptions()
     options.rootRank = src
-    return pg.broadcast([data], options)
+    return options
 
 
 def _messages(
