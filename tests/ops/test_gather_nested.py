@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 
 import varcomm as vc
 from tests.worlds import WORLDS, on_ranks
@@ -139,6 +140,7 @@ def test_refusals(rank):
         assert error.value.on_all_ranks
     for call, word in (
         (lambda: vc.all_gather_v(torch.ones(2, 2), dim=int(rank == 0)), "dim"),
+        (lambda: vc.all_gather_v(ones.bfloat16(), use_fp32=rank == 0), "use_fp32"),
         (lambda: vc.gather_v(ones, dst=rank), "dst"),
         (lambda: vc.gather_v(ones, dst=3), "dst must be a rank"),
         (lambda: vc.all_gather_v([ones], async_op=True), "async_op=True needs one tensor"),
@@ -146,6 +148,12 @@ def test_refusals(rank):
         with pytest.raises((ArgumentError, DisagreementError), match=word) as error:
             call()
         assert error.value.on_all_ranks
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(ones, ones) if rank == 1 else ones
+        for value in (dual, [ones, dual]):
+            for gather in (vc.all_gather_v, vc.gather_v):
+                with pytest.raises(DisagreementError, match="tangent of forward mode"):
+                    gather(value)
     assert len(vc.all_gather_v(ones)) == 6  # ranks agree again
 
 

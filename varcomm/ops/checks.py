@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 
 from varcomm._torch_private import is_fake
 from varcomm.errors import ArgumentError, CommunicationError, DisagreementError
@@ -80,6 +81,11 @@ def checked_tensor(tensor: object, where: str, name: str = "tensor") -> None:
             f"{where}{name} must be dense; got {type(tensor).__name__}, which wraps other tensors. "
             "Pass these."
         )
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has a tangent of forward mode."""
+    return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def holds_values(tensor: torch.Tensor) -> bool:

@@ -9,19 +9,17 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from varcomm._torch_private import transforms_active
 from varcomm.errors import ArgumentError
 from varcomm.ops import packing
-from varcomm.ops.checks import checked_tensor, checking
+from varcomm.ops.checks import checked_tensor, checking, has_tangent
 from varcomm.ops.compilation import kept_from_compilation
 from varcomm.ops.digest import require_equal
 from varcomm.ops.graph_operator import in_graph
 from varcomm.ops.handle import TensorOrHandle
 from varcomm.ops.nested import leaves, rebuilt
-from varcomm.ops.root_input import outside_transforms
 from varcomm.sizes import ShardSizes, checked_dim, checked_rank
 from varcomm.transport.agreement import share
 from varcomm.transport.engine import as_bytes
@@ -48,18 +46,11 @@ def gather_without_sizes(
     All ranks raise if they disagree on anything but the numbers of rows.
     """
     is_tensor = isinstance(value, Tensor)
-    own: Any = None
     found: dict[str, Any] = {}
     failure: Exception | None = None
     with checking(name, group, use_fp32=use_fp32, async_op=async_op) as where:
         try:
             found = dict(sorted(leaves(value).items()))
-            if async_op and not is_tensor:
-                raise ArgumentError("async_op=True needs one tensor. Gather nested ones without.")
-            if root is not None:
-                checked_rank(root, group.size, "dst")
-            # here: transforms and grad mode belong to this thread
-            own = _described(found, dim, root)
         except Exception as error:  # also of a key's own repr
             failure = error  # of all ranks, below
         if any(in_graph(x) for x in found.values() if isinstance(x, Tensor)):
@@ -68,16 +59,21 @@ def gather_without_sizes(
                 "ShardSizes.from_local returns before."
             )
 
-    def described() -> Any:
+    def described() -> tuple[dict[str, Any], list[int], bool]:
         if failure is not None:
             raise failure
-        return own
+        if async_op and not is_tensor:
+            raise ArgumentError("async_op=True needs one tensor. Gather nested ones without.")
+        if root is not None:
+            checked_rank(root, group.size, "dst")
+        words, rows = _described(found, dim)
+        return words | {"dst": root, "use_fp32": use_fp32}, rows, transforms_active()
 
-    shared: list[Any] = []
-    outside_transforms(lambda: shared.extend(share(name, described, group)))
+    shared = share(name, described, group)
     require_equal(where.removesuffix(": "), [words for words, *_ in shared])
+    apart = any(transformed for *_, transformed in shared)
+    apart = apart or any(has_tangent(x) for x in found.values() if x is not None)
     table = [ShardSizes(rows) for rows in zip(*(rows for _, rows, _ in shared), strict=True)]
-    apart = any(is_apart for *_, is_apart in shared)
     tensors = {path: _with_rows(x) for path, x in found.items() if x is not None}
     dims = [dim % x.dim() for x in tensors.values()]
     if is_tensor:
@@ -146,13 +142,10 @@ def _side_by_side(given: Sequence[_Rows], arriving: range, one: One) -> list[Ten
     return [results[place] for place in range(len(given))]
 
 
-def _described(
-    found: Mapping[str, Any], dim: int, root: int | None
-) -> tuple[dict[str, Any], list[int], bool]:
-    """Return words that must be equal on all ranks, the rows, and whether derivatives are apart."""
-    words: dict[str, Any] = {"dim": dim, "dst": root}
+def _described(found: Mapping[str, Any], dim: int) -> tuple[dict[str, Any], list[int]]:
+    """Return words that must be equal on all ranks, and the rows of each tensor."""
+    words: dict[str, Any] = {"dim": dim}
     rows, devices = list[int](), set[torch.device]()
-    apart: bool = transforms_active()
     for path, x in found.items():
         of = f" of {path}" if path else ""
         if x is None and path:
@@ -168,7 +161,6 @@ def _described(
         at = checked_dim(dim, own.shape, f"the tensor{of}: ")
         rows.append(own.shape[at])
         devices.add(x.device)
-        apart = apart or forward_ad.unpack_dual(x).tangent is not None
         words |= {
             f"kind{of}": "a tensor",
             f"dtype{of}": str(x.dtype).removeprefix("torch."),
@@ -176,10 +168,11 @@ def _described(
             f"dimensions{of}": x.dim(),
             f"shape of a row{of}": packing.rest(own.shape, at),
             f"requires_grad{of}": torch.is_grad_enabled() and x.requires_grad,
+            f"tangent of forward mode{of}": has_tangent(x),
         }
     if len(devices) > 1:
         raise ArgumentError(f"tensors must be on one device; got {sorted(map(str, devices))}.")
-    return words, rows, apart
+    return words, rows
 
 
 def _with_rows(x: Tensor) -> Tensor:

@@ -16,13 +16,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from varcomm._torch_private import FunctionalTensorMode, is_fake, register_effect
 from varcomm.errors import ArgumentError
-from varcomm.ops.checks import is_compilers
+from varcomm.ops.checks import has_tangent, is_compilers
 from varcomm.ops.rule import Call, Operator, send
 
 Kind = TypeVar("Kind", bound=type[Operator])
@@ -73,7 +72,7 @@ class _Library(torch.library.Library):
 
 
 def _without_tangents(name: str, kernel: Any, keys: object, x: Tensor, *rest: Any) -> Tensors:
-    if forward_ad.unpack_dual(x).tangent is not None:
+    if has_tangent(x):
         raise ArgumentError(
             f"{name}: a recorded operator has no forward mode. Use torch.func.jvp of the function "
             "before it is compiled, exported or traced."

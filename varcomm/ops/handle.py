@@ -20,7 +20,7 @@ from torch import Tensor
 
 from varcomm._torch_private import transforms_active, version_of
 from varcomm.errors import ArgumentError
-from varcomm.ops.checks import checked_tensor, checking, holds_values
+from varcomm.ops.checks import checked_tensor, checking, has_tangent, holds_values
 from varcomm.ops.compilation import kept_from_compilation
 from varcomm.ops.graph_operator import (
     Tensors,
@@ -96,8 +96,7 @@ else:
 
 def start(call: Call, x: Tensor) -> Handle:
     """Send `x` by a call in one round; the result belongs to autograd's graph."""
-    transformed = transforms_active()
-    if in_graph(x) or transformed or forward_ad.unpack_dual(x).tangent is not None:
+    if in_graph(x) or transforms_active() or has_tangent(x):
         with torch.enable_grad():  # wait() decides whether there is a gradient
             result = apply(call.operator, x)
         return Handle(lambda: result if torch.is_grad_enabled() else result.detach())
@@ -216,7 +215,7 @@ def _differentiated(
     requires_grad = is_recorded(x, given)
     if transforms_active():
         return _in_transforms(x, call, requires_grad, of, *given)
-    if requires_grad or forward_ad.unpack_dual(x).tangent is not None:
+    if requires_grad or has_tangent(x):
         return _Rule.apply(x, call, requires_grad, of, *given)  # type: ignore[no-any-return, no-untyped-call]
     return _forward(call, x, requires_grad, of)[0], None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch.autograd.forward_ad as forward_ad
 
 from varcomm._torch_private import transforms_active
 from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.ops.checks import checked_tensor, checking
+from varcomm.ops.checks import checked_tensor, checking, has_tangent
 from varcomm.ops.graph_operator import in_graph
 from varcomm.transport.agreement import announce, compare, debugging
 from varcomm.transport.group import Group
@@ -53,7 +52,7 @@ def root_input(
     digest, transforms = zlib.crc32(repr(list(sizes)).encode()), _transforms_of(tensor)
     if debugging():
         call = {"operation": name, "root": src, "sizes": list(sizes), "like": "not given"}
-        outside_transforms(lambda: compare(group, call))
+        compare(group, call)
 
     def describe() -> dict[str, Any]:
         x = checked()
@@ -62,7 +61,7 @@ def root_input(
             "device": x.device.type,
             "shape": list(x.shape),
             "requires_grad": torch.is_grad_enabled() and x.requires_grad,
-            "has_tangent": _has_tangent(x),
+            "has_tangent": has_tangent(x),
             "transforms": transforms,
             "sizes": digest,
         }
@@ -91,7 +90,7 @@ def root_input(
         empty = _nothing_of(tensor).to(device, dtype)
     elif root["requires_grad"] and not transformed:
         empty.requires_grad_()
-    if root["has_tangent"] and not _has_tangent(empty):
+    if root["has_tangent"] and not has_tangent(empty):
         empty = forward_ad.make_dual(empty, torch.zeros_like(empty))
     return empty, shape
 
@@ -125,7 +124,7 @@ def _match(x: object, like: object) -> bool:
         (x.dtype, x.device, x.layout) == (like.dtype, like.device, like.layout)
         and x.requires_grad == like.requires_grad
         and not transforms_active()
-        and _has_tangent(x) == _has_tangent(like)
+        and has_tangent(x) == has_tangent(like)
     )
 
 
@@ -133,13 +132,13 @@ def compare_like(name: str, x: torch.Tensor, src: int, group: Group, sizes: Sequ
     """Compare, inside debug(), whether ranks have `like`; their calls compare the rest."""
     call = {"operation": name, "root": src, "sizes": list(sizes), "like": "given"}
     call["transforms"] = _transforms_of(x)
-    outside_transforms(lambda: compare(group, call))
+    compare(group, call)
 
 
 def _facts(x: torch.Tensor) -> dict[str, Any]:
     recorded = torch.is_grad_enabled() and x.requires_grad
     names = "dtype", "device", "requires_grad", "tangent", "transforms"
-    facts = x.dtype, x.device.type, recorded, _has_tangent(x), _transforms_of(x)
+    facts = x.dtype, x.device.type, recorded, has_tangent(x), _transforms_of(x)
     return dict(zip(names, facts, strict=True))
 
 
@@ -150,22 +149,9 @@ def _nothing_of(tensor: torch.Tensor) -> torch.Tensor:
     return rows.narrow(0, 0, 0).reshape(-1)
 
 
-def outside_transforms(job: Callable[[], object]) -> None:
-    """Run a job on plain tensors: transforms of ``torch.func`` belong to a thread."""
-    if not transforms_active():
-        job()
-        return
-    with ThreadPoolExecutor(1) as threads:
-        threads.submit(job).result()
-
-
 def _transforms_of(tensor: torch.Tensor | None) -> int:
     """Return the number of transforms of ``torch.func`` that reach a tensor."""
     if tensor is None or not transforms_active():
         return 0
     inner = torch.func.debug_unwrap(tensor, recurse=False)
     return 0 if inner is tensor else 1 + _transforms_of(inner)
-
-
-def _has_tangent(tensor: torch.Tensor) -> bool:
-    return forward_ad.unpack_dual(tensor).tangent is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import product
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 
 import varcomm.errors as errors
+from varcomm._torch_private import transforms_active
 from varcomm.errors import ArgumentError, CommunicationError, DisagreementError, VarcommError
 from varcomm.transport import failure
 from varcomm.transport.debug import debug, debug_timeout, debugging
@@ -84,15 +86,13 @@ def agree_and_share(
         cause = error
         own = (k.__name__ for k in type(error).__mro__ if k.__module__ == errors.__name__)
         call |= {"error": str(error), "kind": next(own, "ArgumentError")}
-    calls = _gathered(call, group)
+    calls = _gathered(call, group, cause)
     if failures := [rank for rank, other in enumerate(calls) if "error" in other]:
-        if not all("is set-up" in other for other in calls):
-            raise _not_called(group, calls) from cause
         first, *others = failures
         kind = _KINDS.get(calls[first].get("kind", ""), DisagreementError)
         also = f" (and on {len(others)} more: {others})" if others else ""
         where = f"{calls[first]['operation']}: refused on rank {first} of {group.size}{also}"
-        agreed = kind(f"{where}: {calls[first]['error']}{_rows(group, [], calls)}")
+        agreed = kind(f"{where}: {calls[first]['error']}{_table(group, [], calls)}")
         agreed.on_all_ranks = True
         raise agreed from cause
     _require_equal(group, ["operation"], calls)
@@ -112,8 +112,6 @@ def compare(group: Group, call: Mapping[str, Any]) -> int:
     Returns the number of the call on the first rank; 0 outside :func:`varcomm.debug`.
     """
     calls = _gathered(dict(call), group)
-    if any("error" in other for other in calls):
-        raise _not_called(group, calls)
     _require_equal(group, ["operation"], calls)  # a difference here explains all others
     _require_equal(group, [word for word in call if word not in ("send", "recv")], calls)
     number: int = calls[0].get("number", 0)
@@ -124,7 +122,7 @@ def compare(group: Group, call: Mapping[str, Any]) -> int:
         if sent != expected:
             raise DisagreementError(
                 f"{call['operation']}: rank {i} sends {sent} rows to rank {j}, "
-                f"which expects {expected}.{_rows(group, ['send', 'recv'], calls)}"
+                f"which expects {expected}.{_table(group, ['send', 'recv'], calls)}"
             )
     return number
 
@@ -190,6 +188,9 @@ def all_gather_object(value: Any, group: Group, timeout: timedelta = NO_LIMIT) -
 
 def _all_gather(own: bytes, counts: list[int], group: Group, timeout: timedelta) -> list[bytes]:
     """Gather on the first rank and broadcast: a message per pair takes 7 times as long (P=16)."""
+    if transforms_active():  # they wrap tensors, and belong to this thread
+        with ThreadPoolExecutor(1) as threads:
+            return threads.submit(_all_gather, own, counts, group, timeout).result()
     device, none = group.device(), [0] * group.size
     recv = none if group.rank else counts
     data = torch.from_numpy(np.frombuffer(bytearray(own), np.uint8)).to(device)
@@ -200,50 +201,56 @@ def _all_gather(own: bytes, counts: list[int], group: Group, timeout: timedelta)
     return [part.numpy().tobytes() for part in out.cpu().split(counts)]
 
 
-def _not_called(group: Group, calls: Calls) -> DisagreementError:
-    """Return the error of a hot call in which some ranks cannot take part."""
-    failed = [f"rank {rank}: {c['error']}" for rank, c in enumerate(calls) if "error" in c]
-    operation = next(c["operation"] for c in calls if "error" in c)
-    return DisagreementError(
-        f"{operation}: not called, since on {'; on '.join(failed)}{_rows(group, [], calls)}"
-    )
+def _gathered(
+    call: dict[str, Any], group: Group, cause: Exception | None = None
+) -> list[dict[str, Any]]:
+    """Return the calls of all ranks; raise if some rank cannot take part in a hot call."""
+    operation, began = call["operation"], time.monotonic()
+    if debugging():
+        calls = _gathered_in_debug(call, group, began)
+    else:
+        with explained(operation, group):
+            calls = all_gather_object(call, group)
+    failed = [rank for rank, other in enumerate(calls) if "error" in other]
+    if failed and not all("is set-up" in other for other in calls):
+        errors = "; on ".join(f"rank {rank}: {calls[rank]['error']}" for rank in failed)
+        raise DisagreementError(
+            f"{calls[failed[0]]['operation']}: not called, since on {errors}"
+            f"{_table(group, [], calls)}"
+        ) from cause
+    return calls
 
 
-def _gathered(call: dict[str, Any], group: Group) -> list[dict[str, Any]]:
-    """Return the calls of all ranks; inside debug(), name the ranks that do not come."""
-    what, began = call["operation"], time.monotonic()
-    if not debugging():
-        with explained(what, group):
-            return all_gather_object(call, group)
+def _gathered_in_debug(call: dict[str, Any], group: Group, began: float) -> list[dict[str, Any]]:
+    """Return the calls of all ranks; leave a note, and name the ranks that do not come."""
     if group.given_up:
-        raise CommunicationError(f"{what}: this group has been given up: {group.given_up}")
+        raise CommunicationError(
+            f"{call['operation']}: this group has been given up: {group.given_up}"
+        )
     group.compared_calls += 1
     call |= {"number": group.compared_calls, "at": user_line()}
     here = {"group": group.name, "call": call["number"]}
-    more = {"operation": what, "at": call["at"], "left with": ""}
+    more = {"operation": call["operation"], "at": call["at"], "left with": ""}
     leave_note({**here, "of ranks": failure.spans(group.ranks), **more})
     try:
         return all_gather_object(call, group, debug_timeout())
     except EngineFailure as error:
-        group.given_up = f"{what} on {group}: {_absent(here, group, began, error)}"
+        after, (last_notes, _) = time.monotonic() - began, notes(group)
+        missing = [rank for rank, note in enumerate(last_notes) if not here.items() <= note.items()]
+        reason = "other ranks have given up"
+        if missing:
+            have = "rank {} has" if len(missing) == 1 else "ranks {} have"
+            have = have.format(failure.spans(missing))
+            reason = f"{have} not come within {after:.1f} s to"
+        rows = (note or {"at": "no note: is it inside varcomm.debug?"} for note in last_notes)
+        group.given_up = (
+            f"{call['operation']} on {group}: {reason} call {call['number']} of the group inside "
+            f"varcomm.debug ({brief(error)}).{_numbering(group)} Where ranks were last:\n"
+            f"{failure.table(rows)}\n"
+            "If a rank is only slow, raise the timeout: varcomm.debug(timeout=...)."
+        )
         failure.leave(group)  # a rank that comes later must not read what is in flight
         raise CommunicationError(group.given_up) from error.__cause__
-
-
-def _absent(here: Mapping[str, Any], group: Group, began: float, error: RuntimeError) -> str:
-    """Return the ranks missing in a call, and the last place of all ranks."""
-    after, (found, _) = time.monotonic() - began, notes(group)
-    missing = [rank for rank, note in enumerate(found) if not here.items() <= note.items()]
-    have = "rank {} has" if len(missing) == 1 else "ranks {} have"
-    have = have.format(failure.spans(missing))
-    reason = f"{have} not come within {after:.1f} s to" if missing else "other ranks have given up"
-    rows = (note or {"at": "no note: is it inside varcomm.debug?"} for note in found)
-    return (
-        f"{reason} call {here['call']} of the group inside varcomm.debug "
-        f"({brief(error)}).{_numbering(group)} Where ranks were last:\n"
-        f"{failure.table(rows)}\n"
-        "If a rank is only slow, raise the timeout: varcomm.debug(timeout=...)."
-    )
 
 
 def _numbering(group: Group) -> str:
@@ -251,7 +258,7 @@ def _numbering(group: Group) -> str:
     return "" if group.ranks == tuple(range(group.size)) else f" {failure.members(group)}"
 
 
-def _rows(group: Group, words: Sequence[str], calls: Calls) -> str:
+def _table(group: Group, words: Sequence[str], calls: Calls) -> str:
     """Return a table of the calls, if they have lines."""
     if not all("at" in call for call in calls):
         return _numbering(group)
@@ -270,5 +277,5 @@ def _require_equal(group: Group, words: Iterable[str], calls: Calls) -> None:
     each = "; ".join(f"rank {rank} has {value!r}" for rank, value in enumerate(values[first]))
     operation = f"{calls[0]['operation']}: " if first != "operation" else ""
     raise DisagreementError(
-        f"{operation}ranks disagree on {first}: {each}.{_rows(group, differing, calls)}"
+        f"{operation}ranks disagree on {first}: {each}.{_table(group, differing, calls)}"
     )
