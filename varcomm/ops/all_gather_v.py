@@ -19,8 +19,6 @@ from varcomm.ops.rule import Operator
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import MANY, Group, GroupLike, resolve
 
-__all__ = ["AllGatherV", "ReduceScatterV", "all_gather_operator", "all_gather_v"]
-
 
 @dataclass(frozen=True)
 class _Sharded(Operator):

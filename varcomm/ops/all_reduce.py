@@ -19,8 +19,6 @@ from varcomm.ops.rule import Operator
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import MANY, Group, GroupLike, resolve
 
-__all__ = ["AllReduce", "all_reduce", "prepared_sum"]
-
 
 def prepared_sum(
     name: str,

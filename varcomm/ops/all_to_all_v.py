@@ -13,20 +13,11 @@ from varcomm.errors import ArgumentError
 from varcomm.ops import packing
 from varcomm.ops.checks import checked_shard, checked_whole, checking
 from varcomm.ops.graph_operator import torch_operator
-from varcomm.ops.handle import TensorOrHandle, collective, uncached
+from varcomm.ops.handle import TensorOrHandle, collective, start_or_apply
 from varcomm.ops.rule import Operator
 from varcomm.sizes import checked_sizes
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
-
-__all__ = [
-    "AllToAllV",
-    "TransposeV",
-    "all_to_all_operator",
-    "all_to_all_v",
-    "transpose_operator",
-    "transpose_v",
-]
 
 
 @torch_operator
@@ -141,7 +132,7 @@ def all_to_all_v(
         both = *send_sizes, *recv_sizes
         return collective(_operator, ranks, tensor, both, (len(send_sizes), dim), async_op)
     operator = all_to_all_operator(ranks, tensor, send_sizes, recv_sizes, dim, async_op)
-    return uncached(operator, tensor, async_op)
+    return start_or_apply(operator, tensor, async_op)
 
 
 def _operator(
@@ -247,7 +238,7 @@ def transpose_v(
     """
     splits, concats = (split_dim, split_sizes), (concat_dim, concat_sizes)
     operator = transpose_operator(resolve(group), tensor, splits, concats, async_op)
-    return uncached(operator, tensor, async_op)
+    return start_or_apply(operator, tensor, async_op)
 
 
 def transpose_operator(

@@ -13,7 +13,7 @@ from varcomm.errors import ArgumentError
 from varcomm.ops.all_reduce import prepared_sum
 from varcomm.ops.checks import checked_tensor, checking
 from varcomm.ops.graph_operator import torch_operator
-from varcomm.ops.handle import TensorOrHandle, collective, uncached
+from varcomm.ops.handle import TensorOrHandle, collective, start_or_apply
 from varcomm.ops.reduction import checked_summable
 from varcomm.ops.root_input import compare_like, known_input, root_input
 from varcomm.ops.rule import Operator
@@ -22,8 +22,6 @@ from varcomm.transport.debug import debugging
 from varcomm.transport.engine import Pending, broadcast_route
 from varcomm.transport.engines.choose import prepared
 from varcomm.transport.group import Group, GroupLike, resolve
-
-__all__ = ["Broadcast", "Reduce", "broadcast", "reduce"]
 
 
 @dataclass(frozen=True)
@@ -154,7 +152,7 @@ def broadcast(
     with checking("broadcast", ranks, use_fp32=use_fp32, async_op=async_op) as where:
         src = checked_rank(src, ranks.size, "src", where)
     x, shape = root_input("broadcast", tensor, src, ranks)
-    return uncached(Broadcast(ranks, src, shape, (0,), use_fp32), x, async_op)
+    return start_or_apply(Broadcast(ranks, src, shape, (0,), use_fp32), x, async_op)
 
 
 def _broadcast(

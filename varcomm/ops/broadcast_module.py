@@ -15,8 +15,6 @@ from varcomm.sizes import checked_rank
 from varcomm.transport.agreement import share
 from varcomm.transport.group import Group, GroupLike, resolve
 
-__all__ = ["broadcast_module", "overwrite"]
-
 
 def broadcast_module(model: torch.nn.Module, src: int = 0, group: GroupLike = None) -> None:
     """Copy the parameters and buffers of one rank to every rank, in place; collective.

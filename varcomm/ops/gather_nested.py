@@ -25,8 +25,6 @@ from varcomm.transport.agreement import share
 from varcomm.transport.engine import as_bytes
 from varcomm.transport.group import Group
 
-__all__ = ["gather_without_sizes"]
-
 One = Callable[[Tensor, ShardSizes, int], TensorOrHandle]
 
 

@@ -14,15 +14,13 @@ from varcomm.ops import packing
 from varcomm.ops.checks import checked_shard, checked_tensor, checked_whole, checking
 from varcomm.ops.gather_nested import gather_without_sizes
 from varcomm.ops.graph_operator import torch_operator
-from varcomm.ops.handle import TensorOrHandle, collective, uncached
+from varcomm.ops.handle import TensorOrHandle, collective, start_or_apply
 from varcomm.ops.root_input import compare_like, known_input, root_input
 from varcomm.ops.rule import Operator
 from varcomm.sizes import checked_dim, checked_rank, checked_sizes
 from varcomm.transport.debug import debugging
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
-
-__all__ = ["GatherV", "ScatterV", "gather_v", "scatter_v"]
 
 
 @dataclass(frozen=True)
@@ -274,7 +272,7 @@ def scatter_v(
     x, shape = root_input("scatter_v", tensor, src, ranks, check, sizes)
     with checking("scatter_v", ranks):
         dim = checked_dim(dim, shape, where)
-    return uncached(ScatterV(ranks, sizes, dim, src, shape, (0,)), x, async_op)
+    return start_or_apply(ScatterV(ranks, sizes, dim, src, shape, (0,)), x, async_op)
 
 
 def _scatter(

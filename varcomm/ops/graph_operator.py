@@ -48,7 +48,7 @@ def token_of(x: Tensor) -> Tensor:
     return x.new_empty(0, dtype=torch.float32)
 
 
-def recorded(operator: Operator, x: Tensor, token: Tensor | None = None) -> Tensors:
+def call_in_graph(operator: Operator, x: Tensor, token: Tensor | None = None) -> Tensors:
     """Apply the operator of a graph."""
     arguments = operator.arguments()
     if not (torch.compiler.is_compiling() or records_graph()) and hasattr(x, "fake_mode"):
@@ -117,7 +117,7 @@ def torch_operator(kind: Kind) -> Kind:
 
     def backward(ctx: Any, gradient: Tensor, of_token: Tensor) -> tuple[Any, ...]:
         (token,) = ctx.saved_tensors
-        result, passed_on = recorded(ctx.operator.adjoint, gradient, token + of_token)
+        result, passed_on = call_in_graph(ctx.operator.adjoint, gradient, token + of_token)
         others = [None] * (len(ctx.needs_input_grad) - 2)
         return result, passed_on if ctx.has_token else None, *others
 

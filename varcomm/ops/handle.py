@@ -24,9 +24,9 @@ from varcomm.ops.checks import checked_tensor, checking, has_tangent, holds_valu
 from varcomm.ops.compilation import kept_from_compilation
 from varcomm.ops.graph_operator import (
     Tensors,
+    call_in_graph,
     in_graph,
     is_traced,
-    recorded,
     records_graph,
     token_of,
 )
@@ -120,14 +120,14 @@ def at_once(call: Call, x: Tensor) -> Tensor:
 def apply(operator: Operator, x: Tensor) -> Tensor:
     """Return ``start(Call(operator), x).wait()`` of any tensor, recorded in a graph."""
     if torch.compiler.is_compiling() and not transforms_active():
-        return recorded(operator, x)[0]
+        return call_in_graph(operator, x)[0]
     return _differentiated(Call(operator), x)[0]
 
 
 def send_in_rule(operator: Operator, x: Tensor, requires_grad: bool) -> Pending:
     """Send `x` inside a rule of autograd of another module; a graph records it at once."""
     if in_graph(x):
-        result = recorded(operator, x)[0]
+        result = call_in_graph(operator, x)[0]
         return Pending([], lambda: result)
     return send(Call(operator), x, requires_grad, overlaps=True)
 
@@ -165,7 +165,7 @@ def collective(
         or records_graph()
         or debugging()
     ):
-        return uncached(make(owner, x, sizes, *how, async_op), x, async_op)
+        return start_or_apply(make(owner, x, sizes, *how, async_op), x, async_op)
     key = make, tuple(sizes), how, types, async_op, x.shape, x.dtype, x.device, x.layout
     call: Call | None = owner.calls.get(key)
     if call is None:
@@ -182,7 +182,7 @@ def keep(calls: Calls, key: object, value: object) -> None:
     calls[key] = value
 
 
-def uncached(operator: Operator, x: Tensor, async_op: bool) -> TensorOrHandle:
+def start_or_apply(operator: Operator, x: Tensor, async_op: bool) -> TensorOrHandle:
     """Start the operator, or apply it."""
     if async_op:
         return start(Call(operator.in_one_round), x)  # type: ignore[return-value]
@@ -225,7 +225,7 @@ def _forward(
 ) -> tuple[Tensor, int | None]:
     """Return the result, and the number of the call if ranks compare calls."""
     if is_traced(x):
-        return recorded(call.operator, x)[0], None
+        return call_in_graph(call.operator, x)[0], None
     pending = send(call, x, requires_grad, of)
     return pending.wait().data, pending.number
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from varcomm.errors import ArgumentError
 
-__all__ = ["leaves", "mapped", "rebuilt"]
-
 _DEEPEST = 100  # containers in each other
 
 

@@ -12,8 +12,6 @@ from varcomm.ops.handle import TensorOrHandle, collective
 from varcomm.ops.reduction import checked_summable
 from varcomm.transport.group import Group, GroupLike, resolve
 
-__all__ = ["reduce_scatter_operator", "reduce_scatter_v"]
-
 
 def reduce_scatter_v(
     tensor: torch.Tensor,

@@ -11,8 +11,6 @@ from varcomm.ops.graph_operator import in_graph
 from varcomm.transport.agreement import compare, debugging
 from varcomm.transport.group import GroupLike, resolve
 
-__all__ = ["shard_v"]
-
 
 def shard_v(
     tensor: torch.Tensor,

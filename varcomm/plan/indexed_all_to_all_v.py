@@ -8,7 +8,7 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.checks import checked_tensor, checking
-from varcomm.ops.handle import TensorOrHandle, uncached
+from varcomm.ops.handle import TensorOrHandle, start_or_apply
 from varcomm.plan.checks import checked_count_matrix, checked_indices
 from varcomm.plan.routes import IndexedAllToAllV, Routes
 from varcomm.sizes import checked_dim
@@ -89,4 +89,4 @@ def indexed_all_to_all_v(
             raise ArgumentError(
                 f"{where}the tensor is on {tensor.device}, indices are on {index.device}."
             )
-    return uncached(IndexedAllToAllV(plan, dim, use_fp32), tensor, async_op)
+    return start_or_apply(IndexedAllToAllV(plan, dim, use_fp32), tensor, async_op)

@@ -9,10 +9,14 @@ from datetime import timedelta
 from numbers import Real
 
 from varcomm.errors import ArgumentError, CommunicationError
-from varcomm.transport.environment import is_on
 from varcomm.transport.notes import brief, leave_note
 
 DEFAULT_TIMEOUT = 30.0  # seconds
+
+
+def is_on(variable: str) -> bool:
+    """Return whether an environment variable of varcomm is set, and not to a word for no."""
+    return os.environ.get(variable, "").lower() not in {"", "0", "false", "no", "off"}
 
 
 def checked_seconds(timeout: object) -> float:
@@ -29,7 +33,7 @@ def checked_seconds(timeout: object) -> float:
 # threads of its own and must see them.
 _timeouts: list[list[float]] = []
 
-if is_on("VARCOMM_DEBUG", os.environ):
+if is_on("VARCOMM_DEBUG"):
     _timeouts.append([DEFAULT_TIMEOUT])
 
 

@@ -96,11 +96,6 @@ def read(environ: Mapping[str, str], mpi: bool = False) -> Place:
     return Place(rank, size, local_rank, point, launcher.name, lasting, on_host)
 
 
-def is_on(name: str, environ: Mapping[str, str]) -> bool:
-    """Return whether a variable of varcomm is set, and not to a word for no."""
-    return environ.get(name, "").lower() not in {"", "0", "false", "no", "off"}
-
-
 def _has_started(launcher: _Launcher, environ: Mapping[str, str]) -> bool:
     # SLURM sets PMI_RANK too
     sign = launcher.local_rank if launcher.name == "MPICH" else launcher.rank

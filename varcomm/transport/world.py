@@ -31,8 +31,8 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from varcomm.errors import ArgumentError, LaunchError, MissingPackageError, VarcommError
 from varcomm.transport import environment
-from varcomm.transport.debug import checked_seconds
-from varcomm.transport.environment import Place, is_on
+from varcomm.transport.debug import checked_seconds, is_on
+from varcomm.transport.environment import Place
 from varcomm.transport.group import MANY, forget_destroyed, resolve
 from varcomm.transport.notes import note_exceptions
 
@@ -227,7 +227,7 @@ def _gpu(place: Place, visible: int) -> int:
     # launchers of MPI and SLURM can bind one GPU to each rank, which then sees no other
     if visible == 1 and place.launcher in {"Open MPI", "MPICH", "SLURM"}:
         return 0
-    if visible and is_on("VARCOMM_SHARE_GPU", os.environ):
+    if visible and is_on("VARCOMM_SHARE_GPU"):
         return place.local_rank % visible
     raise LaunchError(
         f"rank {place.rank} is local rank {place.local_rank} on a host where it sees {visible} "
@@ -238,7 +238,7 @@ def _gpu(place: Place, visible: int) -> int:
 
 def _set_apart(place: Place, visible: int) -> None:
     """Let ranks that share a GPU have hosts of their own for NCCL, which refuses them on one."""
-    if is_on("VARCOMM_SHARE_GPU", os.environ):
+    if is_on("VARCOMM_SHARE_GPU"):
         host = f"{socket.gethostname()}.{place.local_rank // visible}"
         os.environ.setdefault("NCCL_HOSTID", host)
 
