@@ -13,112 +13,95 @@ from varcomm.ops import levels, packing
 from varcomm.ops.checks import checking
 from varcomm.ops.graph_operator import torch_operator
 from varcomm.ops.handle import TensorOrHandle, collective
-from varcomm.ops.levels import InRounds, Rounds, all_gather
+from varcomm.ops.levels import InRounds, Rounds
 from varcomm.ops.reduction import checked_summable, pieces, sum_in_rank_order
 from varcomm.ops.rule import Operator
-from varcomm.transport.engine import Pending
+from varcomm.transport.engine import Pending, Schedule
 from varcomm.transport.group import MANY, Group, GroupLike, resolve
 
 
-def prepared_sum(
-    name: str,
-    group: Group,
-    x: torch.Tensor,
-    use_fp32: bool,
-    one_round: bool,
-    root: int | None = None,
-    elsewhere: Sequence[int] = (),
-    divisor: int = 1,
-) -> Callable[[torch.Tensor], Pending]:
-    """Return the start of sums over ranks of tensors like `x`, on every rank or at `root`.
+@dataclass(frozen=True)
+class Sum:
+    """The sum of equal tensors over ranks, divided, on every rank or at `root`.
 
-    Others then get zeros of `elsewhere`.
+    Other ranks then get zeros of `elsewhere`.
     """
-    rank, ranks, count = group.rank, group.size, x.numel()
-    counts, gets_sum = pieces(x, group, one_round and ranks < MANY), root in (None, rank)
 
-    how = use_fp32, root, divisor
-    rounds: Callable[[torch.Tensor], Rounds] | None = None
-    if ranks >= MANY:
-        rounds = partial(_by_levels, name, group, counts, *how)
-    elif counts is not None:
-        rounds = partial(_by_pieces, name, group, counts, *how)
-    if rounds is not None:
-        return partial(_in_rounds, rounds, gets_sum, elsewhere)
-    others = [other != rank for other in range(ranks)]
-    send = [count * (other and root in (None, to)) for to, other in enumerate(others)]
-    recv = [count * (other and gets_sum) for other in others]
-    begin = packing.exchanger(name, group, x, send, recv, "copies" if root is None else "one")
-    received = (ranks - 1 if gets_sum else 0, *x.shape)
+    name: str
+    group: Group
+    use_fp32: bool
+    one_round: bool
+    root: int | None = None
+    elsewhere: Sequence[int] = ()
+    divisor: int = 1
 
-    def start(x: torch.Tensor) -> Pending:
-        own, got = packing.plain(x), x.new_empty(received)
-        works = begin(got, own if root != rank else own.view(-1)[:0])  # a root sends nothing
+    def prepared(self, x: torch.Tensor) -> Callable[[torch.Tensor], Pending]:
+        """Return the start of sums of tensors like `x`."""
+        group, root, elsewhere = self.group, self.root, self.elsewhere
+        rank, ranks, count = group.rank, group.size, x.numel()
+        counts = pieces(x, group, self.one_round and ranks < MANY)
+        gets_sum = root in (None, rank)
+        if counts is not None or ranks >= MANY:
+            return partial(self._start_rounds, counts, gets_sum)
+        others = [other != rank for other in range(ranks)]
+        send = [count * (other and root in (None, to)) for to, other in enumerate(others)]
+        recv = [count * (other and gets_sum) for other in others]
+        schedule: Schedule = "copies" if root is None else "one"
+        begin = packing.exchanger(self.name, group, x, send, recv, schedule)
+        received = (ranks - 1 if gets_sum else 0, *x.shape)
+
+        def start(x: torch.Tensor) -> Pending:
+            own, got = packing.plain(x), x.new_empty(received)
+            works = begin(got, own if root != rank else own.view(-1)[:0])  # a root sends nothing
+            if not gets_sum:
+                return Pending(works, lambda: x.new_zeros(elsewhere))
+            parts = list(got.unbind())
+            parts.insert(rank, own)
+            return Pending(works, lambda: sum_in_rank_order(parts, self.use_fp32, self.divisor))
+
+        return start
+
+    def _start_rounds(
+        self, counts: Sequence[int] | None, gets_sum: bool, x: torch.Tensor
+    ) -> Pending:
+        rounds = self._by_levels if self.group.size >= MANY else self._by_pieces
+        shape = x.shape if gets_sum else (-1,)
+        pending = InRounds(rounds(packing.flat(x), counts), shape, x.dtype)
         if not gets_sum:
-            return Pending(works, lambda: x.new_zeros(elsewhere))
-        parts = list(got.unbind())
-        parts.insert(rank, own)
-        return Pending(works, lambda: sum_in_rank_order(parts, use_fp32, divisor))
+            finish = pending.finish
+            pending.finish = lambda: finish().new_zeros(self.elsewhere)
+        return pending
 
-    return start
+    def _by_pieces(self, values: torch.Tensor, counts: Sequence[int] | None) -> Rounds:
+        """Sum a piece on each rank; return the sum as one dimension, where it is wanted."""
+        assert counts is not None
+        name, group = self.name, self.group
+        recv = [counts[group.rank]] * group.size
+        works, got = packing.exchange(name, group, values, counts, recv)
+        del values
+        yield works
+        del works  # they hold the sent tensor
+        if len(got):
+            got = sum_in_rank_order(got.view(group.size, -1), self.use_fp32, self.divisor)
+        works, whole = packing.all_gather(name, group, got, counts, root=self.root)
+        yield works
+        return whole
 
-
-def _in_rounds(
-    rounds: Callable[[torch.Tensor], Rounds],
-    gets_sum: bool,
-    elsewhere: Sequence[int],
-    x: torch.Tensor,
-) -> Pending:
-    pending = InRounds(rounds(packing.flat(x)), x.shape if gets_sum else (-1,), x.dtype)
-    if not gets_sum:
-        finish = pending.finish
-        pending.finish = lambda: finish().new_zeros(elsewhere)
-    return pending
-
-
-def _by_pieces(
-    name: str,
-    group: Group,
-    counts: Sequence[int],
-    use_fp32: bool,
-    root: int | None,
-    divisor: int,
-    values: torch.Tensor,
-) -> Rounds:
-    """Sum a piece on each rank; return the sum as one dimension, on every rank or at `root`."""
-    ranks = group.size
-    works, got = packing.exchange(name, group, values, counts, [counts[group.rank]] * ranks)
-    del values
-    yield works
-    del works  # they hold the sent tensor
-    if len(got):
-        got = sum_in_rank_order(got.view(ranks, -1), use_fp32, divisor)
-    works, whole = packing.all_gather(name, group, got, counts, root=root)
-    yield works
-    return whole
-
-
-def _by_levels(
-    name: str,
-    group: Group,
-    counts: Sequence[int] | None,
-    use_fp32: bool,
-    root: int | None,
-    divisor: int,
-    values: torch.Tensor,
-) -> Rounds:
-    """Sum level by level, all of few values on each rank; return the sum as `_by_pieces` does."""
-    dtype = values.dtype
-    if counts is None:
-        rounds = levels.all_sum(name, group, values, use_fp32, root)
-    else:
-        order = levels.piece_order(group)
-        sizes = [size for _, size in sorted(zip(order, counts, strict=True))]
-        rounds = levels.reduce_scatter(name, group, values, sizes, order, use_fp32)
-    del values  # which the rounds free after the first message
-    total = yield from rounds
-    total = (total if divisor == 1 else total.div_(divisor)).to(dtype)
-    return total if counts is None else (yield from all_gather(name, group, total, sizes, root))
+    def _by_levels(self, values: torch.Tensor, counts: Sequence[int] | None) -> Rounds:
+        """Sum level by level, all of few values on each rank; return it as `_by_pieces` does."""
+        name, group, dtype = self.name, self.group, values.dtype
+        if counts is None:
+            rounds = levels.all_sum(name, group, values, self.use_fp32, self.root)
+        else:
+            order = levels.piece_order(group)
+            sizes = [size for _, size in sorted(zip(order, counts, strict=True))]
+            rounds = levels.reduce_scatter(name, group, values, sizes, order, self.use_fp32)
+        del values  # which the rounds free after the first message
+        total = yield from rounds
+        total = (total if self.divisor == 1 else total.div_(self.divisor)).to(dtype)
+        if counts is None:
+            return total
+        return (yield from levels.all_gather(name, group, total, sizes, self.root))
 
 
 @torch_operator
@@ -134,7 +117,7 @@ class AllReduce(Operator):
 
     def prepared(self, x: torch.Tensor) -> Callable[[torch.Tensor], Pending]:
         how = self.use_fp32, self.one_round
-        return prepared_sum(self.name, self.group, x, *how, divisor=self.divisor)
+        return Sum(self.name, self.group, *how, divisor=self.divisor).prepared(x)
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         return x.new_empty(x.shape)

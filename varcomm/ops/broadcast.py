@@ -10,7 +10,7 @@ from typing import Self
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.ops.all_reduce import prepared_sum
+from varcomm.ops.all_reduce import Sum
 from varcomm.ops.checks import checked_tensor, checking
 from varcomm.ops.graph_operator import torch_operator
 from varcomm.ops.handle import TensorOrHandle, collective, start_or_apply
@@ -73,7 +73,7 @@ class Reduce(_Rooted):
 
     def prepared(self, x: torch.Tensor) -> Callable[[torch.Tensor], Pending]:
         how = self.use_fp32, self.one_round, self.root, self.elsewhere
-        return prepared_sum(self.name, self.group, x, *how)
+        return Sum(self.name, self.group, *how).prepared(x)
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         return x.new_empty(self.shape if self.group.rank == self.root else self.elsewhere)
