@@ -15,10 +15,9 @@ from varcomm.ops.checks import checked_tensor, checking
 from varcomm.ops.graph_operator import torch_operator
 from varcomm.ops.handle import TensorOrHandle, collective, start_or_apply
 from varcomm.ops.reduction import checked_summable
-from varcomm.ops.root_input import compare_like, known_input, root_input
+from varcomm.ops.root_input import compare_like, known_input, root_input, transforms_of
 from varcomm.ops.rule import Operator
 from varcomm.sizes import checked_rank
-from varcomm.transport.debug import debugging
 from varcomm.transport.engine import Pending, broadcast_route
 from varcomm.transport.engines.choose import prepared
 from varcomm.transport.group import Group, GroupLike, resolve
@@ -172,8 +171,7 @@ def _broadcast(
             raise ArgumentError(
                 f"{where}the tensor has shape {tuple(x.shape)}, but like has {tuple(like)}."
             )
-    if debugging():
-        compare_like("broadcast", x, src, ranks, ())
+    compare_like("broadcast", src, ranks, (), like="given", transforms=transforms_of(x))
     return Broadcast(ranks, src, tuple(like), tuple(like), use_fp32)
 
 

@@ -15,10 +15,9 @@ from varcomm.ops.checks import checked_shard, checked_tensor, checked_whole, che
 from varcomm.ops.gather_nested import gather_without_sizes
 from varcomm.ops.graph_operator import torch_operator
 from varcomm.ops.handle import TensorOrHandle, collective, start_or_apply
-from varcomm.ops.root_input import compare_like, known_input, root_input
+from varcomm.ops.root_input import compare_like, known_input, root_input, transforms_of
 from varcomm.ops.rule import Operator
 from varcomm.sizes import checked_dim, checked_rank, checked_sizes
-from varcomm.transport.debug import debugging
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
 
@@ -296,6 +295,5 @@ def _scatter(
                 f"{where}the tensor has shape {tuple(x.shape)}; sizes {list(sizes)} and the other "
                 f"dimensions of like, of shape {tuple(like)}, need {shape}."
             )
-    if debugging():
-        compare_like("scatter_v", x, src, ranks, sizes)
+    compare_like("scatter_v", src, ranks, sizes, like="given", transforms=transforms_of(x))
     return ScatterV(ranks, sizes, dim, src, shape, tuple(like))

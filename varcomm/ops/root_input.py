@@ -46,25 +46,14 @@ def root_input(
                 "tensor of that shape, dtype and requires_grad on every rank; it is not read."
             )
         x = checked()
-        own = x if group.rank == src else _nothing_of(x)
-        return own, tuple(x.shape)
+        return x if group.rank == src else _nothing_of(x), tuple(x.shape)
 
-    digest, transforms = zlib.crc32(repr(list(sizes)).encode()), _transforms_of(tensor)
-    if debugging():
-        call = {"operation": name, "root": src, "sizes": list(sizes), "like": "not given"}
-        compare(group, call)
+    digest, transforms = zlib.crc32(repr(list(sizes)).encode()), transforms_of(tensor)
+    compare_like(name, src, group, sizes, like="not given")
 
     def describe() -> dict[str, Any]:
         x = checked()
-        return {
-            "dtype": str(x.dtype).removeprefix("torch."),
-            "device": x.device.type,
-            "shape": list(x.shape),
-            "requires_grad": torch.is_grad_enabled() and x.requires_grad,
-            "has_tangent": has_tangent(x),
-            "transforms": transforms,
-            "sizes": digest,
-        }
+        return _facts(x) | {"shape": list(x.shape), "sizes": digest}
 
     root = announce(name, group, src, describe)
     if root["sizes"] != digest:
@@ -82,15 +71,15 @@ def root_input(
     if group.rank == src:
         assert tensor is not None
         return tensor, shape
-    device, dtype = torch.device(root["device"]), getattr(torch, root["dtype"])
+    device, dtype = torch.device(root["device"]), root["dtype"].removeprefix("torch.")
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    empty = torch.empty(0, dtype=dtype, device=device)
+    empty = torch.empty(0, dtype=getattr(torch, dtype), device=device)
     if tensor is not None and (transformed or (root["requires_grad"] and tensor.requires_grad)):
-        empty = _nothing_of(tensor).to(device, dtype)
+        empty = _nothing_of(tensor).to(empty)
     elif root["requires_grad"] and not transformed:
         empty.requires_grad_()
-    if root["has_tangent"] and not has_tangent(empty):
+    if root["tangent"] and not has_tangent(empty):
         empty = forward_ad.make_dual(empty, torch.zeros_like(empty))
     return empty, shape
 
@@ -128,18 +117,20 @@ def _match(x: object, like: object) -> bool:
     )
 
 
-def compare_like(name: str, x: torch.Tensor, src: int, group: Group, sizes: Sequence[int]) -> None:
+def compare_like(name: str, src: int, group: Group, sizes: Sequence[int], **like: Any) -> None:
     """Compare, inside debug(), whether ranks have `like`; their calls compare the rest."""
-    call = {"operation": name, "root": src, "sizes": list(sizes), "like": "given"}
-    call["transforms"] = _transforms_of(x)
-    compare(group, call)
+    if debugging():
+        compare(group, {"operation": name, "root": src, "sizes": list(sizes), **like})
 
 
 def _facts(x: torch.Tensor) -> dict[str, Any]:
-    recorded = torch.is_grad_enabled() and x.requires_grad
-    names = "dtype", "device", "requires_grad", "tangent", "transforms"
-    facts = x.dtype, x.device.type, recorded, has_tangent(x), _transforms_of(x)
-    return dict(zip(names, facts, strict=True))
+    return {
+        "dtype": str(x.dtype),
+        "device": x.device.type,
+        "requires_grad": torch.is_grad_enabled() and x.requires_grad,
+        "tangent": has_tangent(x),
+        "transforms": transforms_of(x),
+    }
 
 
 def _nothing_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -149,9 +140,9 @@ def _nothing_of(tensor: torch.Tensor) -> torch.Tensor:
     return rows.narrow(0, 0, 0).reshape(-1)
 
 
-def _transforms_of(tensor: torch.Tensor | None) -> int:
+def transforms_of(tensor: torch.Tensor | None) -> int:
     """Return the number of transforms of ``torch.func`` that reach a tensor."""
     if tensor is None or not transforms_active():
         return 0
     inner = torch.func.debug_unwrap(tensor, recurse=False)
-    return 0 if inner is tensor else 1 + _transforms_of(inner)
+    return 0 if inner is tensor else 1 + transforms_of(inner)
