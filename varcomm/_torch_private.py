@@ -18,27 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._library.effects import EffectType
-from torch._subclasses.fake_tensor import is_fake
-from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch._subclasses.fake_tensor import is_fake as is_fake
+from torch._subclasses.functional_tensor import FunctionalTensorMode as FunctionalTensorMode
 from torch.distributed import distributed_c10d
-from torch.utils._python_dispatch import TorchDispatchMode
-
-__all__ = [
-    "UNSCALE",
-    "FunctionalTensorMode",
-    "Module",
-    "TorchDispatchMode",
-    "assert_on_device",
-    "group_exists",
-    "group_named",
-    "is_fake",
-    "let_vary",
-    "make_group",
-    "register_effect",
-    "timeout_of",
-    "transforms_active",
-    "version_of",
-]
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # --- Tracing and transforms.
 

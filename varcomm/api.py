@@ -29,8 +29,9 @@ from varcomm.sharding.dtensor import from_dtensor, to_dtensor
 from varcomm.sizes import ShardSizes
 from varcomm.transport.agreement import debug
 from varcomm.transport.capture import CapturedStep, capture
-from varcomm.transport.launch import Ranks, World, init, launch
+from varcomm.transport.launch import Ranks, launch
 from varcomm.transport.trace import Call, Trace, Traffic, trace
+from varcomm.transport.world import World, init
 
 __all__ = [
     "ArgumentError",

@@ -12,7 +12,8 @@ import torch
 
 from varcomm.errors import ArgumentError, MissingModuleError
 from varcomm.graph import PartitionedGraph, assign, distribute, radius
-from varcomm.transport.launch import Ranks, init
+from varcomm.transport.launch import Ranks
+from varcomm.transport.world import init
 
 try:  # varcomm.graph has found PyTorch Geometric
     from ase import Atoms

@@ -7,20 +7,6 @@ import operator
 
 import torch
 
-__all__ = [
-    "ArgumentError",
-    "CommunicationError",
-    "DisagreementError",
-    "GroupError",
-    "LaunchError",
-    "MissingModuleError",
-    "MissingPackageError",
-    "VarcommError",
-    "at_least",
-    "checked_rank",
-    "exact_int",
-]
-
 
 class VarcommError(Exception):
     """Base of all errors of varcomm.

@@ -9,21 +9,14 @@ from typing import TYPE_CHECKING, Self, SupportsIndex, overload
 
 import torch
 
-from varcomm.errors import ArgumentError, at_least, checked_rank, exact_int
+from varcomm.errors import ArgumentError
+from varcomm.errors import at_least as at_least
+from varcomm.errors import checked_rank as checked_rank
+from varcomm.errors import exact_int as exact_int
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = [
-    "ShardSizes",
-    "at_least",
-    "checked_dim",
-    "checked_rank",
-    "checked_sizes",
-    "exact_int",
-    "holds_integers",
-]
 
 
 class ShardSizes(tuple[int, ...]):

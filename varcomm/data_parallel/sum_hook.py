@@ -19,9 +19,8 @@ from varcomm.ops.handle import send_in_rule
 from varcomm.ops.reduction import pieces
 from varcomm.ops.rule import Operator
 from varcomm.transport.agreement import debugging
-from varcomm.transport.auxiliary_group import weakly
 from varcomm.transport.engine import Pending
-from varcomm.transport.group import MANY, Group, GroupLike, resolve
+from varcomm.transport.group import MANY, Group, GroupLike, resolve, weakly
 
 __all__ = ["sum_hook"]
 

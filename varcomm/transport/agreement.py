@@ -21,26 +21,15 @@ import varcomm.errors as errors
 from varcomm._torch_private import transforms_active
 from varcomm.errors import ArgumentError, CommunicationError, DisagreementError, VarcommError
 from varcomm.transport import failure
-from varcomm.transport.debug import debug, debug_timeout, debugging
+from varcomm.transport.debug import debug as debug
+from varcomm.transport.debug import debug_timeout
+from varcomm.transport.debug import debugging as debugging
 from varcomm.transport.engine import NO_LIMIT, EngineFailure, Route, broadcast_route, wait_for
 from varcomm.transport.engines.choose import prepared
 from varcomm.transport.failure import explained
 from varcomm.transport.group import Group
 from varcomm.transport.notes import brief, leave_note, notes, user_line
 from varcomm.transport.serialization import from_bytes, to_bytes
-
-__all__ = [
-    "agree",
-    "agree_and_share",
-    "all_gather_object",
-    "announce",
-    "compare",
-    "debug",
-    "debugging",
-    "fail",
-    "on_all_ranks",
-    "share",
-]
 
 T = TypeVar("T")
 S = TypeVar("S")

@@ -17,8 +17,6 @@ from varcomm._torch_private import make_group
 from varcomm.transport.agreement import share
 from varcomm.transport.group import Group, resolve, weakly
 
-__all__ = ["Lane", "aside", "free_lanes", "take_lane", "weakly"]
-
 
 def aside(group: Group) -> Group:
     """Return a second group of the ranks of `group` for one thread; collective at first."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -61,18 +61,14 @@ def leave(group: Group) -> None:
         engine_for(group, group.device()).leave(group)
 
 
-class explained:
-    """Context of communication outside operators: an EngineFailure becomes a CommunicationError."""
-
-    def __init__(self, what: str, group: Group) -> None:
-        self._what, self._group, self._began = what, group, time.monotonic()
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, EngineFailure):
-            raise failure(self._what, self._group, self._began, error) from error.__cause__
+@contextmanager
+def explained(what: str, group: Group) -> Iterator[None]:
+    """Turn an EngineFailure of communication outside operators into a CommunicationError."""
+    began = time.monotonic()
+    try:
+        yield
+    except EngineFailure as error:
+        raise failure(what, group, began, error) from error.__cause__
 
 
 def table(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -36,9 +36,7 @@ from varcomm.errors import ArgumentError, LaunchError, MissingPackageError, at_l
 from varcomm.transport import environment
 from varcomm.transport.debug import checked_seconds
 from varcomm.transport.environment import Place
-from varcomm.transport.world import World, init, join, uses_mpi
-
-__all__ = ["Ranks", "World", "init", "launch"]
+from varcomm.transport.world import join, uses_mpi
 
 T = TypeVar("T")
 

@@ -17,9 +17,9 @@ from varcomm.ops import levels, packing
 from varcomm.ops.checks import checking
 from varcomm.ops.reduction import accumulated, accumulation_dtype
 from varcomm.transport.agreement import debugging
-from varcomm.transport.auxiliary_group import Lane, weakly
+from varcomm.transport.auxiliary_group import Lane
 from varcomm.transport.engine import Pending
-from varcomm.transport.group import MANY, Group
+from varcomm.transport.group import MANY, Group, weakly
 
 __all__ = ["Reducer"]
 

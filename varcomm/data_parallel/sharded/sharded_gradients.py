@@ -29,8 +29,8 @@ from varcomm.ops.digest import require_equal
 from varcomm.sharding import shard_spec
 from varcomm.sizes import at_least, checked_sizes
 from varcomm.transport.agreement import agree, agree_and_share, debugging, share
-from varcomm.transport.auxiliary_group import free_lanes, take_lane, weakly
-from varcomm.transport.group import GroupLike, resolve
+from varcomm.transport.auxiliary_group import free_lanes, take_lane
+from varcomm.transport.group import GroupLike, resolve, weakly
 
 __all__ = ["ShardedGradients"]
 
