@@ -7,10 +7,11 @@ the cluster, so a merge is a small reduce-scatter between members of its cluster
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby
 from typing import TypeAlias
 
 import torch
@@ -36,18 +37,11 @@ Rounds: TypeAlias = Generator[Works, None, torch.Tensor]
 class Level:
     """The messages of one rank in the merge of its cluster with others; pieces by their owner."""
 
-    rank: int
-    own: range  # its cluster
-    clusters: list[range]
-    held: list[int]  # pieces whose sums over `own` this rank has
+    clusters: list[range]  # the ranks of each
+    held: list[int]  # pieces whose sums over its own cluster this rank has
     kept: list[int]  # pieces whose sums over all `clusters` it has after the merge
     send: dict[int, list[int]]  # held pieces by the rank that keeps them
     recv: list[dict[int, list[int]]]  # kept pieces by the ranks that held them, per cluster
-
-    @property
-    def ranks(self) -> range:
-        """The merged cluster."""
-        return range(self.clusters[0].start, self.clusters[-1].stop)
 
     @cached_property
     def leaving(self) -> list[int]:
@@ -214,7 +208,7 @@ def all_sum(
     """
     count = len(values)
     for level in levels(group):
-        sources, targets = _partners(level, root)
+        sources, targets = _partners(level, group.rank, root)
         send, recv = dict.fromkeys(targets, count), dict.fromkeys(sources, count)
         works, got = _exchange(name, group, values, send, recv, same=True)
         yield works
@@ -229,17 +223,17 @@ def piece_order(group: Group) -> list[int]:
     return levels(group)[0].held
 
 
-def _partners(level: Level, root: int | None) -> tuple[list[int], list[int]]:
-    """Return one rank of each cluster, from which this rank receives, and to which it sends."""
-    rank, own = level.rank, level.own
+def _partners(level: Level, rank: int, root: int | None) -> tuple[list[int], list[int]]:
+    """Return one rank of each cluster, from which a rank receives, and to which it sends."""
     if root is None:
+        own = next(ranks for ranks in level.clusters if rank in ranks)
         place = rank - own.start
         sources = [ranks.start + place % len(ranks) for ranks in level.clusters]
         others = (ranks for ranks in level.clusters if ranks != own)
         targets = [t for ranks in others for t in ranks if (t - ranks.start) % len(own) == place]
         return sources, [*targets, rank]
     first = [root if root in ranks else ranks.start for ranks in level.clusters]
-    target = root if root in level.ranks else first[0]
+    target = root if root in first else first[0]
     return first if rank == target else [], [target] if rank in first else []
 
 
@@ -286,42 +280,45 @@ def arranged(
     return torch.cat([values[:0], *(places[piece] for piece in wanted)])
 
 
-# --- The tree
+# --- The tree. For 16 ranks without nodes it has two levels: the first merges ranks 0-3, 4-7, 8-11
+# and 12-15 into clusters, the second merges these four. Piece 6 then has the path (2, 1): on the
+# first level rank 2 of each cluster sums it, on the second rank 2 of cluster 1, which is rank 6.
 
 
 def _levels(group: Group) -> Iterator[Level]:
     """Yield the levels of this rank."""
-    size, rank = group.size, group.rank
-    # the first cluster below of each cluster, level by level; and each rank's place among those
-    # below the same cluster, from single ranks up
+    rank, size = group.rank, group.size
     tree = _tree(size, _node_size(group))
-    places: list[list[int]] = [[] for _ in range(size)]
-    cluster = list(range(size))
-    for firsts in tree:
-        above = [n for n, (a, b) in enumerate(pairwise(firsts)) for _ in range(b - a)]
-        for owner in range(size):
-            places[owner].append(cluster[owner] - firsts[above[cluster[owner]]])
-            cluster[owner] = above[cluster[owner]]
+    paths = [_path(tree, owner) for owner in range(size)]
 
-    def member(height: int, cluster: int, piece: int) -> int:
-        """Return the rank of a cluster that holds a piece: its place, or one of few to spare."""
+    def holder(height: int, cluster: int, piece: int) -> int:
+        """Return the rank of a cluster that has the sum of a piece: by its path, or a spare."""
         for level in reversed(range(height)):
             first, end = tree[level][cluster : cluster + 2]
-            place = places[piece][level]
+            place = paths[piece][level]
             cluster = first + (place if place < end - first else piece % (end - first))
         return cluster
 
-    starts, held = list(range(size + 1)), sorted(range(size), key=places.__getitem__)
-    own = rank
+    starts, held = list(range(size + 1)), sorted(range(size), key=paths.__getitem__)
+    cluster = rank
     for height, firsts in enumerate(tree):
-        merged = next(n for n, (a, b) in enumerate(pairwise(firsts)) if a <= own < b)
-        below = range(firsts[merged], firsts[merged + 1])
-        send = _grouped((member(height + 1, merged, piece), piece) for piece in held)
+        merged = bisect_right(firsts, cluster) - 1
+        children = range(firsts[merged], firsts[merged + 1])
+        send = _grouped((holder(height + 1, merged, piece), piece) for piece in held)
         kept = send.get(rank, [])
-        recv = [_grouped((member(height, each, piece), piece) for piece in kept) for each in below]
-        clusters = [range(starts[n], starts[n + 1]) for n in below]
-        yield Level(rank, clusters[own - below.start], clusters, held, kept, send, recv)
-        starts, held, own = [starts[n] for n in firsts], kept, merged
+        recv = [_grouped((holder(height, c, piece), piece) for piece in kept) for c in children]
+        yield Level([range(starts[c], starts[c + 1]) for c in children], held, kept, send, recv)
+        starts, held, cluster = [starts[first] for first in firsts], kept, merged
+
+
+def _path(tree: Sequence[Sequence[int]], rank: int) -> list[int]:
+    """Return the place of a rank's cluster among those that one merge joins, level by level."""
+    places, cluster = [], rank
+    for firsts in tree:
+        merged = bisect_right(firsts, cluster) - 1
+        places.append(cluster - firsts[merged])
+        cluster = merged
+    return places
 
 
 def _tree(size: int, node: int) -> list[list[int]]:
