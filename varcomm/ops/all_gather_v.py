@@ -230,9 +230,8 @@ def all_gather_operator(
     sizes: Sequence[int],
     dim: int,
     use_fp32: bool,
-    async_op: bool,
     name: str = "all_gather_v",
 ) -> AllGatherV:
     """Return the operator of a call; errors have the `name` of the called function."""
-    with checking(name, ranks, use_fp32=use_fp32, async_op=async_op) as where:
+    with checking(name, ranks, use_fp32=use_fp32) as where:
         return AllGatherV(ranks, *checked_shard(x, sizes, dim, ranks, where), use_fp32)

@@ -187,9 +187,7 @@ def all_reduce(
     return collective(_operator, resolve(group), tensor, (), (use_fp32,), async_op)
 
 
-def _operator(
-    ranks: Group, x: torch.Tensor, _: Sequence[int], use_fp32: bool, async_op: bool
-) -> AllReduce:
-    with checking("all_reduce", ranks, use_fp32=use_fp32, async_op=async_op) as where:
+def _operator(ranks: Group, x: torch.Tensor, _: Sequence[int], use_fp32: bool) -> AllReduce:
+    with checking("all_reduce", ranks, use_fp32=use_fp32) as where:
         checked_summable(x, where, use_fp32)
     return AllReduce(ranks, use_fp32)

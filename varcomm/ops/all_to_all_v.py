@@ -131,14 +131,12 @@ def all_to_all_v(
     if type(send_sizes) in (list, tuple) and type(recv_sizes) in (list, tuple):
         both = *send_sizes, *recv_sizes
         return collective(_operator, ranks, tensor, both, (len(send_sizes), dim), async_op)
-    operator = all_to_all_operator(ranks, tensor, send_sizes, recv_sizes, dim, async_op)
+    operator = all_to_all_operator(ranks, tensor, send_sizes, recv_sizes, dim)
     return start_or_apply(operator, tensor, async_op)
 
 
-def _operator(
-    ranks: Group, x: torch.Tensor, both: Sequence[int], sent: int, dim: int, async_op: bool
-) -> AllToAllV:
-    return all_to_all_operator(ranks, x, list(both[:sent]), list(both[sent:]), dim, async_op)
+def _operator(ranks: Group, x: torch.Tensor, both: Sequence[int], sent: int, dim: int) -> AllToAllV:
+    return all_to_all_operator(ranks, x, list(both[:sent]), list(both[sent:]), dim)
 
 
 def all_to_all_operator(
@@ -147,13 +145,12 @@ def all_to_all_operator(
     send_sizes: Sequence[int],
     recv_sizes: Sequence[int],
     dim: int,
-    async_op: bool = False,
     name: str = "all_to_all_v",
     words: tuple[str, str] = ("send_sizes", "recv_sizes"),
 ) -> AllToAllV:
     """Return the operator of a call; errors have the names of the function and its sizes."""
     sent, received = words
-    with checking(name, ranks, async_op=async_op) as where:
+    with checking(name, ranks) as where:
         sends, dim = checked_whole(x, send_sizes, dim, ranks, where, sent)
         receives = checked_sizes(recv_sizes, received, ranks.size, where)
         if sends[ranks.rank] != receives[ranks.rank]:
@@ -237,7 +234,7 @@ def transpose_v(
     [tensor([[0, 1, 2]]), tensor([[3, 4, 5]])]
     """
     splits, concats = (split_dim, split_sizes), (concat_dim, concat_sizes)
-    operator = transpose_operator(resolve(group), tensor, splits, concats, async_op)
+    operator = transpose_operator(resolve(group), tensor, splits, concats)
     return start_or_apply(operator, tensor, async_op)
 
 
@@ -246,13 +243,12 @@ def transpose_operator(
     x: torch.Tensor,
     splits: tuple[int, Sequence[int]],
     concats: tuple[int, Sequence[int]],
-    async_op: bool = False,
     name: str = "transpose_v",
     words: tuple[str, str] = ("split_sizes", "concat_sizes"),
 ) -> TransposeV:
     """Return the operator of a call; errors have the names of the function and its sizes."""
     (split_dim, split_sizes), (concat_dim, concat_sizes) = splits, concats
-    with checking(name, ranks, async_op=async_op) as where:
+    with checking(name, ranks) as where:
         split_sizes, split = checked_whole(x, split_sizes, split_dim, ranks, where, words[0])
         concat_sizes, concat = checked_shard(x, concat_sizes, concat_dim, ranks, where, words[1])
         if split == concat:

@@ -161,10 +161,9 @@ def _broadcast(
     src: int,
     use_fp32: bool,
     like: torch.Size,
-    async_op: bool,
 ) -> Broadcast:
     """Return the operator of a call with `like`, of that shape."""
-    with checking("broadcast", ranks, use_fp32=use_fp32, async_op=async_op) as where:
+    with checking("broadcast", ranks, use_fp32=use_fp32) as where:
         src = checked_rank(src, ranks.size, "src", where)
         checked_tensor(x, where, "tensor" if ranks.rank == src else "like")
         if x.shape != like:
@@ -229,10 +228,8 @@ def reduce(
     return collective(_reduce, resolve(group), tensor, (), (dst, use_fp32), async_op)
 
 
-def _reduce(
-    ranks: Group, x: torch.Tensor, _: Sequence[int], dst: int, use_fp32: bool, async_op: bool
-) -> Reduce:
-    with checking("reduce", ranks, use_fp32=use_fp32, async_op=async_op) as where:
+def _reduce(ranks: Group, x: torch.Tensor, _: Sequence[int], dst: int, use_fp32: bool) -> Reduce:
+    with checking("reduce", ranks, use_fp32=use_fp32) as where:
         checked_summable(x, where, use_fp32)
         dst = checked_rank(dst, ranks.size, "dst", where)
     shape = tuple(x.shape)

@@ -183,10 +183,8 @@ def gather_v(
     return collective(_gather, ranks, tensor, sizes, (dim, dst), async_op)
 
 
-def _gather(
-    ranks: Group, x: torch.Tensor, sizes: Sequence[int], dim: int, dst: int, async_op: bool
-) -> GatherV:
-    with checking("gather_v", ranks, async_op=async_op) as where:
+def _gather(ranks: Group, x: torch.Tensor, sizes: Sequence[int], dim: int, dst: int) -> GatherV:
+    with checking("gather_v", ranks) as where:
         sizes, dim = checked_shard(x, sizes, dim, ranks, where)
         root = checked_rank(dst, ranks.size, "dst", where)
     shape = packing.like(x.shape, dim, sum(sizes))
@@ -281,10 +279,9 @@ def _scatter(
     dim: int,
     src: int,
     like: torch.Size,
-    async_op: bool,
 ) -> ScatterV:
     """Return the operator of a call with `like`, of that shape."""
-    with checking("scatter_v", ranks, async_op=async_op) as where:
+    with checking("scatter_v", ranks) as where:
         sizes = checked_sizes(sizes, "sizes", ranks.size, where)
         src = checked_rank(src, ranks.size, "src", where)
         checked_tensor(x, where, "tensor" if ranks.rank == src else "like")

@@ -149,7 +149,7 @@ def collective(
     how: tuple[Any, ...],
     async_op: bool,
 ) -> TensorOrHandle:
-    """Start ``make(owner, x, sizes, *how, async_op)``, which checks its arguments, or apply it.
+    """Start the operator ``make(owner, x, sizes, *how)``, which checks these, or apply it.
 
     The owner, a group or plan, keeps the call in its `calls` for equal arguments.
     """
@@ -165,11 +165,11 @@ def collective(
         or records_graph()
         or debugging()
     ):
-        return start_or_apply(make(owner, x, sizes, *how, async_op), x, async_op)
+        return start_or_apply(make(owner, x, sizes, *how), x, async_op)
     key = make, tuple(sizes), how, types, async_op, x.shape, x.dtype, x.device, x.layout
     call: Call | None = owner.calls.get(key)
     if call is None:
-        operator = make(owner, x, sizes, *how, async_op)
+        operator = make(owner, x, sizes, *how)
         call = Call(operator.in_one_round if async_op else operator)
         keep(owner.calls, key, call)
     return start(call, x) if async_op else at_once(call, x)  # type: ignore[return-value]
@@ -184,6 +184,9 @@ def keep(calls: Calls, key: object, value: object) -> None:
 
 def start_or_apply(operator: Operator, x: Tensor, async_op: bool) -> TensorOrHandle:
     """Start the operator, or apply it."""
+    if type(async_op) is not bool:
+        with checking(operator.name, operator.group, async_op=async_op):
+            raise AssertionError("checking() refuses other flags than bools")
     if async_op:
         return start(Call(operator.in_one_round), x)  # type: ignore[return-value]
     return apply(operator, x)  # type: ignore[return-value]

@@ -80,10 +80,9 @@ def reduce_scatter_operator(
     sizes: Sequence[int],
     dim: int,
     use_fp32: bool,
-    async_op: bool,
     name: str = "reduce_scatter_v",
 ) -> ReduceScatterV:
     """Return the operator of a call; errors have the `name` of the called function."""
-    with checking(name, ranks, use_fp32=use_fp32, async_op=async_op) as where:
+    with checking(name, ranks, use_fp32=use_fp32) as where:
         checked_summable(x, where, use_fp32)
         return ReduceScatterV(ranks, *checked_whole(x, sizes, dim, ranks, where), use_fp32)

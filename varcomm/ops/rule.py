@@ -111,9 +111,9 @@ def send(
 ) -> Pending:
     """Send `x`, without a derivative; the result of the Pending may be a view.
 
-    Inside debug() ranks first compare the call, and whether autograd has `recorded` it; a backward
-    passes the number `of` its call. A call that does not overlap with others first completes those
-    of Handles.
+    Every call of an operator comes here, in forward and in backward. Inside debug() ranks first
+    compare the call, and whether autograd has `recorded` it; a backward passes the number `of` its
+    call. A call that does not overlap with others first completes those of Handles.
     """
     operator = call.operator
     number = _compared(operator, x, recorded, of) if debugging() else None

@@ -354,9 +354,7 @@ class ExchangePlan:
         return cls.from_indices(indices, state["num_rows"], group=group)
 
 
-def _forward(
-    plan: ExchangePlan, x: torch.Tensor, _: object, dim: int, use_fp32: bool, *__: object
-) -> Exchange:
+def _forward(plan: ExchangePlan, x: torch.Tensor, _: object, dim: int, use_fp32: bool) -> Exchange:
     with checking("exchange", plan.group, use_fp32=use_fp32) as where:
         dim = _checked_own(plan, x, dim, where)
     return Exchange(_routes(plan, x), dim, use_fp32)
@@ -368,7 +366,7 @@ def _checked_own(plan: ExchangePlan, x: torch.Tensor, dim: int, where: str) -> i
 
 
 def _adjoint(
-    plan: ExchangePlan, x: torch.Tensor, _: object, dim: int, use_fp32: bool, *__: object
+    plan: ExchangePlan, x: torch.Tensor, _: object, dim: int, use_fp32: bool
 ) -> ExchangeAdjoint:
     with checking("exchange_adjoint", plan.group, use_fp32=use_fp32) as where:
         checked_summable(x, where, use_fp32)

@@ -18,13 +18,13 @@ from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.checks import check_on_device, checked_shard, checked_tensor, checking
 from varcomm.ops.digest import digest
-from varcomm.ops.forward_mode import refuse_linearize
 from varcomm.ops.graph_operator import in_graph
 from varcomm.ops.handle import apply
 from varcomm.ops.reduction import accumulation_dtype
 from varcomm.ops.replicated import ReplicatedGather, ReplicatedUse
 from varcomm.sizes import ShardSizes, exact_int
 from varcomm.tensor_parallel.class_statistics import class_statistics
+from varcomm.tensor_parallel.derivatives import refuse_linearize
 from varcomm.tensor_parallel.layout import checked_choice, checked_number
 from varcomm.tensor_parallel.linear import autocast, checked_operands
 from varcomm.tensor_parallel.mappings import shard_ends, shard_sizes

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from varcomm._torch_private import transforms_active
+from varcomm.errors import ArgumentError
+from varcomm.ops.graph_operator import records_graph
 
 
 def in_transform() -> bool:
@@ -19,6 +21,20 @@ def in_transform() -> bool:
     x = torch.empty(0)
     is_forward = forward_ad.unpack_dual(x).primal is not x  # a level of forward mode is open
     return is_forward or transforms_active()
+
+
+def refuse_linearize(where: str, writers: str) -> None:
+    """Raise ArgumentError if ``torch.func.linearize`` records.
+
+    It keeps tensors that do not depend on the tangents, and `writers` write into some of them.
+    """
+    if torch.compiler.is_compiling() or not records_graph():
+        return
+    if in_transform() and not transforms_active():
+        raise ArgumentError(
+            f"{where}torch.func.linearize keeps tensors that {writers} write into, and its result "
+            "would be wrong when called twice. Use torch.func.jvp."
+        )
 
 
 def recorded_gradients(

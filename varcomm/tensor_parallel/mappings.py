@@ -923,7 +923,7 @@ def _all_gathered(
 ) -> Tensor:
     ranks = resolve(group)
     sizes = shard_sizes(name, tensor, sizes, dim, ranks)
-    return apply(all_gather_operator(ranks, tensor, sizes, dim, use_fp32, False, name), tensor)
+    return apply(all_gather_operator(ranks, tensor, sizes, dim, use_fp32, name), tensor)
 
 
 def _reduce_scattered(
@@ -937,7 +937,7 @@ def _reduce_scattered(
     ranks = resolve(group)
     sizes = _whole_sizes(name, tensor, sizes, dim, ranks)
     how = sizes, dim, use_fp32
-    return apply(reduce_scatter_operator(ranks, tensor, *how, False, name), tensor)
+    return apply(reduce_scatter_operator(ranks, tensor, *how, name), tensor)
 
 
 def _scattered(
