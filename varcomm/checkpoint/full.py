@@ -100,21 +100,17 @@ def full_state_dict(
     require_equal(_WHAT, calls)
     plan = Plan.of(_WHAT, own, briefs, ranks)
     check_copies(_WHAT, own.tensors, plan, ranks)
-    pieces: dict[str, list[Piece]] = {key: [] for key in plan.entries}
-    for piece in sorted(plan.holders):
-        pieces[piece[0]].append(piece)
     # Every rank gathers in sorted order, because state dicts of ranks may have other orders.
     gathered = {
-        key: _gathered(entry, pieces[key], own, plan, dst, ranks)
+        key: _gathered(entry, sorted(plan.boxes[key]), own, plan, dst, ranks)
         for key, entry in sorted(plan.entries.items())
         if "shape" in entry and "tied" not in entry
     }
     found: dict[Keys, Any] = {}
     for key, entry in plan.entries.items():
-        if "shape" in entry:
-            found[entry["path"]] = gathered[entry.get("tied", key)]
-        else:
-            found[entry["path"]] = own.values.get(key, decoded(entry["value"]))
+        is_tensor = "shape" in entry
+        value = gathered[entry.get("tied", key)] if is_tensor else decoded(entry["value"])
+        found[entry["path"]] = value
     whole: dict[str, Any] = nested(found)
     return whole if dst in (None, ranks.rank) else {}
 
@@ -140,10 +136,8 @@ def _gathered(
         able = plan.holders[piece]
         sent[dst if dst in able else able[0]].append(piece)
     device = ranks.group.device()
-    flat = [own.tensors[piece].reshape(-1) for piece in sent[ranks.rank]]
-    flat = flat or [torch.empty(0, dtype=dtype)]
-    local = torch.cat(flat) if len(flat) > 1 else flat[0]
-    local = local.to(device, dtype).resolve_conj().resolve_neg()
+    flat = [own.tensors[piece].reshape(-1).to(device) for piece in sent[ranks.rank]]
+    local = torch.cat([torch.empty(0, dtype=dtype, device=device), *flat])
     sizes = [sum(prod(piece[2]) for piece in some) for some in sent]
     group = ranks.group.process_group
     gathered: Any = (
@@ -153,12 +147,9 @@ def _gathered(
     )
     if ranks.rank not in receiving:
         return None
-    received: torch.Tensor = gathered.cpu()
     arrived = [piece for some in sent for piece in some]
-    if arrived == sorted(arrived) and all(sizes[1:] == shape[1:] for _, _, sizes in arrived):
-        return received.view(shape)
     whole = torch.empty(shape, dtype=dtype)
-    parts = received.split([prod(sizes) for _, _, sizes in arrived])
+    parts = gathered.cpu().split([prod(lengths) for _, _, lengths in arrived])
     for (_, offsets, lengths), part in zip(arrived, parts, strict=True):
         box = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
         whole[box] = part.view(lengths)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +12,14 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.sharding import Box
-from varcomm.sharding.files import TensorFile, check_cover, read_index, reading, verify_files
+from varcomm.sharding.files import (
+    TensorFile,
+    check_cover,
+    digest_of_json,
+    read_index,
+    reading,
+    verify_files,
+)
 from varcomm.transport.serialization import decoded, dtype_of
 
 KIND = "checkpoint"
@@ -123,8 +129,7 @@ class Checkpoint:
                 self._add_entries(content["entries"])
         flat = {**self.values, **{key: tensor.empty() for key, tensor in self.tensors.items()}}
         self._tree = nested({path: flat[key] for key, path in self.paths.items()})
-        text = json.dumps([content, self.files], sort_keys=True)
-        self.digest = hashlib.sha256(text.encode()).hexdigest()
+        self.digest = digest_of_json([content, self.files])
 
     def _headers(self, names: Iterable[str]) -> dict[str, Any]:
         """Add the tensors of other tools' files; return a description."""
@@ -164,6 +169,15 @@ class Checkpoint:
         if name not in self._open:
             self._open[name] = TensorFile(self.folder / name)
         return self._open[name]
+
+    def bits(self, keys: Iterable[str]) -> int:
+        """Return keys as the bits of a number, which is a short message; others do not count."""
+        places = {key: place for place, key in enumerate(sorted(self.paths))}
+        return sum(1 << places[key] for key in keys if key in places)
+
+    def of_bits(self, bits: int) -> list[str]:
+        """Return the keys of :meth:`bits` as quoted words."""
+        return [repr(key) for place, key in enumerate(sorted(self.paths)) if bits >> place & 1]
 
     def keys(self, path: Keys) -> set[str]:
         """Return the keys at a path and inside it."""

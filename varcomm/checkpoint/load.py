@@ -140,8 +140,7 @@ def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
     Modules and other objects are dicts, sharded tensors and rows full tensors, and :class:`PerRank`
     is a dict whose keys are the ranks as strings. The result for files from other tools is a dict
-    of tensors by name. ArgumentError if there is no checkpoint, or if a file is missing, cut or
-    altered.
+    of tensors by name.
 
     Parameters
     ----------
@@ -188,8 +187,7 @@ def export(
 ) -> None:
     """Write the tensors of a checkpoint as one safetensors file; no communication.
 
-    Full tensors are held in memory. ArgumentError if the checkpoint cannot be read, has no tensors
-    of this name or of a dtype that safetensors lacks, or if writing fails.
+    Full tensors are held in memory.
 
     Parameters
     ----------
@@ -256,8 +254,7 @@ def _check_fit(found: Checkpoint, fits: Sequence[Any]) -> None:
     """Raise, the same on all ranks, if the states of all ranks together do not match."""
     within, asked, problems, rows = zip(*fits, strict=True)
     require_equal(_WHAT, [{"the keys of RowsById": own} for own in rows])
-    left = reduce(or_, within) & ~reduce(or_, asked)
-    unexpected = [repr(key) for bit, key in enumerate(sorted(found.paths)) if left >> bit & 1]
+    unexpected = found.of_bits(reduce(or_, within) & ~reduce(or_, asked))
     given = [*dict.fromkeys(chain.from_iterable(problems))]
     parts = {"of the state do not match": given, "are not in the state": unexpected}
     reasons = [f"{len(some)} keys {what}: {few(some)}" for what, some in parts.items() if some]
@@ -284,11 +281,8 @@ class _Targets(Walk):
             self._add(leaf.key, leaf)
 
     def fit(self) -> tuple[Any, ...]:
-        """Return the match of the state, for all ranks; bits stand for sorted keys."""
-        bits = {key: 1 << bit for bit, key in enumerate(sorted(self.found.paths))}
-        within, asked = (
-            sum(bits.get(key, 0) for key in some) for some in (self.within, self.asked)
-        )
+        """Return the match of the state, for all ranks."""
+        within, asked = map(self.found.bits, (self.within, self.asked))
         return within, asked, self.problems, sorted(self.rows())
 
     def rows(self) -> dict[str, RowsById]:

@@ -224,7 +224,6 @@ class State:
         self.rows: dict[str, RowsById] = {}  # the same on all ranks
         self.common: dict[str, _Entry] = {}  # mostly the same on all ranks
         self.per_rank: dict[str, _Entry] = {}
-        self.values: dict[str, Any] = {}  # plain ones
         self.parts: list[Piece] = []  # of tensors that are sharded over ranks
         for leaf in Walk(state, ranks.rank).leaves(Leaf(state)):
             if isinstance(leaf.value, Holder):
@@ -257,7 +256,6 @@ class State:
                 json.dumps(content)
             except (TypeError, ValueError) as error:
                 raise ArgumentError(f"{key!r} cannot be saved: {error}.") from error
-            self.values[key] = value
             return {"kind": "value", "value": content}
         whole = is_whole(value)
         odd = value.is_nested or value.layout != torch.strided or value.is_quantized
@@ -281,7 +279,7 @@ def _in_order(content: Any) -> str:
 
 
 class Plan:
-    """The boxes that each rank writes (`pieces`); the same on all ranks.
+    """The boxes of each tensor, and those that each rank writes (`pieces`); the same on all ranks.
 
     `holders` has the ranks with a copy of each box.
     """
@@ -308,12 +306,12 @@ class Plan:
             for piece in (*parts[rank], *whole):
                 if prod(piece[2]):
                     self.holders.setdefault(piece, []).append(rank)
-        by_key: dict[str, list[Any]] = {key: [] for key in self.entries}
-        for key, *box in self.holders:
-            by_key[key].append(box)
+        self.boxes: dict[str, list[Piece]] = {key: [] for key in self.entries}
+        for piece in self.holders:
+            self.boxes[piece[0]].append(piece)
         for key, entry in self.entries.items():
             if "shape" in entry:
-                check_cover(key, entry["shape"], by_key[key])
+                check_cover(key, entry["shape"], [box for _, *box in self.boxes[key]])
         self.pieces: list[list[Piece]] = [[] for _ in parts]
         load = [0] * len(parts)
         # boxes of few ranks first; replicated ones then even out the load

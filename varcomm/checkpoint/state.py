@@ -169,23 +169,13 @@ class _Module(Holder):
 
 
 def _states_of(optimizer: torch.optim.Optimizer, modules: _Modules) -> OptimizerStates:
-    """Return the states of an optimizer of torch's by the names of parameters in `modules`."""
-    _check_kind(optimizer)
-    groups = [group["params"] for group in optimizer.param_groups]
-    names = _parameter_names(modules, {param for params in groups for param in params})
-    for param in (param for params in groups for param in params if param not in names):
-        raise ArgumentError(
-            f"a parameter of shape {tuple(param.shape)} is in no module of the state, and has no "
-            "name. Add its module to the state."
-        )
-    parts = {p: Part(name, partial(wrapped, like=p)) for p, name in names.items()}
-    return OptimizerStates(optimizer, parts, [[names[param] for param in own] for own in groups])
+    """Return the states of an optimizer of torch's by the names of parameters in `modules`.
 
-
-def _check_kind(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ArgumentError if an optimizer keeps states elsewhere than torch's optimizers."""
+    If several modules have parameters of the optimizer, their paths are in the names.
+    """
     kind, plain = type(optimizer), torch.optim.Optimizer
-    params = {param for group in optimizer.param_groups for param in group["params"]}
+    groups = [group["params"] for group in optimizer.param_groups]
+    params = {param for group in groups for param in group}
     usual = kind.state_dict is plain.state_dict and kind.load_state_dict is plain.load_state_dict
     if not usual or not params.issuperset(optimizer.state):
         raise ArgumentError(
@@ -194,22 +184,20 @@ def _check_kind(optimizer: torch.optim.Optimizer) -> None:
             "varcomm.data_parallel.ShardedGradients to shard states; else save an object whose "
             "state_dict and load_state_dict call the optimizer's, inside PerRank if ranks differ."
         )
-
-
-def _parameter_names(modules: _Modules, left: set[torch.Tensor]) -> dict[torch.Tensor, str]:
-    """Return the names of parameters, with the path of the module if there are several."""
-    found: dict[Keys, dict[torch.Tensor, str]] = {}
+    paths: dict[torch.Tensor, tuple[Keys, str]] = {}
     for path, module in modules.items():
-        own: dict[torch.Tensor, str]
-        own = {param: name for name, param in module.named_parameters() if param in left}
-        left -= own.keys()
-        if own:
-            found[path] = own
-    return {
-        param: name if len(found) == 1 else f"{joined(path)}.{name}"
-        for path, own in found.items()
-        for param, name in own.items()
-    }
+        for name, param in module.named_parameters():
+            if param in params:
+                paths.setdefault(param, (path, name))
+    several = len({path for path, _ in paths.values()}) > 1
+    names = {p: f"{joined(path)}.{name}" if several else name for p, (path, name) in paths.items()}
+    for param in (param for group in groups for param in group if param not in names):
+        raise ArgumentError(
+            f"a parameter of shape {tuple(param.shape)} is in no module of the state, and has no "
+            "name. Add its module to the state."
+        )
+    parts = {p: Part(name, partial(wrapped, like=p)) for p, name in names.items()}
+    return OptimizerStates(optimizer, parts, [[names[param] for param in own] for own in groups])
 
 
 def _copied(saved: Any, own: Any) -> Any:

@@ -129,8 +129,7 @@ def load_safetensors(
 def _check_fit(found: Checkpoint, fits: Sequence[tuple[list[str], int]], strict: bool) -> None:
     """Raise, the same on all ranks, if the models of all ranks do not match the files."""
     problems = [*dict.fromkeys(problem for some, _ in fits for problem in some)]
-    left = reduce(and_, (unused for _, unused in fits))
-    unused = [repr(key) for bit, key in enumerate(sorted(found.tensors)) if left >> bit & 1]
+    unused = found.of_bits(reduce(and_, (unused for _, unused in fits)))
     reasons = []
     if problems:
         reasons.append(f"{len(problems)} tensors of the model do not match: {few(problems)}")
@@ -161,14 +160,15 @@ class _Weights:
         # by the id of a tensor of the model: the tensor to load, and its names in the files
         self.loads: dict[int, tuple[torch.Tensor, list[str]]] = {}
         named = named_tensors(model)
+        mapping = {} if names is None or callable(names) else names
         for tensor, own in named:
-            given = [_renamed(name, names) for name in own]
+            given = [names(n) if callable(names) else mapping.get(n, n) for n in own]
             present = [name for name in dict.fromkeys(given) if name in found.tensors]
             self.used.update(present)
             if self._fits(own, given, present, tensor):
                 self.loads[id(tensor)] = _on(device, tensor), present
         saved = {id(tensor) for tensor, _ in named}
-        for name, tensor in _tensors(model):
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.is_meta and id(tensor) not in saved:
                 self.problems.append(
                     f"{name!r} is on the meta device and not in the state dict, so no file has its "
@@ -176,9 +176,8 @@ class _Weights:
                 )
 
     def fit(self) -> tuple[list[str], int]:
-        """Return problems, and the unused tensors of the files as bits for their sorted names."""
-        keys = sorted(self.found.tensors)
-        return self.problems, sum(1 << bit for bit, k in enumerate(keys) if k not in self.used)
+        """Return problems, and the unused tensors of the files."""
+        return self.problems, self.found.bits(self.found.tensors.keys() - self.used)
 
     def _fits(
         self, own: Sequence[str], given: Sequence[str], present: list[str], tensor: torch.Tensor
@@ -216,24 +215,11 @@ class _Weights:
 
     def replace(self) -> None:
         """Put the loaded tensors in the places of those on the meta device."""
-        made: dict[int, torch.Tensor] = {}
         for module in self.model.modules():
             own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
             for name, old in own:
                 if old.is_meta:
-                    if id(old) not in made:
-                        made[id(old)] = _like(old, self.loads[id(old)][0])
-                    setattr(module, name, made[id(old)])
-
-
-def _renamed(name: str, names: Names | None) -> str:
-    if names is None:
-        return name
-    return names(name) if callable(names) else names.get(name, name)
-
-
-def _tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]
+                    setattr(module, name, self.loads[id(old)][0])
 
 
 def _on(device: torch.device | str, tensor: torch.Tensor) -> torch.Tensor:
@@ -241,16 +227,9 @@ def _on(device: torch.device | str, tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_meta:
         return tensor
     made = torch.empty_like(tensor, device=device)
+    if isinstance(tensor, torch.nn.Parameter):
+        made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
     vars(made).update(vars(tensor))  # the mark, which says how it is sharded
-    return made
-
-
-def _like(old: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
-    """Return a loaded tensor as the parameter or the buffer that it replaces."""
-    if not isinstance(old, torch.nn.Parameter):
-        return loaded
-    made = torch.nn.Parameter(loaded, requires_grad=old.requires_grad)
-    vars(made).update(vars(old))
     return made
 
 

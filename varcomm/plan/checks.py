@@ -13,16 +13,14 @@ from varcomm.sizes import checked_sizes
 from varcomm.transport.group import Group
 
 
-def checked_index(
-    index: torch.Tensor, num_rows: int, name: str, rows: str, where: str = ""
-) -> torch.Tensor:
+def checked_index(index: torch.Tensor, num_rows: int, name: str, rows: str) -> torch.Tensor:
     """Return `index` as int64 if it is one-dimensional, of integers and within `num_rows`.
 
     While a graph is recorded it has no values: :func:`checked_range` looks at them when it runs.
     """
-    numbers = checked_integers(index, name, where)
+    numbers = checked_integers(index, name)
     if not in_graph(index):
-        checked_range(index, num_rows, name, rows, where)
+        checked_range(index, num_rows, name, rows)
     return numbers
 
 
@@ -103,9 +101,9 @@ def _per_rank(entries: Iterable[Any], name: str, group: Group, where: str) -> li
         raise ArgumentError(
             f"{where}{name} must be a list of one entry per rank; got {type(entries).__name__}."
         )
-    found = list(entries)
-    if len(found) != group.size:
+    per_rank = list(entries)
+    if len(per_rank) != group.size:
         raise ArgumentError(
-            f"{where}{name} must have one entry per rank, {group.size}; got {len(found)}."
+            f"{where}{name} must have one entry per rank, {group.size}; got {len(per_rank)}."
         )
-    return found
+    return per_rank

@@ -29,20 +29,6 @@ from varcomm.errors import ArgumentError
 from varcomm.sharding.sharded import check_inside
 from varcomm.transport.engine import as_bytes
 
-__all__ = [
-    "Files",
-    "FolderSave",
-    "TensorFile",
-    "check_cover",
-    "is_index",
-    "is_save_name",
-    "new_token",
-    "read_index",
-    "reading",
-    "verify_files",
-    "write_tensors",
-]
-
 # Size and digest (XXH3, 128 bits) of each file, by its path in the folder.
 Files = Mapping[str, tuple[int, str]]
 
@@ -95,7 +81,7 @@ class FolderSave:
             files[name] = {"bytes": path.stat().st_size, "xxh3_128": digest}
         head = {"format": f"varcomm {self.kind}", "version": _VERSION, "save": self.name}
         index = {**head, **content, "files": files}
-        self._coming.write_text(json.dumps({**index, "digest": _digest(index)}) + "\n")
+        self._coming.write_text(json.dumps({**index, "digest": digest_of_json(index)}) + "\n")
         _sync(self._coming)
         if files:
             _sync(self.folder / self.name)
@@ -224,7 +210,7 @@ def read_index(folder: Path, kind: str) -> tuple[dict[str, Any], Files]:
             f"{path} is a {head}; this varcomm reads a varcomm {kind} of version {_VERSION}. "
             "Load it with the varcomm that has saved it, and save it again."
         )
-    if content.pop("digest", None) != _digest(content):
+    if content.pop("digest", None) != digest_of_json(content):
         raise ArgumentError(f"{path} is damaged or has been altered. {_AGAIN}")
     save, files = str(content.pop("save", "")), content.pop("files", None)
     with reading(path):
@@ -247,9 +233,10 @@ def verify_files(
     def verify(number: int, name: str) -> None:
         path, (size, written) = folder / name, files[name]
         with reading(path):
-            found = path.stat().st_size
-            hashed = found == size and number % ranks == rank
-            digest = _digest_of(path) if hashed and digests else written
+            found, digest = path.stat().st_size, written
+            if found == size and number % ranks == rank and digests:
+                with path.open("rb", buffering=0) as file:
+                    digest = hashlib.file_digest(file, xxh3_128).hexdigest()
         if (found, digest) != (size, written):
             differs = "its digest differs" if found == size else f"{found} bytes in place of {size}"
             raise ArgumentError(f"{path} is not the file that was written: {differs}. {_AGAIN}")
@@ -326,16 +313,9 @@ def check_cover(key: str, shape: Sequence[int], boxes: Sequence[Sequence[Sequenc
                 raise ArgumentError(f"{key!r}: boxes at {places} overlap. {fix}")
 
 
-def _digest(content: Mapping[str, Any]) -> str:
+def digest_of_json(content: Any) -> str:
+    """Return the digest of plain values."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _digest_of(path: Path) -> str:
-    digest = xxh3_128()
-    with path.open("rb", buffering=0) as file:
-        while part := file.read(_CHUNK):
-            digest.update(part)
-    return digest.hexdigest()
 
 
 def _sync(path: Path) -> None:

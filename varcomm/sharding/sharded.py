@@ -12,6 +12,7 @@ from typing import Any, NoReturn, Self
 import torch
 
 from varcomm.errors import ArgumentError
+from varcomm.ops import packing
 from varcomm.ops.checks import checked_tensor
 from varcomm.sharding.spec import ShardSpec
 from varcomm.sizes import exact_int
@@ -116,7 +117,8 @@ class Sharded(torch.Tensor):
         """
         spec.check_local(local)
         boxes = _translated(local, ((0,) * local.dim(), tuple(local.shape)), spec)
-        return cls(_global_shape(local.shape, spec), boxes, local.dtype, local)
+        shape = packing.like(local.shape, spec.dim, spec.total)
+        return cls(shape, boxes, local.dtype, local)
 
     @classmethod
     def elements(
@@ -145,7 +147,7 @@ class Sharded(torch.Tensor):
             part = flat[taken : taken + prod(sizes)].view(sizes)
             taken += prod(sizes)
             boxes += [Box(offsets, part)] if spec is None else _translated(part, place, spec)
-        whole = tuple(shape) if spec is None else _global_shape(shape, spec)
+        whole = shape if spec is None else packing.like(shape, spec.dim, spec.total)
         return cls(whole, boxes, flat.dtype, flat)
 
     def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Self:
@@ -267,10 +269,6 @@ def check_inside(
             f"{name} of shape {tuple(sizes)} at {tuple(offsets)} is not inside a tensor of shape "
             f"{tuple(shape)}."
         )
-
-
-def _global_shape(shape: Sequence[int], spec: ShardSpec) -> tuple[int, ...]:
-    return (*shape[: spec.dim], spec.total, *shape[spec.dim + 1 :])
 
 
 def _translated(part: torch.Tensor, place: Place, spec: ShardSpec) -> list[Box]:

@@ -176,8 +176,7 @@ def mark(param: T, spec: ShardSpec) -> T:
     """Mark a parameter as this rank's part of a sharded parameter, and return it.
 
     torch drops the mark when it copies a parameter or moves a module off the meta device. State
-    dicts do not contain marks. ArgumentError if the number of rows of `param` is not this rank's
-    number of rows in `spec`.
+    dicts do not contain marks.
 
     Parameters
     ----------
