@@ -28,6 +28,9 @@ _WHAT = "checkpoint.load_safetensors"
 
 Names = Mapping[str, str] | Callable[[str], str]
 
+# By the id of a tensor of the model: the tensor to load, and its names in the files.
+_Loads = dict[int, tuple[torch.Tensor, list[str]]]
+
 
 @torch.no_grad()
 def load_safetensors(
@@ -120,10 +123,16 @@ def load_safetensors(
 
     found, same = ranks.agree(_WHAT, find, called)
     require_equal(_WHAT, same)
-    weights, fits = ranks.agree(_WHAT, lambda: _Weights(model, found, names, device), _Weights.fit)
+    (loads, *_), fits = ranks.agree(
+        _WHAT, lambda: _loads_of(model, found, names, device), lambda result: result[1:]
+    )
     alone(_WHAT, lambda: _check_fit(found, fits, strict))  # the same on all ranks
-    ranks.agree(_WHAT, weights.read, lambda _: None)
-    weights.replace()
+    ranks.agree(_WHAT, lambda: _read(found, loads))
+    for module in model.modules():
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for name, old in own:
+            if old.is_meta:
+                setattr(module, name, loads[id(old)][0])
 
 
 def _check_fit(found: Checkpoint, fits: Sequence[tuple[list[str], int]], strict: bool) -> None:
@@ -144,82 +153,59 @@ def _check_fit(found: Checkpoint, fits: Sequence[tuple[list[str], int]], strict:
         )
 
 
-class _Weights:
-    """The tensors of a model on this rank, and the tensors of files that they are read from."""
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        found: Checkpoint,
-        names: Names | None,
-        device: torch.device | str,
-    ) -> None:
-        self.model, self.found = model, found
-        self.problems: list[str] = []
-        self.used: set[str] = set()
-        # by the id of a tensor of the model: the tensor to load, and its names in the files
-        self.loads: dict[int, tuple[torch.Tensor, list[str]]] = {}
-        named = named_tensors(model)
-        mapping = {} if names is None or callable(names) else names
-        for tensor, own in named:
-            given = [names(n) if callable(names) else mapping.get(n, n) for n in own]
-            present = [name for name in dict.fromkeys(given) if name in found.tensors]
-            self.used.update(present)
-            if self._fits(own, given, present, tensor):
-                self.loads[id(tensor)] = _on(device, tensor), present
-        saved = {id(tensor) for tensor, _ in named}
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if tensor.is_meta and id(tensor) not in saved:
-                self.problems.append(
-                    f"{name!r} is on the meta device and not in the state dict, so no file has its "
-                    "values; compute them before"
-                )
-
-    def fit(self) -> tuple[list[str], int]:
-        """Return problems, and the unused tensors of the files."""
-        return self.problems, self.found.bits(self.found.tensors.keys() - self.used)
-
-    def _fits(
-        self, own: Sequence[str], given: Sequence[str], present: list[str], tensor: torch.Tensor
-    ) -> bool:
-        shape = tuple(wrapped(tensor).shape)
-        wrong = []
+def _loads_of(
+    model: torch.nn.Module, found: Checkpoint, names: Names | None, device: torch.device | str
+) -> tuple[_Loads, list[str], int]:
+    """Return the loads of a model, problems, and the unused tensors of the files as bits."""
+    loads: _Loads = {}
+    problems: list[str] = []
+    used: set[str] = set()
+    mapping = {} if names is None or callable(names) else names
+    named = named_tensors(model)
+    for tensor, own in named:
+        given = [names(n) if callable(names) else mapping.get(n, n) for n in own]
+        present = [name for name in dict.fromkeys(given) if name in found.tensors]
+        used.update(present)
+        target = wrapped(tensor)
+        shape, wrong = tuple(target.shape), list[str]()
         if not present:
             wrong.append(f"{' or '.join(map(repr, given))} is missing in the files")
         for name in present:
-            dtype, stored, _ = self.found.tensors[name]
+            dtype, stored, _ = found.tensors[name]
             if stored != shape or not _converts(dtype, tensor.dtype):
                 wrong.append(
                     f"{name!r} has {stored}, {dtype} in the files and {shape}, {tensor.dtype} in "
                     "the model"
                 )
         if not tensor.is_meta:
-            for box in boxes_of(own[0], wrapped(tensor)):
+            for box in boxes_of(own[0], target):
                 refuse_unwritable(repr(own[0]), box.tensor)
-        self.problems += wrong
-        return not wrong
+        problems += wrong
+        if not wrong:
+            loads[id(tensor)] = _on(device, tensor), present
+    in_state = {id(tensor) for tensor, _ in named}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta and id(tensor) not in in_state:
+            problems.append(
+                f"{name!r} is on the meta device and not in the state dict, so no file has its "
+                "values; compute them before"
+            )
+    return loads, problems, found.bits(found.tensors.keys() - used)
 
-    def read(self) -> None:
-        """Read this rank's slices, or raise ArgumentError."""
-        for tensor, (first, *others) in self.loads.values():
-            boxes = boxes_of(first, wrapped(tensor))
-            self.found.read(first, boxes)
-            for name in others:
-                again = [Box(box.offsets, torch.empty_like(box.tensor)) for box in boxes]
-                self.found.read(name, again)
-                if not all(map(_equal, boxes, again)):
-                    raise ArgumentError(
-                        f"{first!r} and {name!r} share a parameter of the model, and have different"
-                        " values in the files."
-                    )
 
-    def replace(self) -> None:
-        """Put the loaded tensors in the places of those on the meta device."""
-        for module in self.model.modules():
-            own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-            for name, old in own:
-                if old.is_meta:
-                    setattr(module, name, self.loads[id(old)][0])
+def _read(found: Checkpoint, loads: _Loads) -> None:
+    """Read this rank's slices, or raise ArgumentError."""
+    for tensor, (first, *others) in loads.values():
+        boxes = boxes_of(first, wrapped(tensor))
+        found.read(first, boxes)
+        for name in others:
+            again = [Box(box.offsets, torch.empty_like(box.tensor)) for box in boxes]
+            found.read(name, again)
+            if not all(map(_equal, boxes, again)):
+                raise ArgumentError(
+                    f"{first!r} and {name!r} share a parameter of the model, and have different"
+                    " values in the files."
+                )
 
 
 def _on(device: torch.device | str, tensor: torch.Tensor) -> torch.Tensor:
