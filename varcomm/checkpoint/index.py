@@ -109,10 +109,8 @@ def part_name(key: str, shape: Sequence[int], offsets: Sequence[int], sizes: Seq
 class Checkpoint:
     """The content of a checkpoint: a folder of :func:`save`, or safetensors files of other tools.
 
-    It has `paths`, `tensors` and decoded plain `values` by key. It also has the `folder` of the
-    files, and `files`, with sizes and digests, None for other tools. Its `digest` is equal on ranks
-    that opened the same checkpoint. ArgumentError if there is none, or if the index or a header is
-    damaged.
+    `files` is None for other tools; `digest` is equal on ranks that opened the same checkpoint.
+    ArgumentError if there is none, or if the index or a header is damaged.
     """
 
     def __init__(self, path: Path) -> None:

@@ -38,9 +38,8 @@ def load(
 ) -> None:
     """Load a checkpoint into `state`, on any number of ranks, sharded as `state` is now.
 
-    Collective: all ranks of `group` call it. One process needs no torch.distributed. Nothing is
-    changed before all files are verified, all keys match, and all tensors can be overwritten. Then
-    tensors are overwritten, and generators and objects load their states.
+    Collective: all ranks of `group` call it. One process needs no torch.distributed. Tensors are
+    overwritten after all checks; then generators and objects load their states.
 
     Parameters
     ----------

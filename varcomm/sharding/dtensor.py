@@ -1,7 +1,4 @@
-"""``to_dtensor`` and ``from_dtensor``: shards as DTensors and back, in the same memory.
-
-Each of the two is the adjoint of the other.
-"""
+"""``to_dtensor`` and ``from_dtensor``: shards as DTensors and back, in the same memory."""
 
 from __future__ import annotations
 

@@ -195,11 +195,7 @@ def is_index(path: Path, kind: str) -> bool:
 
 
 def read_index(folder: Path, kind: str) -> tuple[dict[str, Any], Files]:
-    """Return the content of an index and its files.
-
-    ArgumentError if there is no index, or if it is damaged, of another version, or names files
-    outside the folder of its save.
-    """
+    """Return the content of an index and its files, or raise ArgumentError."""
     path = folder / f"{kind}.json"
     none = f"{folder} has no {path.name}" if folder.exists() else f"there is no {folder}"
     with reading(path, missing=f"{none}: nothing is saved there."):

@@ -35,8 +35,7 @@ class OptimizerStates:
 
     The form is ``{"state": {name: {"exp_avg": ..., "step": ...}}, "param_groups": [{"lr": ...,
     ...}]}`` with the optimizer's own tensors. `parts` has the parameters of this rank, and `names`
-    the names of all parameters of each group, on any rank. Those in `masters` are fp32 masters of
-    parameters, and are themselves saved below ``"masters"``.
+    those of each group on any rank. The fp32 masters in `masters` are saved below ``"masters"``.
     """
 
     def __init__(
@@ -50,19 +49,14 @@ class OptimizerStates:
         self.names, self.masters = [list(own) for own in names], set(masters)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states by name, the options of the groups, and the masters.
-
-        ArgumentError if a state of a sharded parameter is not a number and has another shape than
-        the parameter.
-        """
+        """Return the states by name, the options of the groups, and the masters."""
         states = {p: own for p in self.parts if (own := self.optimizer.state.get(p))}
         return self._tree(states, self.optimizer.param_groups)
 
     def state_dict_for(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the tree to load `saved` into, whose tensors are on the meta device.
+        """Return the tree to load `saved` into, with states that the optimizer has not made yet.
 
-        States that the optimizer has not made yet are made here. ArgumentError if `saved` has
-        groups of other parameters or options, or masters that are missing here.
+        The tensors of `saved` are on the meta device.
         """
         states, found = self._checked(saved), {}
         for param, part in self.parts.items():
@@ -74,10 +68,7 @@ class OptimizerStates:
         return self._tree(found, options)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a tree of this form; its tensors are copied, or become those of the optimizer.
-
-        Errors are as in :meth:`check`, and then nothing is changed.
-        """
+        """Check and load a tree of this form; the optimizer copies its tensors, or keeps them."""
         self.check(state)
         for group, options in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
             group.update({key: value for key, value in options.items() if key != "params"})
@@ -169,8 +160,7 @@ class OptimizerStates:
 def _check_part(value: Any, param: torch.Tensor, part: Part, what: str, own: object) -> None:
     """Raise ArgumentError if a saved value is of another part than this rank's.
 
-    `own` is the optimizer's present value, if any. Without one, tensors with other shapes than the
-    part and the full parameter are not checked.
+    `own` is the optimizer's present value, if any.
     """
     like, fits = part.wrap(param.detach()), True
     if isinstance(value, Sharded):
