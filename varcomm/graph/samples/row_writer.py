@@ -34,8 +34,8 @@ class RowWriter:
     """Write a file of samples, to which each rank passes the rows of its nodes; collective.
 
     One exchange per sample moves rows, so that each chunk is written by one rank. A block partition
-    moves at most the rows of the chunks at its borders. For other partitions, each rank writes an
-    equal share of the chunks, so a rank holds its own rows and 1/P of all rows.
+    moves the rows of the chunks at its borders. For other partitions, each rank writes 1/P of the
+    chunks.
 
     The file has its name once :meth:`close` has returned on every rank; until then it is
     ``<path>.part``. All methods are collective, and an error on one rank is raised on all ranks.
@@ -126,8 +126,13 @@ class RowWriter:
                 raise ArgumentError(f"path must end in .zarr or .npy; got {path}.")
             row = tuple(at_least(0, size, "features") for size in features)
             self.shape = (at_least(0, samples, "samples"), nodes.sizes.total, *row)
-            self._row = torch.empty(0, *row, dtype=dtype)
-            self.dtype = _checked_dtype(dtype)
+            try:
+                self._row = torch.empty(0, *row, dtype=dtype)
+                self.dtype = self._row.numpy().dtype
+            except TypeError:
+                raise ArgumentError(
+                    f"dtype={dtype} has no counterpart in files. Use float32."
+                ) from None
             self._chunks = self._unit = 1
             if self.path.suffix == ".zarr":
                 default = _CHUNK // max(1, self.dtype.itemsize * prod(row))
@@ -168,13 +173,13 @@ class RowWriter:
                     self._create(variable)
 
         def attach() -> Any:
+            if self.path.suffix == ".npy":
+                return None
             with writing(self._part):
-                if self.path.suffix == ".npy":
-                    return _Npy(self._part)
                 return package("zarr", str(path)).open_group(self._part, mode="r+")[variable]
 
         agree(_WHAT, create, self._group)
-        self._target = agree(_WHAT, attach, self._group)
+        self._array = agree(_WHAT, attach, self._group)
 
     def _create(self, variable: str) -> None:
         """Make an empty array, in place of one that an interrupted writer has left."""
@@ -182,11 +187,7 @@ class RowWriter:
             shutil.rmtree(self._part)
         self._part.unlink(missing_ok=True)
         if self.path.suffix == ".npy":
-            with self._part.open("wb") as file:
-                descr = np.lib.format.dtype_to_descr(self.dtype)
-                header = {"descr": descr, "fortran_order": False, "shape": self.shape}
-                np.lib.format.write_array_header_2_0(file, header)
-                file.truncate(file.tell() + prod(self.shape) * self.dtype.itemsize)
+            np.lib.format.open_memmap(self._part, "w+", self.dtype, self.shape)
             return
         features = [max(1, size) for size in self.shape[2:]]
         package("zarr", str(self.path)).open_group(self._part, mode="w").create_array(
@@ -259,11 +260,21 @@ class RowWriter:
         def store() -> None:
             if rows.size:
                 with writing(self._part):
-                    self._target[exact, self._first : self._last] = rows
+                    self._store(exact, rows)
 
         agree(what, store, self._group)
         self.bytes_written += rows.nbytes
         self._written.add(exact)
+
+    def _store(self, sample: int, rows: Array) -> None:
+        if self._array is not None:
+            self._array[sample, self._first : self._last] = rows
+            return
+        # no memory map: on a network file system, ranks would write whole pages
+        with self._part.open("r+b") as file:
+            behind = (self.shape[0] - sample) * self.shape[1] - self._first
+            file.seek(-behind * self.dtype.itemsize * prod(self.shape[2:]), os.SEEK_END)
+            rows.tofile(file)
 
     def close(self) -> None:
         """Rename the file to its final name, after all samples are written; collective."""
@@ -278,7 +289,9 @@ class RowWriter:
                     f"{len(missing)} of {self.shape[0]} samples were not written, such as "
                     f"{missing[0]}; the file stays {self._part}."
                 )
-            self._release()
+            if self._array is None:
+                with writing(self._part), self._part.open("r+b") as file:
+                    os.fsync(file.fileno())
 
         def rename() -> None:
             if self._group.rank == 0:
@@ -289,52 +302,11 @@ class RowWriter:
         agree(what, rename, self._group)
         self._closed = True
 
-    def _release(self) -> None:
-        if isinstance(self._target, _Npy):
-            with writing(self._part):
-                self._target.close()
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
     ) -> None:
-        if kind is None:
+        if kind is None:  # else without communication: other ranks may not come
             self.close()
-        else:
-            self._release()  # without communication: other ranks may not come
-
-
-class _Npy:
-    """A ``.npy`` file in which ranks write disjoint bytes.
-
-    Not a memory map: on a network file system, ranks would write whole pages.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("r+b", buffering=0)
-        np.lib.format.read_magic(self._file)
-        self._shape, _, self._dtype = np.lib.format.read_array_header_2_0(self._file)
-        self._offset = self._file.tell()
-
-    def __setitem__(self, index: tuple[int, slice], rows: Array) -> None:
-        sample, place = index
-        row = self._dtype.itemsize * prod(self._shape[2:])
-        at = self._offset + (sample * self._shape[1] + place.start) * row
-        data = memoryview(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
-        while data:  # the system may write a part
-            done = os.pwrite(self._file.fileno(), data, at)
-            data, at = data[done:], at + done
-
-    def close(self) -> None:
-        if not self._file.closed:
-            os.fsync(self._file.fileno())
-            self._file.close()
-
-
-def _checked_dtype(dtype: Any) -> np.dtype[Any]:
-    try:
-        return torch.empty(0, dtype=dtype).numpy().dtype
-    except TypeError:
-        raise ArgumentError(f"dtype={dtype} has no counterpart in files. Use float32.") from None
