@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from varcomm.errors import ArgumentError, DisagreementError, VarcommError
-from varcomm.graph.build.assemble import BroughtNodes, Edges, deepened, sent_to_owners
+from varcomm.graph.build.assemble import BroughtNodes, Edges, sent_to_owners
 from varcomm.graph.build.pyg_data import ends
+from varcomm.graph.build.several_hops import deepened
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.index.partitioned_index import plain
 from varcomm.graph.node_shard import NodeShard, moved

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 import torch
-from torch_geometric.data import HeteroData
 
 from varcomm.errors import ArgumentError
+from varcomm.graph.build.move import Move
 from varcomm.graph.build.pyg_data import EdgeTable, NodeTable, ends, rows_at
 from varcomm.graph.directory import Directory
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.node_shard import NodeShard, described
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
-from varcomm.ops.all_to_all_v import all_to_all_v
 from varcomm.ops.packing import taken
 from varcomm.plan.checks import checked_range
 from varcomm.plan.exchange_plan import ExchangePlan
-from varcomm.sizes import ShardSizes, at_least, holds_integers
+from varcomm.sizes import ShardSizes, holds_integers
 from varcomm.transport.agreement import share
 from varcomm.transport.group import Group
 
@@ -28,12 +27,10 @@ __all__ = [
     "BroughtNodes",
     "Edges",
     "Numbering",
-    "Shuffle",
     "assemble",
-    "check_hops",
     "checked_owner",
-    "deepened",
     "localised",
+    "moved_edges",
     "owned_edges",
     "sent_to_owners",
 ]
@@ -160,62 +157,23 @@ class BroughtNodes:
     ids: torch.Tensor | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Shuffle:
-    """Destinations of this rank's rows; received rows stand by sender, in the sender's order.
-
-    `order` sorts this rank's rows by destination (None: sorted); `send` and `recv` are rows per
-    rank.
-    """
-
-    group: Group
-    order: torch.Tensor | None
-    send: tuple[int, ...]
-    recv: tuple[int, ...]
-
-    @classmethod
-    def to(cls, destination: torch.Tensor, group: Group) -> Self:
-        """Plan from the rank to which each row goes, int64 of shape (rows,); collective."""
-        counts = torch.bincount(destination, minlength=group.size)
-        in_order = bool((destination.diff() >= 0).all())
-        order = None if in_order else torch.sort(destination, stable=True).indices
-        ones = (1,) * group.size
-        recv = all_to_all_v(counts, ones, ones, group=group.process_group)
-        return cls(group, order, tuple(counts.tolist()), tuple(recv.tolist()))
-
-    def carry(self, rows: torch.Tensor) -> torch.Tensor:
-        """Send rows, (rows, *F), and return the received rows; collective, not differentiable."""
-        rows = rows.detach()
-        if self.order is not None:
-            rows = taken(rows, self.order)
-        return all_to_all_v(rows, self.send, self.recv, group=self.group.process_group)
-
-    def back(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return a row for each received row to its sender, in the order before; collective."""
-        rows = all_to_all_v(rows, self.recv, self.send, group=self.group.process_group)
-        return rows if self.order is None else rows[self.order.argsort()]
-
-
 def _placed(own: BroughtNodes, group: Group, device: torch.device) -> tuple[Directory, NodeShard]:
     """Send nodes to their owners; return global numbers by contributed nodes, and owned nodes."""
-    mine, sizes, shuffle = own.ranges.range(group.rank), own.ranges, None
+    mine, sizes, numbers = own.ranges.range(group.rank), own.ranges, None
     ids = torch.arange(mine.start, mine.stop, device=device) if own.ids is None else own.ids
-    rows, numbers = {key: value.detach() for key, value in own.attributes.items()}, None
+    rows = {key: value.detach() for key, value in own.attributes.items()}
     if own.owner is not None:
-        shuffle = Shuffle.to(own.owner, group)
-        ids, rows = shuffle.carry(ids), {key: shuffle.carry(value) for key, value in rows.items()}
+        move = Move.to(own.owner, ids, group)
+        ids, rows = move.ids, move.rows(rows)
         sizes = ShardSizes.from_local(len(ids), group.process_group)
-    in_order = bool((ids.diff() > 0).all())
-    is_mixed = own.ids is not None and not all(share("graph.partition", lambda: in_order, group))
-    if shuffle is not None or is_mixed:
-        numbers = torch.arange(len(ids), device=device) + sizes.offsets[group.rank]
-        if not in_order:
+        numbers = move.numbers(sizes.offsets[group.rank])
+    elif own.ids is not None:
+        in_order = bool((ids.diff() > 0).all())
+        if not all(share("graph.partition", lambda: in_order, group)):
             ids, order = ids.sort()
-            numbers = numbers[order.argsort()]
+            numbers = order.argsort() + sizes.offsets[group.rank]
             rows = {key: taken(value, order) for key, value in rows.items()}
-        numbers = numbers if shuffle is None else shuffle.back(numbers)
-    directory = Directory(group, sizes, own.ranges, numbers)
-    return directory, NodeShard(group, sizes, rows, ids)
+    return Directory(group, sizes, own.ranges, numbers), NodeShard(group, sizes, rows, ids)
 
 
 def sent_to_owners(
@@ -241,94 +199,22 @@ def sent_to_owners(
 
 def _owned_edges(brought: Edges, sources: Directory, targets: Directory) -> Edges:
     """Exchange contributed edges for the edges into this rank's nodes; collective."""
-    if sources is targets:
-        source, target = sources.look_up(brought.edge_index)
-    else:
-        source, target = brought.edge_index
-        source, target = sources.look_up(source), targets.look_up(target)
-    shuffle = Shuffle.to(targets.sizes.owner(target), targets.group)
-    source, target, ids = (shuffle.carry(each) for each in (source, target, brought.ids))
-    edge_index = torch.stack([source, target])
-    rows = {key: shuffle.carry(value) for key, value in brought.attributes.items()}
+    edge_index, ids, rows = brought.edge_index, brought.ids, brought.attributes
     if not bool((ids.diff() > 0).all()):
         ids, order = ids.sort()
         edge_index = edge_index[:, order]
         rows = {key: taken(value, order) for key, value in rows.items()}
-    return Edges(edge_index, ids, rows)
+    if sources is targets:
+        edge_index = sources.look_up(edge_index)
+    else:
+        edge_index = torch.stack([sources.look_up(edge_index[0]), targets.look_up(edge_index[1])])
+    move = Move.to(targets.sizes.owner(edge_index[1]), ids, targets.group)
+    return moved_edges(move, edge_index, rows)
 
 
-def check_hops(hops: int, data: Any) -> None:
-    """Raise unless halos can have this many hops."""
-    if at_least(1, hops, "hops") > 1 and isinstance(data, HeteroData):
-        raise ArgumentError(
-            f"hops={hops} is for graphs with one type of nodes. Leave hops at 1 for HeteroData."
-        )
-
-
-def deepened(graph: PartitionedGraph, hops: int) -> PartitionedGraph:
-    """Return the graph with a halo of `hops` hops, and the edges into all but the last hop.
-
-    Collective. Per hop, each rank requests the edges into its outermost nodes from their owners.
-    Halo nodes of all hops stand in the order of their global numbers; edges into the halo
-    stand behind the owned edges.
-    """
-    if hops == 1:
-        return graph
-    edges, sizes, group = graph.edges, graph.node_sizes, graph.group
-    pg, rank = group.process_group, group.rank
-    first, owned = sizes.offsets[rank], graph.num_owned
-    own_numbers = torch.arange(first, first + owned, device=edges.local_ids.device)
-    halo = edges.plan(own_numbers)
-    number = torch.cat([own_numbers, halo])
-    source, target = edges.local_ids
-    # sorted, because ranks may have their attributes in different orders
-    own = {f"attribute {key}": edges.attributes[key] for key in sorted(edges.attributes)}
-    own |= {"source": number[source], "target": number[target]}
-    by_target = torch.sort(target, stable=True).indices
-    counts = torch.bincount(target, minlength=owned)
-
-    found, frontier = [own], halo
-    for _ in range(hops - 1):
-        if not any(share("graph.partition", frontier.__len__, group)):
-            break  # no rank needs more edges
-        asked = ExchangePlan.from_needed(frontier, sizes, group=pg)
-        index, destination = _edges_into(asked, by_target, counts)
-        shuffle = Shuffle.to(destination, group)
-        more = {key: shuffle.carry(taken(value, index)) for key, value in own.items()}
-        found.append(more)
-        sources = more["source"].unique()
-        frontier = sources[~torch.isin(sources, halo) & ~_is_own(sources, first, owned)]
-        halo = torch.cat([halo, frontier]).sort().values
-
-    whole = {key: torch.cat([part[key] for part in found]) for key in own}
-    plan = ExchangePlan.from_needed(halo, sizes, group=pg)
-    numbers = torch.stack([whole["source"], whole["target"]])
-    beyond = owned + torch.searchsorted(halo, numbers)
-    shard = replace(
-        edges,
-        attributes={key: whole[f"attribute {key}"] for key in edges.attributes},
-        local_ids=torch.where(_is_own(numbers, first, owned), numbers - first, beyond),
-        halo_ids=plan(graph.owned_ids),
-        plan=plan,
-        hops=int(hops),
-        counts=None,
-    )
-    return replace(graph, edge_shards={None: shard})
-
-
-def _is_own(numbers: torch.Tensor, first: int, owned: int) -> torch.Tensor:
-    return (numbers >= first) & (numbers < first + owned)
-
-
-def _edges_into(
-    asked: ExchangePlan, by_target: torch.Tensor, counts: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the edges into the requested nodes, and the requesting rank of each edge."""
-    starts, counts = (counts.cumsum(0) - counts)[asked.send_index], counts[asked.send_index]
-    # position of each edge among the edges of its node, and so in `by_target`
-    first = (counts.cumsum(0) - counts).repeat_interleave(counts)
-    nth = torch.arange(len(first), device=first.device) - first
-    index = by_target[starts.repeat_interleave(counts) + nth]
-    per_rank = torch.tensor(asked.send_counts, device=first.device)
-    ranks = torch.arange(len(per_rank), device=first.device).repeat_interleave(per_rank)
-    return index, ranks.repeat_interleave(counts)
+def moved_edges(
+    move: Move, edge_index: torch.Tensor, attributes: Mapping[str, torch.Tensor]
+) -> Edges:
+    """Return the edges by global numbers that this rank has after a move; collective."""
+    source, target = (move.row(end) for end in edge_index)
+    return Edges(torch.stack([source, target]), move.ids, move.rows(attributes))

@@ -12,13 +12,12 @@ from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.graph.build.assemble import (
     BroughtNodes,
     Edges,
-    Shuffle,
-    check_hops,
     checked_owner,
-    deepened,
     sent_to_owners,
 )
+from varcomm.graph.build.move import Move
 from varcomm.graph.build.pyg_data import check_edge_index, check_name
+from varcomm.graph.build.several_hops import check_hops, deepened
 from varcomm.graph.node_shard import described
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.partitioners.assign import assign_sharded
@@ -182,11 +181,11 @@ def _at_home(
     ranges: ShardSizes, node_ids: torch.Tensor, rows: Attributes, group: Group
 ) -> dict[str, torch.Tensor]:
     """Send rows to the ranks that describe their nodes; collective."""
-    shuffle = Shuffle.to(ranges.owner(node_ids), group)
-    mine, ids = ranges.range(group.rank), shuffle.carry(node_ids)
+    node_ids, order = node_ids.sort()
+    move, mine = Move.to(ranges.owner(node_ids), node_ids, group), ranges.range(group.rank)
 
     def check() -> None:
-        counts = torch.bincount(ids - mine.start, minlength=len(mine))
+        counts = torch.bincount(move.ids - mine.start, minlength=len(mine))
         if len(wrong := torch.nonzero(counts != 1)):
             node = int(wrong[0])
             raise DisagreementError(
@@ -195,8 +194,7 @@ def _at_home(
             )
 
     agree(_WHAT, check, group)
-    order = ids.argsort()
-    return {key: taken(shuffle.carry(value), order) for key, value in rows.items()}
+    return {key: move.row(taken(value.detach(), order)) for key, value in rows.items()}
 
 
 def _checked_attributes(

@@ -15,13 +15,12 @@ from varcomm.graph.build.assemble import (
     Edges,
     Numbering,
     assemble,
-    check_hops,
     checked_owner,
-    deepened,
     owned_edges,
     sent_to_owners,
 )
 from varcomm.graph.build.pyg_data import EdgeTable, NodeTable, Tables, ends, read
+from varcomm.graph.build.several_hops import check_hops, deepened
 from varcomm.graph.partitioned_graph import NodeType, PartitionedGraph
 from varcomm.graph.partitioners.assign import assign, method_used
 from varcomm.ops.broadcast import broadcast

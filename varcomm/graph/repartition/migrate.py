@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.graph.build.assemble import deepened
+from varcomm.graph.build.assemble import assemble, moved_edges
+from varcomm.graph.build.move import Move
 from varcomm.graph.build.pyg_data import check_name, ends
+from varcomm.graph.build.several_hops import deepened
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.index.partitioned_index import plain
 from varcomm.graph.node_shard import NodeShard, Shard, described
 from varcomm.graph.partitioned_graph import NodeType, PartitionedGraph
 from varcomm.graph.partitioners.assign import assign_sharded
 from varcomm.ops.checks import checked_tensor
-from varcomm.ops.packing import signed, taken
 from varcomm.plan.checks import checked_index
-from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.sizes import ShardSizes
-from varcomm.transport.agreement import agree_and_share, share
-from varcomm.transport.group import Group
+from varcomm.transport.agreement import agree_and_share
 
 __all__ = ["migrate", "migrated"]
 
@@ -184,72 +182,6 @@ def _by_position(
     return dict(zip(graph.node_shards, parts, strict=True))
 
 
-@dataclass(frozen=True, eq=False)
-class _Move:
-    """Owned rows of one kind that leave for other ranks, and rows that arrive and are merged by id.
-
-    `leaving` are old positions of rows by their new ranks. Arriving rows, in the order `arrival`,
-    stand at the positions `at`; `origin` is the old position of every new row, 0 of an arriving
-    one. `ids` are the new ids, ascending.
-    """
-
-    plan: ExchangePlan
-    leaving: torch.Tensor
-    arrival: torch.Tensor
-    at: torch.Tensor
-    origin: torch.Tensor
-    ids: torch.Tensor
-
-    @classmethod
-    def of(cls, ids: torch.Tensor, leaves: torch.Tensor, owner: torch.Tensor, group: Group) -> Self:
-        """Send ids; `owner` holds the new ranks of the rows that leave. Collective.
-
-        For example, 20 leaves of ids 10, 20, 30, and 15 and 40 arrive: new ids are 10, 15, 30, 40.
-        Kept rows 0 and 2 stand at 0 and 2, arrived ones `at` 1 and 3, and `origin` is 0, 0, 2, 0.
-        """
-        device, pg = ids.device, group.process_group
-        gone, kept = leaves.nonzero().view(-1), (~leaves).nonzero().view(-1)
-        leaving = gone[torch.sort(owner, stable=True).indices]
-        counts = torch.bincount(owner, minlength=group.size).tolist()
-        plan = ExchangePlan.from_indices(
-            torch.arange(len(gone), device=device).split(counts), len(gone), group=pg
-        )
-        arrived, arrival = plan(ids[leaving]).sort()
-        before = torch.searchsorted(ids, arrived)
-        before -= torch.searchsorted(gone, before)  # kept rows before each arriving one
-        at = before + torch.arange(len(arrived), device=device)
-        stays = torch.ones(len(kept) + len(at), dtype=torch.bool, device=device)
-        stays[at] = False
-        origin = torch.zeros_like(stays, dtype=torch.int32).masked_scatter_(stays, kept.int())
-        move = cls(plan, leaving, arrival, at, origin, arrived)
-        return replace(move, ids=move.merged(ids, arrived))
-
-    def sent(self, rows: torch.Tensor) -> torch.Tensor:
-        """Send rows that leave, and return arriving rows by id; collective."""
-        return taken(self.plan(taken(rows, self.leaving)), self.arrival)
-
-    def merged(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
-        """Return the new rows from old rows and arriving rows."""
-        if len(self.origin) == len(self.at):
-            return arriving
-        out = signed(rows).index_select(0, self.origin)
-        return out.index_copy_(0, self.at, signed(arriving)).view(rows.dtype)
-
-    def numbers(self, first: int, leaves: torch.Tensor) -> torch.Tensor:
-        """Return the new global numbers of the old rows; `first` is the first new number."""
-        stays = torch.ones_like(self.origin, dtype=torch.bool).index_fill_(0, self.at, False)
-        numbers = torch.empty_like(leaves, dtype=torch.int64)
-        numbers[~leaves] = stays.nonzero().view(-1) + first
-        arrived = torch.empty_like(self.at)
-        arrived[self.arrival] = self.at + first
-        numbers[self.leaving] = self.plan.adjoint(arrived)
-        return numbers
-
-    def rows(self, rows: Rows) -> Rows:
-        """Return the attributes of the new rows; collective."""
-        return {name: self.merged(value, self.sent(value)) for name, value in rows.items()}
-
-
 def migrated(
     graph: PartitionedGraph,
     owners: Mapping[NodeType, torch.Tensor],
@@ -257,67 +189,18 @@ def migrated(
     method: str,
 ) -> PartitionedGraph:
     """Return the graph with halos of one hop for checked owners and attributes; collective."""
-    group, moves = graph.group, {}
+    group, shards, numbers, edges = graph.group, {}, {}, {}
     for key, nodes in graph.node_shards.items():
-        leaves = owners[key] != group.rank
-        moves[key] = _Move.of(nodes.owned_ids, leaves, owners[key][leaves], group)
-    counts = share(_WHAT, lambda: [len(move.ids) for move in moves.values()], group)
-    shards, numbers = {}, {}
-    for (key, move), column in zip(moves.items(), zip(*counts, strict=True), strict=True):
-        sizes = ShardSizes(column)
-        ids = move.ids
-        shards[key] = NodeShard(group, sizes, move.rows(rows["nodes", key]), ids)
-        numbers[key] = move.numbers(sizes.offsets[group.rank], owners[key] != group.rank)
-    edges = {}
+        move = Move.to(owners[key], nodes.owned_ids, group)
+        sizes = ShardSizes.from_local(len(move.ids), group.process_group)
+        shards[key] = NodeShard(group, sizes, move.rows(rows["nodes", key]), move.ids)
+        numbers[key] = move.numbers(sizes.offsets[group.rank])
     for edge_type, old in graph.edge_shards.items():
         source, target = ends(edge_type)
         near = torch.cat([numbers[source], old.plan(numbers[source])])
-        into = old.local_ids[1, : old.num_owned]
-        leaves = (owners[target] != group.rank).index_select(0, into)
-        move = _Move.of(old.owned_ids, leaves, owners[target][into[leaves]], group)
-        pair = shards[source], shards[target]
-        edges[edge_type] = _edges(
-            old, move, rows["edges", edge_type], (near, numbers[target]), *pair
-        )
-    return PartitionedGraph(shards, edges, dict(graph.attributes), method)
-
-
-def _edges(
-    old: EdgeShard,
-    move: _Move,
-    rows: Rows,
-    numbers: tuple[torch.Tensor, torch.Tensor],
-    sources: NodeShard,
-    targets: NodeShard,
-) -> EdgeShard:
-    """Return the edges into the new nodes of this rank, with a halo of one hop; collective.
-
-    `numbers` are the new global numbers of the old sources, owned and halo, and of the old targets.
-    """
-    group, ends_of_old = old.group, old.local_ids[:, : old.num_owned]
-    pairs = [*zip(numbers, ends_of_old, strict=True)]
-    sent = torch.stack([number[end[move.leaving]] for number, end in pairs], dim=1)
-    tables, places = [], []
-    for (number, end), arrived in zip(pairs, taken(move.plan(sent), move.arrival).T, strict=True):
-        tables.append(torch.cat([number, arrived]))
-        beyond = torch.arange(len(number), len(tables[-1]), device=arrived.device)
-        places.append(move.merged(end, beyond))
-    near, mine = tables[0], sources.sizes.range(group.rank)
-    is_used = torch.zeros_like(near, dtype=torch.bool).index_fill_(0, places[0], True)
-    is_far = (near < mine.start) | (near >= mine.stop)
-    halo = near[is_used & is_far].unique()
-    local = near - mine.start
-    local[is_far] = torch.searchsorted(halo, near[is_far]) + len(mine)
-    into = tables[1] - targets.sizes.offsets[group.rank]
-    pairs = [(local, places[0]), (into, places[1])]
-    plan = ExchangePlan.from_needed(halo, sources.sizes, group=group.process_group)
-    return EdgeShard(
-        group=group,
-        sizes=ShardSizes.from_local(len(move.ids), group.process_group),
-        attributes=move.rows(rows),
-        ids=move.ids,
-        local_ids=torch.stack([table.index_select(0, at) for table, at in pairs]),
-        halo_ids=plan(sources.owned_ids),
-        plan=plan,
-        num_targets=targets.num_owned,
-    )
+        ends_of_old = old.local_ids[:, : old.num_owned]
+        move = Move.to(owners[target], old.owned_ids, group, ends_of_old[1])
+        pairs = zip((near, numbers[target]), ends_of_old, strict=True)
+        edge_index = torch.stack([number.index_select(0, end) for number, end in pairs])
+        edges[edge_type] = moved_edges(move, edge_index, rows["edges", edge_type])
+    return assemble(shards, edges, dict(graph.attributes), method, group)
