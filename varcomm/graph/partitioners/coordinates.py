@@ -229,18 +229,17 @@ def _cuts_passed(
     :meth:`ShardSizes.balanced`. A row of weight w that starts at s is behind the cuts up
     to ``s + (w - 1) // 2``, its middle.
 
-    A radix selection finds all cuts at once, and rows do not move. Each round adds up
-    weights by the next 8 bits of the keys, then of the rows' numbers, in ranges that hold a cut. In
-    the end, each range has one row.
+    A radix selection finds all cuts at once, and rows do not move. Each round splits the ranges
+    that hold a cut by the next 8 bits of the keys, then of the rows' numbers, and keeps the slots
+    that hold a cut as ranges of the next round. In the end, each range has one row.
     Communication: 256 int64 per cut and round.
     """
-    box_of_cut, parts, first = cuts_of_boxes
-    if len(box_of_cut) == 0:
+    range_of_cut, parts, first = cuts_of_boxes
+    if len(range_of_cut) == 0:
         return torch.zeros_like(keys)
-    total = rows.total(_summed(box, int(box_of_cut[-1]) + 1, weight))[box_of_cut]
-    cuts = total // parts * first + torch.minimum(first, total % parts)
-    at, place = box, box_of_cut  # the range of each row, and of each cut
-    passed = torch.zeros_like(keys)
+    total = rows.total(_summed(box, int(range_of_cut[-1]) + 1, weight))[range_of_cut]
+    cuts = total // parts * first + torch.minimum(first, total % parts)  # from a range's start
+    range_of_row, passed = box, torch.zeros_like(keys)
     left: slice | torch.Tensor = slice(None)  # rows in a range that holds a cut
     before, count = rows.span(len(keys))
     for by_number in (False, True):
@@ -250,29 +249,46 @@ def _cuts_passed(
         while bits > 0:
             width = min(bits, _DIGIT)
             bits -= width
-            places, digits = int(place[-1]) + 1, 1 << width
-            slot = (keys >> bits).bitwise_and_(digits - 1).add_(at, alpha=digits)
-            sums = rows.total(_summed(slot, places * digits, weight)).view(places, digits)
-            ends = sums.cumsum(1)
-            # the digit of each cut; a cut behind all rows has the last digit
-            digit = (ends[place] <= cuts[:, None]).sum(1).clamp_(max=digits - 1)
-            chosen = place * digits + digit
-            cuts = cuts - (ends - sums).view(-1)[chosen]
-            held = torch.bincount(chosen, minlength=places * digits).view(places, digits)
-            passed[left] += (held.cumsum(1) - held).view(-1)[slot]
-            ranges, place = torch.unique(chosen, return_inverse=True)
-            number = torch.full((places * digits,), -1, device=keys.device)
-            number[ranges] = torch.arange(len(ranges), device=keys.device)
-            at = number[slot]
-            del slot  # as large as the keys
-            kept = (at >= 0).nonzero().view(-1)
-            at, keys = at[kept], keys[kept]
+            digits = (keys >> bits).bitwise_and_((1 << width) - 1)
+            slot = digits.add_(range_of_row, alpha=1 << width)
+            slots = (int(range_of_cut[-1]) + 1) << width
+            sums = rows.total(_summed(slot, slots, weight)).view(-1, 1 << width)
+            slot_of_cut, cuts = _slots_with_cuts(sums, range_of_cut, cuts)
+            passed[left] += _cuts_before(slot_of_cut, sums.shape)[slot]
+            chosen, range_of_cut = torch.unique(slot_of_cut, return_inverse=True)
+            range_of_slot = slot.new_full((slots,), -1)
+            range_of_slot[chosen] = torch.arange(len(chosen), device=keys.device)
+            range_of_row = range_of_slot[slot]
+            del slot, digits  # as large as the keys
+            kept = (range_of_row >= 0).nonzero().view(-1)
+            range_of_row, keys = range_of_row[kept], keys[kept]
             left = kept if isinstance(left, slice) else left[kept]
             weight = None if weight is None else weight[kept]
     middle = torch.full_like(cuts, -1)  # of the row in each range, if it is on this rank
-    middle[at] = torch.zeros_like(at) if weight is None else (weight - 1) // 2
-    passed[left] += torch.bincount(place[cuts <= middle[place]], minlength=len(cuts))[at]
+    middle[range_of_row] = 0 if weight is None else (weight - 1) // 2
+    is_passed = cuts <= middle[range_of_cut]
+    passed[left] += torch.bincount(range_of_cut[is_passed], minlength=len(cuts))[range_of_row]
     return passed
+
+
+def _slots_with_cuts(
+    sums: torch.Tensor, range_of_cut: torch.Tensor, cuts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the slot of each cut, and the cut from the slot's start, both (cuts,).
+
+    `sums` are the weights of the slots of each range, (ranges, digits). A cut behind all rows is in
+    the last slot of its range.
+    """
+    ends, digits = sums.cumsum(1), sums.shape[1]
+    digit = (ends[range_of_cut] <= cuts[:, None]).sum(1).clamp_(max=digits - 1)
+    slot = range_of_cut * digits + digit
+    return slot, cuts - (ends - sums).view(-1)[slot]
+
+
+def _cuts_before(slot_of_cut: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Return the number of cuts of its range in slots before each slot, (ranges * digits,)."""
+    held = torch.bincount(slot_of_cut, minlength=shape.numel()).view(shape)
+    return (held.cumsum(1) - held).view(-1)
 
 
 def _hilbert_keys(pos: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
