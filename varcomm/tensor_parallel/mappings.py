@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from varcomm.ops.all_gather_v import all_gather_operator
+from varcomm.ops.all_gather_v import AllGatherV
 from varcomm.ops.all_to_all_v import all_to_all_operator, transpose_operator
 from varcomm.ops.checks import checked_shard, checked_tensor, checked_whole, checking
 from varcomm.ops.compilation import uncompiled
@@ -71,31 +71,23 @@ def copy_to_tensor_model_parallel_region(
     ArgumentError
         If an argument is wrong: on this rank, before any message.
 
-    See Also
-    --------
-    reduce_from_tensor_model_parallel_region, column_parallel_linear
-
     Notes
     -----
     Adjoint: :func:`reduce_from_tensor_model_parallel_region`.
-
     Communication: none; in backward an all-reduce of the gradient.
-
     In one process: ``tensor.clone()``.
 
     Examples
     --------
-    >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel import copy_to_tensor_model_parallel_region
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
     >>> def fn(rank):
     ...     x = torch.ones(2, requires_grad=True)
-    ...     copy_to_tensor_model_parallel_region(x)[rank].backward()
+    ...     tp.copy_to_tensor_model_parallel_region(x)[rank].backward()
     ...     return x.grad
     >>> varcomm.launch(fn, 2)
     [tensor([1., 1.]), tensor([1., 1.])]
     """
-    name = "copy_to_tensor_model_parallel_region"
-    return _applied(name, ReplicatedUse, tensor, use_fp32, group)
+    return _applied("copy_to_tensor_model_parallel_region", ReplicatedUse, tensor, use_fp32, group)
 
 
 def reduce_from_tensor_model_parallel_region(
@@ -122,23 +114,16 @@ def reduce_from_tensor_model_parallel_region(
     ArgumentError
         If an argument is wrong: on this rank, before any message.
 
-    See Also
-    --------
-    copy_to_tensor_model_parallel_region, row_parallel_linear
-
     Notes
     -----
     Adjoint: :func:`copy_to_tensor_model_parallel_region`.
-
     Communication: an all-reduce; none in backward.
-
     In one process: ``sum(tensors)``.
 
     Examples
     --------
-    >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel import reduce_from_tensor_model_parallel_region
-    >>> varcomm.launch(lambda rank: reduce_from_tensor_model_parallel_region(torch.ones(1)), 2)
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> varcomm.launch(lambda rank: tp.reduce_from_tensor_model_parallel_region(torch.ones(1)), 2)
     [tensor([2.]), tensor([2.])]
     """
     name = "reduce_from_tensor_model_parallel_region"
@@ -154,11 +139,8 @@ def scatter_to_tensor_model_parallel_region(
     ----------
     tensor : torch.Tensor
         ``sum(sizes)`` rows along `dim`, identical on all ranks.
-    sizes : sequence of int, optional
-        Rows per rank along `dim`, identical on all ranks; zeros are allowed. None means balanced
-        sizes if `tensor` is the full tensor; otherwise ranks exchange their sizes.
-    dim, group
-        As in :func:`varcomm.shard_v`.
+    sizes, dim, group
+        As in :func:`varcomm.shard_v`. If `sizes` is None, sizes are balanced.
 
     Returns
     -------
@@ -170,23 +152,16 @@ def scatter_to_tensor_model_parallel_region(
     ArgumentError
         If an argument is wrong: on this rank, before any message.
 
-    See Also
-    --------
-    gather_from_tensor_model_parallel_region, varcomm.shard_v
-
     Notes
     -----
     Adjoint: :func:`gather_from_tensor_model_parallel_region`.
-
     Communication: none; in backward every rank sends its gradient to every other rank.
-
     In one process: part ``rank`` of ``tensor.split(sizes, dim)``.
 
     Examples
     --------
-    >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel import scatter_to_tensor_model_parallel_region
-    >>> varcomm.launch(lambda rank: scatter_to_tensor_model_parallel_region(torch.arange(3)), 2)
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> varcomm.launch(lambda rank: tp.scatter_to_tensor_model_parallel_region(torch.arange(3)), 2)
     [tensor([0, 1]), tensor([2])]
     """
     return _scattered("scatter_to_tensor_model_parallel_region", tensor, sizes, dim, group)
@@ -203,11 +178,8 @@ def gather_from_tensor_model_parallel_region(
     ----------
     tensor : torch.Tensor
         This rank's shard, ``sizes[rank]`` rows along `dim`.
-    sizes : sequence of int, optional
-        Rows per rank along `dim`, identical on all ranks; zeros are allowed. None means balanced
-        sizes if `tensor` is the full tensor; otherwise ranks exchange their sizes.
-    dim, group
-        As in :func:`varcomm.all_gather_v`.
+    sizes, dim, group
+        As in :func:`varcomm.all_gather_v`. If `sizes` is None, ranks exchange their sizes.
 
     Returns
     -------
@@ -219,28 +191,22 @@ def gather_from_tensor_model_parallel_region(
     ArgumentError
         If an argument is wrong: on this rank, before any message.
 
-    See Also
-    --------
-    scatter_to_tensor_model_parallel_region, varcomm.all_gather_v
-
     Notes
     -----
     Adjoint: :func:`scatter_to_tensor_model_parallel_region`.
-
     Communication: every rank sends its shard to every other rank; none in backward.
-
     In one process: ``torch.cat(shards, dim)``.
 
     Examples
     --------
-    >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel import gather_from_tensor_model_parallel_region
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
     >>> def fn(rank):
-    ...     return gather_from_tensor_model_parallel_region(torch.full((rank + 1,), rank))
+    ...     return tp.gather_from_tensor_model_parallel_region(torch.full((rank + 1,), rank))
     >>> varcomm.launch(fn, 2)
     [tensor([0, 1, 1]), tensor([0, 1, 1])]
     """
-    return _gathered("gather_from_tensor_model_parallel_region", tensor, sizes, dim, group)
+    name = "gather_from_tensor_model_parallel_region"
+    return _gathered(ReplicatedGather, name, tensor, sizes, dim, group)
 
 
 def all_gather_last_dim_from_tensor_parallel_region(
@@ -255,11 +221,8 @@ def all_gather_last_dim_from_tensor_parallel_region(
     ----------
     tensor : torch.Tensor
         This rank's shard, ``(*F, sizes[rank])``.
-    sizes : sequence of int, optional
-        Rows per rank along `dim`, identical on all ranks; zeros are allowed. None means balanced
-        sizes if `tensor` is the full tensor; otherwise ranks exchange their sizes.
-    use_fp32, group
-        As in :func:`varcomm.all_gather_v`.
+    sizes, use_fp32, group
+        As in :func:`varcomm.all_gather_v`. If `sizes` is None, ranks exchange their sizes.
 
     Returns
     -------
@@ -271,29 +234,23 @@ def all_gather_last_dim_from_tensor_parallel_region(
     ArgumentError
         If an argument is wrong: on this rank, before any message.
 
-    See Also
-    --------
-    reduce_scatter_last_dim_to_tensor_parallel_region, varcomm.all_gather_v
-
     Notes
     -----
     Adjoint: :func:`reduce_scatter_last_dim_to_tensor_parallel_region`.
-
     Communication: :func:`varcomm.all_gather_v`; in backward a reduce-scatter.
-
     In one process: ``torch.cat(shards, -1)``.
 
     Examples
     --------
-    >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel import all_gather_last_dim_from_tensor_parallel_region
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
     >>> def fn(rank):
-    ...     return all_gather_last_dim_from_tensor_parallel_region(torch.full((1, rank + 1), rank))
+    ...     own = torch.full((1, rank + 1), rank)
+    ...     return tp.all_gather_last_dim_from_tensor_parallel_region(own)
     >>> varcomm.launch(fn, 2)
     [tensor([[0, 1, 1]]), tensor([[0, 1, 1]])]
     """
     name = "all_gather_last_dim_from_tensor_parallel_region"
-    return _all_gathered(name, tensor, sizes, -1, use_fp32, group)
+    return _gathered(AllGatherV, name, tensor, sizes, -1, group, use_fp32)
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(
@@ -308,11 +265,8 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(
     ----------
     tensor : torch.Tensor
         This rank's part of the sum, ``(*F, sum(sizes))``.
-    sizes : sequence of int, optional
-        Rows per rank along `dim`, identical on all ranks; zeros are allowed. None means balanced
-        sizes if `tensor` is the full tensor; otherwise ranks exchange their sizes.
-    use_fp32, group
-        As in :func:`varcomm.reduce_scatter_v`.
+    sizes, use_fp32, group
+        As in :func:`varcomm.reduce_scatter_v`. If `sizes` is None, sizes are balanced.
 
     Returns
     -------
@@ -324,23 +278,16 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(
     ArgumentError
         If an argument is wrong: on this rank, before any message.
 
-    See Also
-    --------
-    all_gather_last_dim_from_tensor_parallel_region, varcomm.reduce_scatter_v
-
     Notes
     -----
     Adjoint: :func:`all_gather_last_dim_from_tensor_parallel_region`.
-
     Communication: :func:`varcomm.reduce_scatter_v`; in backward an all-gather.
-
     In one process: part ``rank`` of ``sum(tensors).split(sizes, -1)``.
 
     Examples
     --------
-    >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel import reduce_scatter_last_dim_to_tensor_parallel_region
-    >>> fn = lambda _: reduce_scatter_last_dim_to_tensor_parallel_region(torch.ones(1, 3))
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> fn = lambda _: tp.reduce_scatter_last_dim_to_tensor_parallel_region(torch.ones(1, 3))
     >>> varcomm.launch(fn, 2)
     [tensor([[2., 2.]]), tensor([[2.]])]
     """
@@ -357,11 +304,8 @@ def scatter_to_sequence_parallel_region(
     ----------
     tensor : torch.Tensor
         ``sum(sizes)`` rows along `dim`, identical on all ranks.
-    sizes : sequence of int, optional
-        Rows per rank along `dim`, identical on all ranks; zeros are allowed. None means balanced
-        sizes if `tensor` is the full tensor; otherwise ranks exchange their sizes.
-    dim, group
-        As in :func:`varcomm.shard_v`.
+    sizes, dim, group
+        As in :func:`varcomm.shard_v`. If `sizes` is None, sizes are balanced.
 
     Returns
     -------
@@ -373,23 +317,16 @@ def scatter_to_sequence_parallel_region(
     ArgumentError
         If an argument is wrong: on this rank, before any message.
 
-    See Also
-    --------
-    gather_from_sequence_parallel_region, varcomm.shard_v
-
     Notes
     -----
     Adjoint: :func:`gather_from_sequence_parallel_region`.
-
     Communication: none; in backward every rank sends its gradient to every other rank.
-
     In one process: part ``rank`` of ``tensor.split(sizes, dim)``.
 
     Examples
     --------
-    >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel import scatter_to_sequence_parallel_region
-    >>> varcomm.launch(lambda rank: scatter_to_sequence_parallel_region(torch.arange(3)), 2)
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> varcomm.launch(lambda rank: tp.scatter_to_sequence_parallel_region(torch.arange(3)), 2)
     [tensor([0, 1]), tensor([2])]
     """
     return _scattered("scatter_to_sequence_parallel_region", tensor, sizes, dim, group)
@@ -413,11 +350,8 @@ def gather_from_sequence_parallel_region(
         True if gradients of the full tensor are partial, because a tensor-parallel layer follows.
         False if all ranks use the tensor identically; the adjoint is then
         :func:`scatter_to_sequence_parallel_region`.
-    sizes : sequence of int, optional
-        Rows per rank along `dim`, identical on all ranks; zeros are allowed. None means balanced
-        sizes if `tensor` is the full tensor; otherwise ranks exchange their sizes.
-    dim, use_fp32, group
-        As in :func:`varcomm.all_gather_v`.
+    sizes, dim, use_fp32, group
+        As in :func:`varcomm.all_gather_v`. If `sizes` is None, ranks exchange their sizes.
 
     Returns
     -------
@@ -429,37 +363,28 @@ def gather_from_sequence_parallel_region(
     ArgumentError
         If an argument is wrong: on this rank, before any message.
 
-    See Also
-    --------
-    reduce_scatter_to_sequence_parallel_region, varcomm.all_gather_v
-
     Notes
     -----
     Adjoint: :func:`reduce_scatter_to_sequence_parallel_region`.
-
     Communication: every rank sends its part to every other rank; in backward a reduce-scatter, or
     nothing.
-
     In one process: ``torch.cat(shards, dim)``.
 
     Examples
     --------
-    >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel import gather_from_sequence_parallel_region
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
     >>> def fn(rank, partial):
     ...     x = torch.ones(rank + 1, requires_grad=True)
-    ...     gather_from_sequence_parallel_region(x, partial).sum().backward()
+    ...     tp.gather_from_sequence_parallel_region(x, partial).sum().backward()
     ...     return x.grad.tolist()
     >>> varcomm.launch(fn, 2, True), varcomm.launch(fn, 2, False)
     ([[2.0], [2.0, 2.0]], [[1.0], [1.0, 1.0]])
     """
-    name, ranks = "gather_from_sequence_parallel_region", resolve(group)
-    flag = {"tensor_parallel_output_grad": tensor_parallel_output_grad}
-    with checking(name, ranks, **flag, use_fp32=use_fp32):
+    name, partial = "gather_from_sequence_parallel_region", tensor_parallel_output_grad
+    with checking(name, resolve(group), tensor_parallel_output_grad=partial, use_fp32=use_fp32):
         pass  # only the flags, because Megatron has other arguments at their positions
-    if not tensor_parallel_output_grad:
-        return _gathered(name, tensor, sizes, dim, group)
-    return _all_gathered(name, tensor, sizes, dim, use_fp32, group)
+    kind = AllGatherV if partial else ReplicatedGather
+    return _gathered(kind, name, tensor, sizes, dim, group, use_fp32)
 
 
 def reduce_scatter_to_sequence_parallel_region(
@@ -475,11 +400,8 @@ def reduce_scatter_to_sequence_parallel_region(
     ----------
     tensor : torch.Tensor
         This rank's part of the sum, ``sum(sizes)`` rows along `dim`.
-    sizes : sequence of int, optional
-        Rows per rank along `dim`, identical on all ranks; zeros are allowed. None means balanced
-        sizes if `tensor` is the full tensor; otherwise ranks exchange their sizes.
-    dim, use_fp32, group
-        As in :func:`varcomm.reduce_scatter_v`.
+    sizes, dim, use_fp32, group
+        As in :func:`varcomm.reduce_scatter_v`. If `sizes` is None, sizes are balanced.
 
     Returns
     -------
@@ -491,23 +413,17 @@ def reduce_scatter_to_sequence_parallel_region(
     ArgumentError
         If an argument is wrong: on this rank, before any message.
 
-    See Also
-    --------
-    gather_from_sequence_parallel_region, varcomm.reduce_scatter_v
-
     Notes
     -----
     Adjoint: :func:`gather_from_sequence_parallel_region`.
-
     Communication: :func:`varcomm.reduce_scatter_v`; in backward an all-gather.
-
     In one process: part ``rank`` of ``sum(tensors).split(sizes, dim)``.
 
     Examples
     --------
-    >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel import reduce_scatter_to_sequence_parallel_region
-    >>> varcomm.launch(lambda rank: reduce_scatter_to_sequence_parallel_region(torch.arange(3)), 2)
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> fn = lambda rank: tp.reduce_scatter_to_sequence_parallel_region(torch.arange(3))
+    >>> varcomm.launch(fn, 2)
     [tensor([0, 2]), tensor([4])]
     """
     name = "reduce_scatter_to_sequence_parallel_region"
@@ -544,32 +460,25 @@ def all_to_all(
     ArgumentError
         If an argument is wrong: on this rank, before any message.
 
-    See Also
-    --------
-    all_to_all_sp2hp, varcomm.all_to_all_v
-
     Notes
     -----
     Adjoint: :func:`all_to_all`.
-
     Communication: every rank sends all rows except the block for itself.
-
     In one process: see :func:`varcomm.all_to_all_v`.
 
     Examples
     --------
-    >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel import all_to_all
-    >>> varcomm.launch(lambda rank: all_to_all(torch.arange(3) + 10 * rank), 2)
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> varcomm.launch(lambda rank: tp.all_to_all(torch.arange(3) + 10 * rank), 2)
     [tensor([ 0,  1, 10, 11]), tensor([ 2, 12])]
     """
     name, ranks = "all_to_all", resolve(group)
-    sends = _whole_sizes(name, tensor, input_split_sizes, dim, ranks)
-    if output_split_sizes is None:
-        output_split_sizes = _asked_counts(name, sends, ranks)
+    sends, receives = _whole_sizes(name, tensor, input_split_sizes, dim, ranks), output_split_sizes
+    if receives is None:
+        receives = _asked_counts(name, sends, ranks)
     words = "input_split_sizes", "output_split_sizes"
-    how = sends, output_split_sizes, dim
-    return apply(all_to_all_operator(ranks, tensor, *how, name=name, words=words), tensor)
+    operator = all_to_all_operator(ranks, tensor, sends, receives, dim, name=name, words=words)
+    return apply(operator, tensor)
 
 
 def all_to_all_sp2hp(
@@ -601,31 +510,24 @@ def all_to_all_sp2hp(
     ArgumentError
         If an argument is wrong: on this rank, before any message.
 
-    See Also
-    --------
-    all_to_all_hp2sp, varcomm.transpose_v
-
     Notes
     -----
     Adjoint: :func:`all_to_all_hp2sp`.
-
     Communication: :func:`varcomm.transpose_v`.
-
     In one process: the full tensor is equal before and after.
 
     Examples
     --------
-    >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel import all_to_all_sp2hp
-    >>> varcomm.launch(lambda rank: all_to_all_sp2hp(torch.arange(3).expand(rank, 3)), 2)
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> varcomm.launch(lambda rank: tp.all_to_all_sp2hp(torch.arange(3).expand(rank, 3)), 2)
     [tensor([[0, 1]]), tensor([[2]])]
     """
     name, ranks = "all_to_all_sp2hp", resolve(group)
     rows = shard_sizes(name, tensor, sequence_sizes, 0, ranks, "sequence_sizes")
     columns = _whole_sizes(name, tensor, hidden_sizes, -1, ranks)
     words = "hidden_sizes", "sequence_sizes"
-    how = (-1, columns), (0, rows)
-    return apply(transpose_operator(ranks, tensor, *how, name=name, words=words), tensor)
+    operator = transpose_operator(ranks, tensor, (-1, columns), (0, rows), name=name, words=words)
+    return apply(operator, tensor)
 
 
 def all_to_all_hp2sp(
@@ -657,31 +559,24 @@ def all_to_all_hp2sp(
     ArgumentError
         If an argument is wrong: on this rank, before any message.
 
-    See Also
-    --------
-    all_to_all_sp2hp, varcomm.transpose_v
-
     Notes
     -----
     Adjoint: :func:`all_to_all_sp2hp`.
-
     Communication: :func:`varcomm.transpose_v`.
-
     In one process: the full tensor is equal before and after.
 
     Examples
     --------
-    >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel import all_to_all_hp2sp
-    >>> varcomm.launch(lambda rank: all_to_all_hp2sp(torch.full((3, rank + 1), rank)), 2)[1]
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> varcomm.launch(lambda rank: tp.all_to_all_hp2sp(torch.full((3, rank + 1), rank)), 2)[1]
     tensor([[0, 1, 1]])
     """
     name, ranks = "all_to_all_hp2sp", resolve(group)
     columns = shard_sizes(name, tensor, hidden_sizes, -1, ranks, "hidden_sizes")
     rows = _whole_sizes(name, tensor, sequence_sizes, 0, ranks)
     words = "sequence_sizes", "hidden_sizes"
-    how = (0, rows), (-1, columns)
-    return apply(transpose_operator(ranks, tensor, *how, name=name, words=words), tensor)
+    operator = transpose_operator(ranks, tensor, (0, rows), (-1, columns), name=name, words=words)
+    return apply(operator, tensor)
 
 
 def split_tensor_into_1d_equal_chunks(tensor: Tensor, group: GroupLike = None) -> Tensor:
@@ -704,23 +599,16 @@ def split_tensor_into_1d_equal_chunks(tensor: Tensor, group: GroupLike = None) -
     ArgumentError
         If an argument is wrong: on this rank, before any message.
 
-    See Also
-    --------
-    gather_split_1d_tensor, split_tensor_along_last_dim
-
     Notes
     -----
     Adjoint: :func:`gather_split_1d_tensor`.
-
     Communication: none; in backward every rank sends its gradient to every other rank.
-
     In one process: part ``rank`` of ``tensor.reshape(-1).split(sizes)``.
 
     Examples
     --------
-    >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel import split_tensor_into_1d_equal_chunks
-    >>> fn = lambda rank: split_tensor_into_1d_equal_chunks(torch.arange(3).view(3, 1))
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> fn = lambda rank: tp.split_tensor_into_1d_equal_chunks(torch.arange(3).view(3, 1))
     >>> varcomm.launch(fn, 2)
     [tensor([0, 1]), tensor([2])]
     """
@@ -755,30 +643,23 @@ def gather_split_1d_tensor(
     ArgumentError
         If an argument is wrong: on this rank, before any message.
 
-    See Also
-    --------
-    split_tensor_into_1d_equal_chunks, varcomm.all_gather_v
-
     Notes
     -----
     Adjoint: :func:`split_tensor_into_1d_equal_chunks`.
-
     Communication: every rank sends its piece to every other rank; none in backward.
-
     In one process: ``torch.cat(pieces)``.
 
     Examples
     --------
-    >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel import gather_split_1d_tensor
-    >>> varcomm.launch(lambda rank: gather_split_1d_tensor(torch.full((2 - rank,), rank)), 2)
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> varcomm.launch(lambda rank: tp.gather_split_1d_tensor(torch.full((2 - rank,), rank)), 2)
     [tensor([0, 0, 1]), tensor([0, 0, 1])]
     """
     name, ranks = "gather_split_1d_tensor", resolve(group)
     with checking(name, ranks) as where:
         checked_tensor(piece, where, "piece")
         sizes = None if numel is None else ShardSizes.balanced(numel, ranks.size)
-    return _gathered(name, piece.reshape(-1), sizes, 0, group)
+    return _gathered(ReplicatedGather, name, piece.reshape(-1), sizes, 0, group)
 
 
 def split_tensor_along_last_dim(
@@ -854,10 +735,10 @@ def shard_sizes(
     sizes: Sequence[int] | None,
     dim: int,
     group: Group,
-    what: str = "sizes",
+    argument: str = "sizes",
 ) -> Sequence[int]:
     """Return `sizes`, or ask all ranks for the sizes of their shards."""
-    return _asked_sizes(name, tensor, dim, group, what) if sizes is None else sizes
+    return _asked_sizes(name, tensor, dim, group, argument) if sizes is None else sizes
 
 
 def shard_ends(group: Group, sizes: Sequence[int], like: Tensor) -> Tensor:
@@ -876,12 +757,12 @@ def shard_ends(group: Group, sizes: Sequence[int], like: Tensor) -> Tensor:
 
 
 @uncompiled("a graph cannot ask the ranks for sizes that were left out; pass sizes")
-def _asked_sizes(name: str, tensor: Tensor, dim: int, group: Group, what: str) -> Sequence[int]:
+def _asked_sizes(name: str, tensor: Tensor, dim: int, group: Group, argument: str) -> ShardSizes:
     def local() -> int:
         checked_tensor(tensor, "")
         return tensor.shape[checked_dim(dim, tensor.shape)]
 
-    return ShardSizes(share(f"{name}, which asks for {what}", local, group))
+    return ShardSizes(share(f"{name}, which asks for {argument}", local, group))
 
 
 @uncompiled("a graph cannot ask the ranks for output_split_sizes that were left out; pass them")
@@ -913,31 +794,20 @@ def _applied(
     return apply(kind(ranks, use_fp32), tensor)
 
 
-def _all_gathered(
+def _gathered(
+    kind: type[AllGatherV],
     name: str,
     tensor: Tensor,
     sizes: Sequence[int] | None,
     dim: int,
-    use_fp32: bool,
     group: GroupLike,
+    use_fp32: bool = True,
 ) -> Tensor:
     ranks = resolve(group)
     sizes = shard_sizes(name, tensor, sizes, dim, ranks)
-    return apply(all_gather_operator(ranks, tensor, sizes, dim, use_fp32, name), tensor)
-
-
-def _reduce_scattered(
-    name: str,
-    tensor: Tensor,
-    sizes: Sequence[int] | None,
-    dim: int,
-    use_fp32: bool,
-    group: GroupLike,
-) -> Tensor:
-    ranks = resolve(group)
-    sizes = _whole_sizes(name, tensor, sizes, dim, ranks)
-    how = sizes, dim, use_fp32
-    return apply(reduce_scatter_operator(ranks, tensor, *how, name), tensor)
+    with checking(name, ranks, use_fp32=use_fp32) as where:
+        operator = kind(ranks, *checked_shard(tensor, sizes, dim, ranks, where), use_fp32)
+    return apply(operator, tensor)
 
 
 def _scattered(
@@ -950,11 +820,15 @@ def _scattered(
     return apply(operator, tensor)
 
 
-def _gathered(
-    name: str, tensor: Tensor, sizes: Sequence[int] | None, dim: int, group: GroupLike
+def _reduce_scattered(
+    name: str,
+    tensor: Tensor,
+    sizes: Sequence[int] | None,
+    dim: int,
+    use_fp32: bool,
+    group: GroupLike,
 ) -> Tensor:
     ranks = resolve(group)
-    sizes = shard_sizes(name, tensor, sizes, dim, ranks)
-    with checking(name, ranks) as where:
-        plain = checked_shard(tensor, sizes, dim, ranks, where)
-    return apply(ReplicatedGather(ranks, *plain, use_fp32=True), tensor)
+    sizes = _whole_sizes(name, tensor, sizes, dim, ranks)
+    operator = reduce_scatter_operator(ranks, tensor, sizes, dim, use_fp32, name)
+    return apply(operator, tensor)
