@@ -6,6 +6,7 @@ the values of the ids, so both are opaque in compiled graphs, which check the id
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -160,12 +161,11 @@ def vocab_parallel_embedding(
             own = ids.narrow(dim, first, rows[ranks.rank])
             if dim:  # the ids of each rank one after the other
                 flat = torch.cat([part.reshape(-1) for part in ids.split(rows, dim)])
+    flat = flat.reshape(-1).to(torch.int64)
     if exchange is None:
         exchange = "rows" if weight.device.type == "cpu" else "sum"
-    kind = _RowLookUp if exchange == "rows" and ranks.size > 1 else _SumLookUp
-    operator = kind(ranks, flat.reshape(-1).to(torch.int64), tuple(owned), padding, parts)
-    found = apply(operator, weight).view(*own.shape, weight.shape[1])
-    return _without_padding(found, own, padding)
+    kind = _RowLookup if exchange == "rows" and ranks.size > 1 else _SumLookup
+    return _looked_up(kind(ranks, flat, tuple(owned), padding, parts, False), weight, own)
 
 
 def feature_parallel_embedding(
@@ -225,35 +225,55 @@ def feature_parallel_embedding(
     with checking(name, ranks) as where:
         _check_operands(ids, weight, columns, 1, ranks, where)
         padding = _checked_padding(padding_idx, len(weight), where)
-    operator = _SumLookUp(ranks, ids.reshape(-1).to(torch.int64), (len(weight),), padding, ())
-    rows = apply(operator, weight).view(*ids.shape, weight.shape[1])
-    found = _without_padding(rows, ids, padding)
-    return gather_from_tensor_model_parallel_region(found, columns, -1, group)
+    flat = ids.reshape(-1).to(torch.int64)
+    operator = _SumLookup(ranks, flat, (len(weight),), padding, (), False)
+    rows = _looked_up(operator, weight, ids)
+    return gather_from_tensor_model_parallel_region(rows, columns, -1, group)
 
 
 @dataclass(frozen=True, eq=False)
 class _Lookup(Operator):
-    """Fields of a lookup and of its adjoint.
-
-    `ids` are all ids, flat, identical on all ranks. `sizes` are rows of the table per rank, one
-    size if each rank has all rows. `parts` is the number of ids whose rows are for each rank, empty
-    if all ranks get all rows. The caller makes constants of the rows of `padding`, an id or -1.
-    """
+    """From this rank's rows of the table to the rows of ids; back to sums if `transposed`."""
 
     group: Group
-    ids: torch.Tensor
-    sizes: tuple[int, ...]
-    padding: int
-    parts: tuple[int, ...]
+    ids: torch.Tensor  # all ids, flat, identical on all ranks
+    sizes: tuple[int, ...]  # rows of the table per rank; one size if each rank has all rows
+    padding: int  # an id whose rows the caller makes constants, or -1
+    parts: tuple[int, ...]  # ids whose rows are for each rank; empty if all ranks get all rows
+    transposed: bool
 
     def describe(self, x: Tensor) -> dict[str, Any]:
         return {
+            "transposed": self.transposed,
             "ids": digest(self.ids),
             "sizes": list(self.sizes),
             "padding_idx": self.padding,
             "sequence_sizes": list(self.parts),
             "shape of a row": packing.rest(x.shape, 0) if self.sizes[1:] else [],
         }
+
+    @torch.no_grad()
+    def send(self, x: Tensor) -> Pending:
+        if self.transposed:
+            return self._sum(x)
+        self._check_ids()
+        return self._look_up(x)
+
+    @abstractmethod
+    def _look_up(self, table: Tensor) -> Pending:
+        """Return the rows of the ids for this rank."""
+
+    @abstractmethod
+    def _sum(self, gradients: Tensor) -> Pending:
+        """Sum the gradients of each row, in the order of the ids."""
+
+    def result(self, x: Tensor) -> Tensor:
+        ids = self.parts[self.group.rank] if self.parts else self.ids.shape[0]
+        return x.new_empty(len(self._rows) if self.transposed else ids, *x.shape[1:])
+
+    @property
+    def adjoint(self) -> Self:
+        return replace(self, transposed=not self.transposed)
 
     @property
     def _rows(self) -> range:
@@ -272,84 +292,50 @@ class _Lookup(Operator):
 
         check_on_device(self.ids, total, message)
 
-    def _of_ids(self, x: Tensor) -> Tensor:
-        rows = self.parts[self.group.rank] if self.parts else self.ids.shape[0]
-        return x.new_empty(rows, *x.shape[1:])
-
-    def _of_table(self, x: Tensor) -> Tensor:
-        return x.new_empty(len(self._rows), *x.shape[1:])
-
-
-# --- Sums: each rank looks up its own rows among those of all ids, and ranks add their results. The
-# shapes do not depend on the ids, so the host reads none of them.
-
 
 @torch_operator
-class _SumLookUp(_Lookup):
-    """From this rank's rows of the table to the rows of ids; local if each rank has all rows."""
+class _SumLookup(_Lookup):
+    """Each rank looks up its own rows among those of all ids, and ranks add their results.
+
+    The shapes do not depend on the ids, so the host reads none of them. Local if each rank has all
+    rows.
+    """
 
     name = "parallel_embedding_by_sums"
 
-    @torch.no_grad()
-    def send(self, x: Tensor) -> Pending:
-        """Add rows of all ranks: one of them has the row of an id, the others have zeros."""
-        self._check_ids()
+    def _look_up(self, table: Tensor) -> Pending:
         if len(self.sizes) == 1:
-            return Pending([], lambda: x.index_select(0, self.ids))
-        local, is_other = _own_places(self.ids, self._rows)
-        table = x if len(x) else x.new_zeros(1, *x.shape[1:])
+            return Pending([], lambda: table.index_select(0, self.ids))
+        local, is_other = self._places()
+        table = table if len(table) else table.new_zeros(1, *table.shape[1:])
         rows = table.index_select(0, local.masked_fill(is_other, 0))
         _set_zero(rows, is_other)
         if self.parts:
             return ReduceScatterV(self.group, self.parts, 0, use_fp32=True).send(rows)
         return AllReduce(self.group, use_fp32=True).send(rows)
 
-    def result(self, x: Tensor) -> Tensor:
-        return self._of_ids(x)
+    def _sum(self, gradients: Tensor) -> Pending:
+        index = self.ids
+        if len(self.sizes) > 1:
+            if self.parts:
+                gather = AllGatherV(self.group, self.parts, 0, use_fp32=True)
+                gradients = gather.send(gradients).wait()
+            else:
+                gradients = gradients.clone()
+            if not self._rows:
+                return Pending([], lambda: self.result(gradients))
+            local, is_other = self._places()
+            _set_zero(gradients, is_other)
+            # zeros change no sum; spread over all rows, they make no sum long
+            spread = torch.arange(len(local), device=local.device) % len(self._rows)
+            index = torch.where(is_other, spread, local)
+        total = RowSum(index, len(self._rows))(gradients)
+        return Pending([], lambda: total)
 
-    @property
-    def adjoint(self) -> _SumLookUpAdjoint:
-        return _SumLookUpAdjoint(self.group, self.ids, self.sizes, self.padding, self.parts)
-
-
-@torch_operator
-class _SumLookUpAdjoint(_Lookup):
-    """From gradients of looked-up rows to those of this rank's rows."""
-
-    name = "parallel_embedding_by_sums_adjoint"
-
-    @torch.no_grad()
-    def send(self, x: Tensor) -> Pending:
-        """Sum the gradients of each row, in the order of the ids."""
-        if len(self.sizes) == 1:
-            total = RowSum(self.ids, self.sizes[0])(x)
-            return Pending([], lambda: total)
-        if self.parts:
-            x = AllGatherV(self.group, self.parts, 0, use_fp32=True).send(x).wait()
-        else:
-            x = x.clone()
-        own = self._rows
-        if not own:
-            return Pending([], lambda: self.result(x))
-        local, is_other = _own_places(self.ids, own)
-        _set_zero(x, is_other)
-        # zeros change no sum; spread over all rows, they make no sum long
-        spread = torch.arange(len(local), device=local.device) % len(own)
-        summed = RowSum(torch.where(is_other, spread, local), len(own))(x)
-        return Pending([], lambda: summed)
-
-    def result(self, x: Tensor) -> Tensor:
-        return self._of_table(x)
-
-    @property
-    def adjoint(self) -> _SumLookUp:
-        return _SumLookUp(self.group, self.ids, self.sizes, self.padding, self.parts)
-
-
-def _own_places(ids: Tensor, own: range) -> tuple[Tensor, Tensor]:
-    """Return the rows of ids in this rank's part of the table, and where an id is not of it."""
-    local = ids - own.start
-    return local, (local < 0) | (local >= len(own))
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """Return the rows of ids in this rank's part of the table, and where an id is not of it."""
+        local = self.ids - self._rows.start
+        return local, (local < 0) | (local >= len(self._rows))
 
 
 def _set_zero(rows: Tensor, where: Tensor) -> None:
@@ -357,9 +343,6 @@ def _set_zero(rows: Tensor, where: Tensor) -> None:
     if rows.dtype.itemsize == 1:  # torch fills no floats of one byte
         rows = rows.view(torch.int8)
     rows.masked_fill_(where.unsqueeze(1), 0)
-
-
-# --- Rows: each distinct row travels once. The host reads how many there are, once for both passes.
 
 
 class _Distinct:
@@ -381,15 +364,42 @@ class _Distinct:
         return keys, functional.pad(self.number, (1, 0))[keys]
 
 
-class _ByRows(_Lookup):
-    """Numbers and places of distinct rows, which both maps use."""
+@torch_operator
+class _RowLookup(_Lookup):
+    """Each distinct row travels once; the host reads how many there are, once for both passes.
 
-    def _transposed(self, kind: Any) -> Any:
-        made = kind(self.group, self.ids, self.sizes, self.padding, self.parts)
-        for plan in ("to_all", "to_parts"):  # made once for both
-            if plan in vars(self):
-                vars(made)[plan] = vars(self)[plan]
+    Gradients are complete on every rank, so those for all ranks are summed without messages.
+    """
+
+    name = "parallel_embedding"
+
+    @property
+    def adjoint(self) -> Self:
+        made = super().adjoint
+        plans = vars(self).keys() & {"to_all", "to_parts"}  # made once for both
+        vars(made).update({plan: vars(self)[plan] for plan in plans})
         return made
+
+    def _look_up(self, table: Tensor) -> Pending:
+        if self.parts:
+            routes, places, _ = self.to_parts
+            needed = Exchange(routes, 0, use_fp32=True).send(table).wait()
+            return Pending([], lambda: needed.index_select(0, places))
+        # gather each distinct row once; the only copy repeats it at all its places
+        counts, own, places, *_ = self.to_all
+        row = table.shape[1:]
+        values = packing.flat(table.index_select(0, own))
+        lengths = [count * row.numel() for count in counts]
+        works, received = packing.all_gather(self.name, self.group, values, lengths)
+        return Pending(works, lambda: received.view(sum(counts), *row).index_select(0, places))
+
+    def _sum(self, gradients: Tensor) -> Pending:
+        if self.parts:
+            routes, _, row_sum = self.to_parts
+            return ExchangeAdjoint(routes, 0, use_fp32=True).send(row_sum(gradients))
+        *_, mine, row_sum = self.to_all
+        total = row_sum(gradients.index_select(0, mine))
+        return Pending([], lambda: total)
 
     @cached_property
     def to_all(self) -> tuple[list[int], Tensor, Tensor, Tensor, RowSum]:
@@ -429,65 +439,12 @@ class _ByRows(_Lookup):
         return routes, places, RowSum(places, sum(receives))
 
 
-@torch_operator
-class _RowLookUp(_ByRows):
-    """From this rank's rows of the table to the rows of ids."""
-
-    name = "parallel_embedding"
-
-    @torch.no_grad()
-    def send(self, x: Tensor) -> Pending:
-        """Look up all rows at once; the engine's rounds depend on the ids."""
-        self._check_ids()
-        if self.parts:
-            routes, places, _ = self.to_parts
-            needed = Exchange(routes, 0, use_fp32=True).send(x).wait()
-            return Pending([], lambda: needed.index_select(0, places))
-        # gather each distinct row once; the only copy repeats it at all its places
-        counts, own, places, *_ = self.to_all
-        row = x.shape[1:]
-        values = packing.flat(x.index_select(0, own))
-        lengths = [count * row.numel() for count in counts]
-        works, received = packing.all_gather(self.name, self.group, values, lengths)
-        return Pending(works, lambda: received.view(sum(counts), *row).index_select(0, places))
-
-    def result(self, x: Tensor) -> Tensor:
-        return self._of_ids(x)
-
-    @property
-    def adjoint(self) -> _RowLookUpAdjoint:
-        return self._transposed(_RowLookUpAdjoint)  # type: ignore[no-any-return]
-
-
-@torch_operator
-class _RowLookUpAdjoint(_ByRows):
-    """From gradients of looked-up rows, complete on every rank, to those of this rank's rows."""
-
-    name = "parallel_embedding_adjoint"
-
-    @torch.no_grad()
-    def send(self, x: Tensor) -> Pending:
-        """Sum the gradients of each row, in the order of the ids."""
-        if self.parts:
-            routes, _, row_sum = self.to_parts
-            return ExchangeAdjoint(routes, 0, use_fp32=True).send(row_sum(x))
-        *_, mine, row_sum = self.to_all
-        total = row_sum(x.index_select(0, mine))
-        return Pending([], lambda: total)
-
-    def result(self, x: Tensor) -> Tensor:
-        return self._of_table(x)
-
-    @property
-    def adjoint(self) -> _RowLookUp:
-        return self._transposed(_RowLookUp)  # type: ignore[no-any-return]
-
-
-def _without_padding(rows: Tensor, ids: Tensor, padding: int) -> Tensor:
-    """Return `rows`, of which those of the padding id are constants in derivatives."""
-    if padding < 0:
+def _looked_up(operator: _Lookup, table: Tensor, ids: Tensor) -> Tensor:
+    """Return the rows of `ids`, of which those of the padding id are constants in derivatives."""
+    rows = apply(operator, table).view(*ids.shape, table.shape[1])
+    if operator.padding < 0:
         return rows
-    return torch.where((ids == padding).unsqueeze(-1), rows.detach(), rows)
+    return torch.where((ids == operator.padding).unsqueeze(-1), rows.detach(), rows)
 
 
 def _check_operands(
