@@ -59,7 +59,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, causal: bool = True) ->
     -----
     Computed by :func:`torch.nn.functional.scaled_dot_product_attention`; with
     ``create_graph=True``, ``torch.func`` and in forward mode by products of S x T numbers per head.
-    Scale the queries if the scale of the attention scores is not ``1 / sqrt(D)``.
+    For another scale of the scores than ``1 / sqrt(D)``, scale the queries.
 
     Examples
     --------
@@ -161,12 +161,8 @@ def split_heads(
 
     Returns
     -------
-    query : torch.Tensor
-        ``(*F, n * queries_per_key, head_dim)``.
-    key : torch.Tensor
-        ``(*F, n, head_dim)``.
-    value : torch.Tensor
-        ``(*F, n, head_dim)``.
+    query, key, value : torch.Tensor
+        ``(*F, n * queries_per_key, head_dim)``, and ``(*F, n, head_dim)`` for keys and values.
 
     Raises
     ------
@@ -203,8 +199,7 @@ def split_heads(
 class ParallelAttention(nn.Module):
     """Self-attention with heads sharded across ranks; the constructor is collective.
 
-    A group is a head of keys and values with the heads of queries that it serves. The number of
-    heads does not need to be divisible by the number of ranks.
+    A rank has any number of groups: a head of keys and values, with the heads of queries it serves.
 
     Parameters
     ----------
@@ -251,8 +246,7 @@ class ParallelAttention(nn.Module):
     Notes
     -----
     Communication: as the two layers; the constructor is collective. If several ranks read one head,
-    the rank that stores the head sends its keys and values to the others, and in backward receives
-    their gradients.
+    the rank that stores it sends its keys and values, and receives their gradients.
 
     In one process: :func:`attention` between two :class:`torch.nn.Linear`.
 

@@ -33,8 +33,8 @@ def checkpoint(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     Parameters
     ----------
     function : callable
-        A function with the same operations in each call, collectives included. In backward,
-        function runs to its end on every rank.
+        A function with the same operations in each call, collectives included. In backward, it
+        runs to its end on every rank.
     *args, **kwargs
         Arguments of `function`. The first must not be a bool, because Megatron-Core has a bool
         there for ``distribute_saved_activations``; pass a flag by keyword.
@@ -96,14 +96,13 @@ class CheckpointWithoutOutput:
     """Drop the output of a function, and compute it again when a gradient needs it.
 
     The block contains a function that is cheap to compute, such as a norm, and the users of its
-    output. Operations inside the block store a placeholder in place of the output or a view of the
-    output. The first gradient that needs the output runs the function again. If code outside the
-    block uses the output, the output is kept. Streams, collectives and derivatives work as in
-    :func:`checkpoint`.
+    output. Operations inside the block do not keep the output or its views; the first gradient
+    that needs them runs the function again. If code outside the block uses the output, the output
+    is kept. Streams, collectives and derivatives work as in :func:`checkpoint`.
 
     Without a ``with`` block, as in Megatron-Core, :meth:`checkpoint` begins the block and
-    :meth:`discard_output_and_register_recompute` ends it. If the code between both calls raises,
-    the block stays open: prefer ``with``.
+    :meth:`discard_output_and_register_recompute` ends it; if the code in between raises, the block
+    stays open.
 
     See Also
     --------

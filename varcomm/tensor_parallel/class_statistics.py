@@ -28,6 +28,7 @@ from varcomm.ops.handle import apply
 from varcomm.ops.reduction import accumulation_dtype
 from varcomm.ops.replicated import ReplicatedUse
 from varcomm.tensor_parallel.derivatives import in_transform, recorded_gradients
+from varcomm.tensor_parallel.linear import as_rows
 
 __all__ = ["class_statistics"]
 
@@ -172,10 +173,6 @@ def _gradients(ctx: Any, *of: Tensor) -> tuple[Tensor | None, ...]:
     return of_values, None, None, of_head, of_bias, None, None
 
 
-def _as_rows(x: Tensor) -> Tensor:
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
-
-
 # Both maps as operators of a compiled graph, which would otherwise compute all rows at once.
 _OF = "Tensor values, Tensor column, Tensor q, Tensor? head, Tensor? bias, Tensor? weight"
 
@@ -226,7 +223,7 @@ def _adjoint(*arguments: Any) -> list[Tensor]:
         of_logits = powers.to(z.dtype)
         if wanted[0] and not in_place:
             of_values[at] = of_logits if head is None else of_logits @ head
-        flat, rows = _as_rows(of_logits), _as_rows(values[at])
+        flat, rows = as_rows(of_logits), as_rows(values[at])
         if of_head is not None and of_head.dtype == rows.dtype:
             of_head.addmm_(flat.T, rows)  # without a temporary
         elif of_head is not None:

@@ -83,8 +83,8 @@ def vocab_parallel_cross_entropy(
     Raises
     ------
     ArgumentError
-        Before any data moves, if arguments do not match, or a target is not a class. For such a
-        target on a GPU, a kernel fails, as in torch.
+        Before any data moves, if arguments do not match, or a target is not a class (on a GPU, a
+        kernel then fails, as in torch).
 
     See Also
     --------
@@ -95,9 +95,9 @@ def vocab_parallel_cross_entropy(
     Communication: one all-gather of three numbers per token, of 4 bytes each for logits of up to 4
     bytes; nothing in backward.
 
-    Memory: the call needs some numbers per token and rank in addition to logits and their gradient,
-    and 4 MiB on a CPU or 256 MiB on a GPU. With ``create_graph=True``, ``torch.func`` and forward
-    mode, the call needs a few times the memory of the logits.
+    Memory: logits and their gradient, some numbers per token and rank, and 4 MiB on a CPU or 256
+    MiB on a GPU. With ``create_graph=True``, ``torch.func`` and in forward mode, a few times the
+    memory of the logits.
 
     In one process: :func:`torch.nn.functional.cross_entropy` of all logits, one token per row.
 

@@ -95,9 +95,8 @@ def vocab_parallel_embedding(
     sequence_dim : int
         Dimension of the sequence in `ids`: 0, or 1 for batch-first ids.
     exchange : {"rows", "sum"}, optional
-        With "rows", each distinct row is sent once, and the host waits for the device once. With
-        "sum", ranks add their rows of all ids, and the host does not wait. None means "rows" on
-        CPUs and "sum" on other devices.
+        "rows" sends each distinct row once, and the host waits for the device; "sum" adds the rows
+        of all ids, and the host does not wait. None means "rows" on CPUs, otherwise "sum".
 
     Returns
     -------
@@ -108,9 +107,8 @@ def vocab_parallel_embedding(
     Raises
     ------
     ArgumentError
-        If an id is out of range (on every rank), or sizes, ids and weight do not match. For an id
-        out of range on a GPU, a kernel fails on every rank, as in torch: the next call that waits
-        for the GPU raises.
+        If an id is out of range (on every rank), or sizes, ids and weight do not match. On a GPU,
+        a kernel fails for such an id, as in torch: the next call that waits for the GPU raises.
 
     See Also
     --------
@@ -123,15 +121,12 @@ def vocab_parallel_embedding(
 
     Communication: bytes that a rank receives on average for T ids and rows of B bytes.
 
-    - ``exchange="rows"``: the owner of each distinct id sends its row once to each rank that needs
-      it, at most ``(1 - 1 / P) T B``, and nothing in backward. With `sequence_sizes`, at most ``T B
-      / P`` in forward and in backward. The host waits once in forward; in a compiled graph, it also
-      waits in backward.
-    - ``exchange="sum"``: an all-reduce with ``2 (1 - 1 / P) T B`` for any ids, and nothing in
-      backward. With `sequence_sizes`, a reduce-scatter with ``(1 - 1 / P) T B``, and in backward an
-      all-gather with the same bytes.
-
-    Memory: with ``exchange="sum"``, each rank holds all T rows during the call.
+    - ``exchange="rows"``: at most ``(1 - 1 / P) T B``, and nothing in backward; with
+      `sequence_sizes`, at most ``T B / P`` in forward and in backward. The host waits once in
+      forward; in a compiled graph, it also waits in backward.
+    - ``exchange="sum"``: an all-reduce with ``2 (1 - 1 / P) T B``, and nothing in backward; with
+      `sequence_sizes`, a reduce-scatter with ``(1 - 1 / P) T B``, and in backward an all-gather
+      with the same bytes. Each rank holds all T rows during the call.
 
     In one process: :func:`torch.nn.functional.embedding` in the full table.
 
@@ -665,10 +660,6 @@ class FeatureParallelEmbedding(_ParallelEmbedding):
     ------
     ArgumentError
         On all ranks, if an argument is wrong on one rank.
-
-    See Also
-    --------
-    VocabParallelEmbedding, feature_parallel_embedding
 
     Notes
     -----

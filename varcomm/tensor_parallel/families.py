@@ -117,9 +117,8 @@ def bert(plan: ModelPlan) -> None:
     for name, attention in plan.named("*attention.self"):  # also crossattention
         heads = plan.balanced(attention.num_attention_heads)
         features = heads * attention.attention_head_size
-        plan.column(f"{name}.query", features)
-        plan.column(f"{name}.key", features)
-        plan.column(f"{name}.value", features)
+        for child in ("query", "key", "value"):
+            plan.column(f"{name}.{child}", features)
         plan.row(f"{name.removesuffix('self')}output.dense", features)
         rank = plan.group.rank
         plan.attributes[attention] = {
@@ -137,9 +136,8 @@ def t5(plan: ModelPlan) -> None:
     for name, attention in plan.named("*Attention"):
         heads = plan.balanced(attention.n_heads)
         features = heads * attention.key_value_proj_dim
-        plan.column(f"{name}.q", features)
-        plan.column(f"{name}.k", features)
-        plan.column(f"{name}.v", features)
+        for child in ("q", "k", "v"):
+            plan.column(f"{name}.{child}", features)
         plan.row(f"{name}.o", features)
         if attention.has_relative_attention_bias:
             plan.replace(f"{name}.relative_attention_bias", HeadTable, weight=(heads, 1))
@@ -177,9 +175,8 @@ def vit(plan: ModelPlan) -> None:
     for name, attention in plan.named("*.attention"):
         heads = plan.balanced(attention.num_attention_heads)
         features = heads * attention.head_dim
-        plan.column(f"{name}.q_proj", features)
-        plan.column(f"{name}.k_proj", features)
-        plan.column(f"{name}.v_proj", features)
+        for child in ("q_proj", "k_proj", "v_proj"):
+            plan.column(f"{name}.{child}", features)
         plan.row(f"{name}.o_proj", features)
         plan.attributes[attention] = {"num_attention_heads": heads[plan.group.rank]}
     for name, _ in plan.named("*.mlp"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -13,11 +12,10 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from varcomm.errors import ArgumentError
-from varcomm.ops.digest import digest
 from varcomm.sharding import ShardSpec
 from varcomm.sizes import ShardSizes
 from varcomm.tensor_parallel.embedding import VocabParallelEmbedding, vocab_parallel_embedding
-from varcomm.tensor_parallel.layout import MarkedModule, Sizes, agreed, lost_state
+from varcomm.tensor_parallel.layout import MarkedModule, Sizes, agreed, digests, lost_state
 from varcomm.tensor_parallel.linear import column_parallel_linear, row_parallel_linear
 from varcomm.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -43,21 +41,13 @@ class _Shards(MarkedModule):
                     f"{type(layer).__name__} has hooks ({hooks}), which would be lost. Remove "
                     "them, and add them to the sharded model."
                 )
-            return {name: (digest(p), p.requires_grad) for name, p in layer.named_parameters()}
+            return digests(layer)
 
         super().__init__()
         pg, self.group = group.process_group, group
-        self._shards = {name: ShardSpec.of(sizes, dim, pg) for name, (sizes, dim) in shards.items()}
+        self._specs = {name: ShardSpec.of(sizes, dim, pg) for name, (sizes, dim) in shards.items()}
         agreed(f"a sharded {type(layer).__name__}", check, group)
-        for name, parameter in layer.named_parameters(recurse=False):
-            if spec := self._shards.get(name):
-                shard = spec.shard(parameter.detach())
-                parameter = nn.Parameter(shard, parameter.requires_grad)
-            self.register_parameter(name, parameter)
-        self._mark().train(layer.training)
-
-    def _specs(self) -> Mapping[str, ShardSpec]:
-        return self._shards
+        self._keep_parts(layer)
 
 
 class Conv1DColumn(_Shards):

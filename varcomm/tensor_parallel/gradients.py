@@ -34,10 +34,9 @@ def grad_norm(
     Parameters
     ----------
     parameters : Module, torch.Tensor or iterable of torch.Tensor
-        Parameters of any shapes; equal on every rank, in the same order. Parameters with a
-        :func:`shard_spec` count on each rank, and other parameters count once. The gradients of
-        parameters that are not sharded are assumed to be identical on all ranks. The gradient of a
-        parameter is ``main_grad`` if it exists, otherwise ``grad``; None counts as zeros.
+        Parameters of any shapes, in the same order on every rank. Those with a :func:`shard_spec`
+        count on each rank; others count once, and their gradients are assumed to be identical on
+        all ranks. The gradient is ``main_grad`` if it exists, otherwise ``grad``; None is zeros.
     norm_type : float
         The order ``p > 0``; ``inf`` is the largest absolute value.
     group : ProcessGroup or DeviceMesh, optional
@@ -57,8 +56,7 @@ def grad_norm(
         group: compute a norm per group, and use :func:`torch.nn.utils.clip_grads_with_norm_`.
     DisagreementError
         On every rank, inside :func:`varcomm.debug`, if the gradients of an unsharded parameter
-        differ between ranks. The module of such a parameter computes with parts of heads or of a
-        sequence, and needs :func:`sequence_parallel`.
+        differ between ranks: its module needs :func:`sequence_parallel`.
 
     See Also
     --------

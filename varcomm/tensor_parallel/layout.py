@@ -25,8 +25,11 @@ __all__ = ["param_is_not_tensor_parallel_duplicate"]
 # Values of an option, the default first.
 FLAG = (True, False)
 
-# Options of all layers: how their parameters are drawn.
-_HOW_DRAWN = ("init", "device", "dtype")
+# Options of all layers, and their defaults.
+_OPTIONS = {
+    **{"init": None, "device": None, "dtype": None},
+    **{"sequence_sizes": None, "sequence_dim": 0, "multiple_of": 1},
+}
 
 # Rows per rank; for several fused blocks, those of each block.
 Sizes = Sequence[int] | Sequence[Sequence[int]]
@@ -79,6 +82,12 @@ def lost_state(layer: nn.Module) -> list[str]:
     return [k for k, each in entries.items() if any(not isinstance(x, FeatureCheck) for x in each)]
 
 
+def digests(layer: nn.Module, recurse: bool = True) -> dict[str, Any]:
+    """Return digests of a module's parameters, by name, which ranks can compare."""
+    named = layer.named_parameters(recurse=recurse, remove_duplicate=recurse)
+    return {name: (digest(parameter), parameter.requires_grad) for name, parameter in named}
+
+
 def random_seed() -> int:
     return int(torch.randint(2**63 - 1, (), device="cpu"))
 
@@ -105,33 +114,36 @@ class FeatureCheck:
 class MarkedModule(Module):
     """Module whose parameters carry a :class:`ShardSpec` and keep it when torch replaces them."""
 
+    _specs: Mapping[str, ShardSpec]  # of the sharded parameters, by name
+
     def __init__(self) -> None:
         super().__init__()
+        self._specs = {}
         # ``assign=True`` replaces parameters
         self.register_load_state_dict_post_hook(_mark_loaded)  # type: ignore[no-untyped-call]
 
-    def _specs(self) -> Mapping[str, ShardSpec]:
-        """Return the spec of each sharded parameter, by name."""
-        raise NotImplementedError
-
-    def _mark(self) -> Self:
-        for name, spec in self._specs().items():
-            parameter = getattr(self, name)
-            if parameter is not None:
-                mark(parameter, spec)
-        return self
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._mark()
+        self.after_conversion()
 
     def after_conversion(self) -> None:
-        """Mark parameters that torch has replaced."""
-        self._mark()
+        """Mark parameters, which torch may have replaced."""
+        for name, spec in self._specs.items():
+            if (parameter := getattr(self, name)) is not None:
+                mark(parameter, spec)
+
+    def _keep_parts(self, layer: nn.Module) -> None:
+        """Keep this rank's parts of another module's own parameters, in memory of their own."""
+        for name, whole in layer.named_parameters(recurse=False):
+            spec, values = self._specs.get(name), whole.detach()
+            own = values.clone() if spec is None else spec.shard(values)
+            self.register_parameter(name, nn.Parameter(own, whole.requires_grad))
+        self.after_conversion()
+        self.train(layer.training)
 
 
 def _mark_loaded(module: Any, incompatible_keys: object) -> None:
-    module._mark()
+    module.after_conversion()
 
 
 @dataclass(frozen=True)
@@ -143,7 +155,7 @@ class Layout:
     options: Mapping[str, Any]  # and `sequence_sizes`, `sequence_dim`
     init: Fill | None  # draws the weight, by default as torch does
     device: torch.device | str | None
-    dtype: torch.dtype | None
+    dtype: torch.dtype
 
     @classmethod
     def agree(
@@ -163,12 +175,8 @@ class Layout:
         def check() -> dict[str, Any]:
             layout = cls._checked(layer, extents, sizes, group, options)
             layouts.append(layout)
-            dtype = torch.empty(0, dtype=layout.dtype, device=layout.device).dtype
-            words = {
-                "sizes": layout.spec.blocks,
-                "dtype": dtype,
-                "an init": layout.init is not None,
-            }
+            words = {"sizes": layout.spec.blocks, "dtype": layout.dtype}
+            words["an init"] = layout.init is not None
             return {**layout.extents, **layout.options, **words, **more(layout)}
 
         layouts: list[Self] = []
@@ -188,10 +196,11 @@ class Layout:
         ranks, dim, choices = resolve(group), layer._dim, layer._options
         lengths = {name: at_least(0, length, name) for name, length in extents.items()}
         name, length = [*lengths.items()][dim]
-        unit = at_least(1, given.get("multiple_of", 1), "multiple_of")
+        options = {**_OPTIONS, **{option: values[0] for option, values in choices.items()}, **given}
+        unit = at_least(1, options.pop("multiple_of"), "multiple_of")
         if length % unit:
             raise ArgumentError(f"{name} must be a multiple of multiple_of, {unit}; got {length}.")
-        rows = ShardSizes.balanced(length // unit, ranks.size) * unit if sizes is None else sizes
+        rows = ShardSizes.balanced(length, ranks.size, unit) if sizes is None else sizes
         spec = ShardSpec.of(rows, dim, group)
         if spec.total != length:
             raise ArgumentError(f"sizes {rows!r} sum to {spec.total}, but {name} is {length}.")
@@ -200,12 +209,7 @@ class Layout:
                 f"sizes must be multiples of multiple_of, {unit}; got {rows!r}: {cut[0]} rows "
                 "would cut through a head. Pass whole heads per rank."
             )
-        defaults: dict[str, Any] = {option: values[0] for option, values in choices.items()}
-        others: dict[str, Any] = {"sequence_sizes": None, "sequence_dim": 0}
-        others |= dict.fromkeys(_HOW_DRAWN)
-        options = {**defaults, **others, **given}
-        options.pop("multiple_of", None)
-        if unknown := options.keys() - choices.keys() - others.keys():
+        if unknown := given.keys() - choices.keys() - _OPTIONS.keys():
             raise ArgumentError(f"{min(unknown)!r} is not an option of {layer.__name__}.")
         for option, values in choices.items():
             checked_choice(options[option], option, "", values)
@@ -213,12 +217,12 @@ class Layout:
         if options["sequence_sizes"] is not None:
             parts = checked_sizes(options["sequence_sizes"], "sequence_sizes", ranks.size)
             options["sequence_sizes"] = ShardSizes(parts)
-        init, device, dtype = (options.pop(option) for option in _HOW_DRAWN)
+        init, device, dtype = (options.pop(option) for option in ("init", "device", "dtype"))
         fill = None if init is None else drawing(init)
         like = torch.empty(0, dtype=dtype, device=device)
         if not (like.is_floating_point() or like.is_complex()):
             raise ArgumentError(f"dtype must be floating point or complex; got {dtype}.")
-        return cls(lengths, spec, options, fill, device, dtype)
+        return cls(lengths, spec, options, fill, device, like.dtype)
 
 
 class ShardedModule(MarkedModule):
@@ -244,16 +248,15 @@ class ShardedModule(MarkedModule):
     def _use(self, layout: Layout) -> None:
         """Keep a layout; its extents and options are attributes by their names."""
         self._layout, self.spec = layout, layout.spec
+        self._specs = dict.fromkeys(self._sharded, layout.spec)
         for name, value in {**layout.extents, **layout.options}.items():
             setattr(self, name, value)
 
     def _draw(self, name: str, shape: Sequence[int], fill: Fill, seed: int) -> nn.Parameter:
         """Return this rank's part of a parameter of the full `shape`."""
-        layout = self._layout
+        layout, spec = self._layout, self._specs.get(name)
         fill = layout.init if layout.init is not None and name == "weight" else fill
-        spec = self.spec if name in self._sharded else None
-        values = initialised(shape, spec, fill, seed, layout.dtype, layout.device)
-        parameter = nn.Parameter(values)
+        parameter = nn.Parameter(initialised(shape, spec, fill, seed, layout.dtype, layout.device))
         return parameter if spec is None else mark(parameter, spec)
 
     @classmethod
@@ -288,16 +291,14 @@ class ShardedModule(MarkedModule):
             same = {key: getattr(layer, key) for key in cls._copied} | dict(cls._fixed)
             drawn = {"init": None, "device": "meta", "dtype": layer.weight.dtype}
             arguments.update(**same, **drawn, group=group, **options)  # refuses any of these twice
-            digests = {key: (digest(x), x.requires_grad) for key, x in layer.named_parameters()}
-            return {**digests, **more()}
+            return {**digests(layer), **more()}
 
         # nothing is drawn here, so the caller's generator keeps its state
         with torch.random.fork_rng(devices=[]):
             agreed(name, check, resolve(group))
             made = cls(**arguments)
-        for key, whole in layer.named_parameters(recurse=False):
-            setattr(made, key, made._own(key, whole))
-        return made.train(layer.training)
+        made._keep_parts(layer)
+        return made
 
     def _unsharded(self) -> Any:
         """Return the torch layer with full parameters, on every rank; collective."""
@@ -305,25 +306,15 @@ class ShardedModule(MarkedModule):
         layer = self._plain(**arguments, **self._fixed, device="meta")
         for name, own in self.named_parameters(recurse=False):
             values = own.detach()
-            whole = self.spec.gather(values) if name in self._sharded else values.clone()
+            whole = self.spec.gather(values) if name in self._specs else values.clone()
             setattr(layer, name, nn.Parameter(whole, own.requires_grad))
         return layer.train(self.training)
-
-    def _own(self, name: str, whole: Tensor) -> nn.Parameter:
-        """Return this rank's part of a full parameter, in memory of its own."""
-        spec = self.spec if name in self._sharded else None
-        own = whole.detach().clone() if spec is None else spec.shard(whole.detach())
-        parameter = nn.Parameter(own, requires_grad=whole.requires_grad)
-        return parameter if spec is None else mark(parameter, spec)
 
     def extra_repr(self) -> str:
         """Return the arguments of the full layer, sizes and options."""
         words = {name: getattr(self, name) for name in (*self._copied, *self._options)}
         words["sizes"] = [list(block) for block in self.spec.blocks]
         return ", ".join(f"{name}={value}" for name, value in words.items())
-
-    def _specs(self) -> Mapping[str, ShardSpec]:
-        return dict.fromkeys(self._sharded, self.spec)
 
 
 def param_is_not_tensor_parallel_duplicate(param: Tensor, group: GroupLike = None) -> bool:

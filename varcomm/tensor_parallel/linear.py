@@ -65,14 +65,12 @@ def column_parallel_linear(
     bias : torch.Tensor, optional
         This rank's part of the bias, ``(n,)``, or None.
     sequence_sizes : sequence of int, optional
-        Rows of `x` along `sequence_dim` per rank; zeros are allowed. If given, the layer uses
-        sequence parallelism.
+        Sequence parallelism: rows of `x` along `sequence_dim` per rank; zeros are allowed.
     sequence_dim : int
         Dimension of the sequence, not the last: 0, or 1 for batch-first inputs.
     save : {"input", "gathered"}
-        Keep this rank's part for backward and gather it again, or keep the gathered input, which
-        takes P times the memory. Compiled graphs and transforms keep the gathered input. The
-        gradient of `x` is then summed after the gradient of `weight`, without overlap.
+        Keep this rank's part for backward and gather it again, or keep the gathered input: P times
+        the memory, and no overlap in backward. Compiled graphs and transforms do the latter.
     use_fp32 : bool
         Sum floats narrower than 4 bytes in fp32 and round once.
     group : ProcessGroup or DeviceMesh, optional
@@ -96,10 +94,9 @@ def column_parallel_linear(
     -----
     Adjoint: with respect to `x`, :func:`row_parallel_linear` with the transposed weight.
 
-    Communication: with ``sequence_sizes``, an all-gather of ``x``, and a second one in backward
-    with ``save="input"``. Backward sends the gradient of ``x`` with an all-reduce or
-    reduce-scatter, while the gradient of ``weight`` is computed. An operand that needs no gradient
-    causes no messages.
+    Communication: with `sequence_sizes`, an all-gather of `x`, again in backward with
+    ``save="input"``. Backward sums the gradient of `x` with an all-reduce or reduce-scatter, while
+    it computes the gradient of `weight`. An operand that needs no gradient causes no messages.
 
     In one process: this rank's columns of ``torch.nn.functional.linear(x, weight, bias)``, also
     under ``torch.autocast``.
@@ -149,11 +146,9 @@ def row_parallel_linear(
     weight : torch.Tensor
         This rank's columns of the weight, ``(N, n)``.
     bias : torch.Tensor, optional
-        The full bias, ``(N,)``, replicated, or None. The gradient of the bias is complete on every
-        rank.
+        The full bias, ``(N,)``, replicated, or None; its gradient is complete on every rank.
     sequence_sizes : sequence of int, optional
-        Rows of the output along `sequence_dim` per rank; zeros are allowed. If given, the layer
-        uses sequence parallelism.
+        Sequence parallelism: rows of the output along `sequence_dim` per rank; zeros are allowed.
     sequence_dim, use_fp32, group
         As in :func:`column_parallel_linear`.
 
@@ -205,7 +200,8 @@ def row_parallel_linear(
     return y if bias is None else y + bias
 
 
-def _flat(x: Tensor) -> Tensor:
+def as_rows(x: Tensor) -> Tensor:
+    """Return `x` with all dimensions before the last as one, also if one of them is 0."""
     return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
@@ -234,7 +230,7 @@ class _ColumnProduct(torch.autograd.Function):
         of_x = gradient @ weight.conj() if needed[0] else None
         x = x if gathered is None else gathered.wait()
         summed = None if of_x is None else send_in_rule(ctx.before.adjoint, of_x, False)
-        x, gradient = _flat(x), _flat(gradient)
+        x, gradient = as_rows(x), as_rows(gradient)
         of_weight, of_bias = gradient.T @ x.conj(), gradient.sum(0) if needed[2] else None
         return None, None if summed is None else summed.wait(), of_weight, of_bias
 
@@ -338,14 +334,23 @@ class _ParallelLinear(ShardedModule):
         def uniform(tile: Tensor, generator: torch.Generator) -> None:
             tile.uniform_(-bound, bound, generator=generator)
 
-        def make() -> None:
+        def draw() -> None:
             self.weight = self._draw("weight", tuple(shape.values()), uniform, seed)
             self.register_parameter("bias", None)
             if bias:  # from another seed, so that it does not repeat the weight
                 self.bias = self._draw("bias", (out_features,), uniform, seed + 1)
 
         # a device may be missing or full on one rank, and `init` is the caller's
-        agree(type(self).__name__, make, self.group)
+        agree(type(self).__name__, draw, self.group)
+
+    def _call_options(self, sequence_sizes: Sequence[int] | None) -> dict[str, Any]:
+        """Return the options of a call; `sequence_sizes` overrides the layer's sizes in it."""
+        return {
+            "sequence_sizes": self.sequence_sizes if sequence_sizes is None else sequence_sizes,
+            "sequence_dim": self.sequence_dim,
+            "use_fp32": self.use_fp32,
+            "group": self.group.process_group,
+        }
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, group: GroupLike = None, **options: Any) -> Self:
@@ -407,10 +412,9 @@ class ColumnParallelLinear(_ParallelLinear):
     Notes
     -----
     The full weight depends on torch's default generator on the group's first rank, not on the
-    number of ranks. No rank holds the full weight. The constructor is collective: all ranks raise
-    an error if the arguments of one rank are wrong or differ.
+    number of ranks. No rank holds the full weight.
 
-    Communication: per call as :func:`column_parallel_linear`.
+    Communication: per call as :func:`column_parallel_linear`; the constructor is collective.
 
     In one process: :class:`torch.nn.Linear`.
 
@@ -434,20 +438,9 @@ class ColumnParallelLinear(_ParallelLinear):
     save: Literal["input", "gathered"]
 
     def forward(self, x: Tensor, sequence_sizes: Sequence[int] | None = None) -> Tensor:
-        """Return this rank's outputs, or all outputs; see :func:`column_parallel_linear`.
-
-        `sequence_sizes` overrides the layer's sizes in this call.
-        """
-        y = column_parallel_linear(
-            x,
-            self.weight,
-            self.bias,
-            sequence_sizes=self.sequence_sizes if sequence_sizes is None else sequence_sizes,
-            sequence_dim=self.sequence_dim,
-            save=self.save,
-            use_fp32=self.use_fp32,
-            group=self.group.process_group,
-        )
+        """Return this rank's outputs, or all; `sequence_sizes` overrides the layer's sizes."""
+        options = self._call_options(sequence_sizes)
+        y = column_parallel_linear(x, self.weight, self.bias, save=self.save, **options)
         if not self.gather_output:
             return y
         sizes, pg = self.spec.sizes, self.group.process_group
@@ -485,10 +478,6 @@ class RowParallelLinear(_ParallelLinear):
     ArgumentError
         On all ranks, if an argument is wrong on one rank.
 
-    See Also
-    --------
-    ColumnParallelLinear, row_parallel_linear, parallelize
-
     Notes
     -----
     Communication: per call as :func:`row_parallel_linear`; the constructor is collective.
@@ -512,13 +501,9 @@ class RowParallelLinear(_ParallelLinear):
     input_is_parallel: bool
 
     def forward(self, x: Tensor, sequence_sizes: Sequence[int] | None = None) -> Tensor:
-        """Return the outputs, or this rank's part of the sequence; see :func:`row_parallel_linear`.
-
-        `sequence_sizes` overrides the layer's sizes in this call.
-        """
-        pg = self.group.process_group
+        """Return the outputs, or the rank's part; `sequence_sizes` overrides the layer's sizes."""
         if not self.input_is_parallel:
-            x = self.spec.by_rank(x, -1)
+            x, pg = self.spec.by_rank(x, -1), self.group.process_group
             x = scatter_to_tensor_model_parallel_region(x, self.spec.sizes, -1, pg)
         elif x.shape[-1:] == (self.in_features,) != (self.spec.local,):
             with checking("RowParallelLinear", self.group) as where:
@@ -527,12 +512,4 @@ class RowParallelLinear(_ParallelLinear):
                     f"{self.spec.local} of them ({self.spec.sizes}). Pass the outputs of a "
                     "column-parallel layer, or make this layer with input_is_parallel=False."
                 )
-        return row_parallel_linear(
-            x,
-            self.weight,
-            self.bias,
-            sequence_sizes=self.sequence_sizes if sequence_sizes is None else sequence_sizes,
-            sequence_dim=self.sequence_dim,
-            use_fp32=self.use_fp32,
-            group=pg,
-        )
+        return row_parallel_linear(x, self.weight, self.bias, **self._call_options(sequence_sizes))

@@ -13,7 +13,6 @@ from torch import nn
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.checks import checked_flag
-from varcomm.ops.digest import digest
 from varcomm.sharding import shard_spec
 from varcomm.tensor_parallel.embedding import VocabParallelEmbedding
 from varcomm.tensor_parallel.families import (
@@ -25,7 +24,7 @@ from varcomm.tensor_parallel.families import (
     ModelPlan,
     head_dim,
 )
-from varcomm.tensor_parallel.layout import FeatureCheck, agreed
+from varcomm.tensor_parallel.layout import FeatureCheck, agreed, digests
 from varcomm.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from varcomm.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from varcomm.tensor_parallel.pretrained import (
@@ -63,8 +62,8 @@ def parallelize(
 ) -> nn.Module:
     """Replace layers of a model by parallel layers, in place, by name patterns; collective.
 
-    If one rank fails, all ranks raise, and nothing is replaced. A model of Hugging Face
-    transformers needs no plan.
+    A model of Hugging Face transformers needs no plan. If one rank fails, all ranks raise, and
+    nothing is replaced.
 
     Parameters
     ----------
@@ -74,10 +73,10 @@ def parallelize(
         None uses the ``tp_plan`` of a transformers model, or that of its family: GPT-2, BERT, T5,
         ViT. The default plan shards complete heads, and shards embedding and output head by ids.
         Keys of other plans are names as in :meth:`torch.nn.Module.named_modules`, with shell
-        wildcards. Values are ``"column"`` or ``"row"`` for Linear, ``"embedding"`` for Embedding,
-        ``"sequence"`` for :func:`sequence_parallel`, or a function from the module to its
-        replacement. An example is ``functools.partial(ColumnParallelLinear.from_linear, sizes=[5,
-        3])``. Each pattern must match a module, and no module may match two.
+        wildcards; each must match a module, and no module may match two. Values are ``"column"`` or
+        ``"row"`` for Linear, ``"embedding"`` for Embedding, ``"sequence"`` for
+        :func:`sequence_parallel`, or a function from the module to its replacement, such as
+        ``functools.partial(ColumnParallelLinear.from_linear, sizes=[5, 3])``.
     sequence_sizes : sequence of int, optional
         Rows of the sequence per rank, for the ``"column"``, ``"row"`` and ``"embedding"`` layers
         (sequence parallelism).
@@ -115,9 +114,8 @@ def parallelize(
     Without a plan, a forward in training mode with dropout is refused, because ranks would draw
     different numbers. ``generate`` with ``do_sample=True`` needs the same seed on all ranks.
 
-    ``save_pretrained`` of a transformers model becomes collective: all ranks call it, and the first
-    one writes full tensors.
-    ``resize_token_embeddings`` and adapters (PEFT) are refused: use them before sharding.
+    ``save_pretrained`` of a transformers model becomes collective: the first rank writes full
+    tensors. ``resize_token_embeddings`` and adapters (PEFT) are refused: use them before sharding.
 
     Communication: short messages with digests of plans and weights. No weight is sent.
 
@@ -436,8 +434,7 @@ def _agree_on_parameters(module: Any, group: Group) -> None:
                 f"forward was set on this {type(module).__name__}, and would be replaced. Delete "
                 "it, and set it again afterwards."
             )
-        params = module.named_parameters(recurse=False, remove_duplicate=False)
-        return {name: (digest(p), p.requires_grad) for name, p in params}
+        return digests(module, recurse=False)
 
     agreed("sequence_parallel", check, group)
 
