@@ -151,8 +151,7 @@ def linear_cross_entropy(
     class_weight : torch.Tensor, optional
         ``(sum(sizes),)``: a weight per class.
     sequence_sizes : sequence of int, optional
-        Rows of the first dimension of `hidden` per rank; zeros are allowed. The rows are gathered,
-        and the gradient is scattered.
+        Rows of the first dimension of `hidden` per rank; zeros are allowed.
 
     Returns
     -------
@@ -164,15 +163,10 @@ def linear_cross_entropy(
     ArgumentError
         If an argument is wrong: on this rank, before any message.
 
-    See Also
-    --------
-    vocab_parallel_cross_entropy, column_parallel_linear
-
     Notes
     -----
-    Communication: one all-gather of three numbers per token. In backward, an all-reduce of the
-    gradient of `hidden`. With `sequence_sizes`, forward also gathers `hidden`, and backward uses a
-    reduce-scatter.
+    Communication: one all-gather of three numbers per token, and in backward an all-reduce of the
+    gradient of `hidden`; with `sequence_sizes`, a gather of `hidden` and a reduce-scatter.
 
     Memory: `hidden` (gathered) and `weight` are kept, and the logits of a chunk exist two or three
     times; with ``create_graph=True``, ``torch.func`` and in forward mode all logits. Backward

@@ -116,17 +116,12 @@ def vocab_parallel_embedding(
 
     Notes
     -----
-    Adjoint: gradients of the same id are summed at its owner in a fixed order; floats narrower than
-    4 bytes are summed in fp32. Both exchanges return the same bits, except for the sign of zeros.
+    Adjoint: gradients of the same id are summed at its owner in a fixed order, fp16 and bf16 in
+    fp32. Both exchanges return the same bits, except for the sign of zeros.
 
-    Communication: bytes that a rank receives on average for T ids and rows of B bytes.
-
-    - ``exchange="rows"``: at most ``(1 - 1 / P) T B``, and nothing in backward; with
-      `sequence_sizes`, at most ``T B / P`` in forward and in backward. The host waits once in
-      forward; in a compiled graph, it also waits in backward.
-    - ``exchange="sum"``: an all-reduce with ``2 (1 - 1 / P) T B``, and nothing in backward; with
-      `sequence_sizes`, a reduce-scatter with ``(1 - 1 / P) T B``, and in backward an all-gather
-      with the same bytes. Each rank holds all T rows during the call.
+    Communication: with "rows", each distinct row once to each rank that needs it, and in backward
+    its gradient if `sequence_sizes` are given. With "sum", an all-reduce; with `sequence_sizes` a
+    reduce-scatter, and in backward an all-gather. :doc:`/tensor_parallel` has the bytes.
 
     In one process: :func:`torch.nn.functional.embedding` in the full table.
 
@@ -470,10 +465,6 @@ def _checked_padding(padding_idx: int | None, total: int, where: str) -> int:
     return value % total
 
 
-def _normal(tensor: Tensor, generator: torch.Generator) -> None:
-    tensor.normal_(generator=generator)
-
-
 class _ParallelEmbedding(ShardedModule):
     """Parameters of both layers, and conversion from and to ``torch.nn.Embedding``."""
 
@@ -497,19 +488,16 @@ class _ParallelEmbedding(ShardedModule):
     ) -> None:
         super().__init__()
 
-        def padding_row() -> int | None:
-            row = _checked_padding(padding_idx, num_embeddings, "")
-            return None if row < 0 else row
-
         def more(layout: Layout) -> dict[str, Any]:
             if len(layout.spec.blocks) != 1:
                 raise ArgumentError(f"sizes must be one int per rank; got {sizes!r}.")
-            return {"padding_idx": padding_row()}
+            padding = _checked_padding(padding_idx, num_embeddings, "")
+            self.padding_idx = None if padding < 0 else padding
+            return {"padding_idx": self.padding_idx}
 
         shape = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}
         layout, seed = Layout.agree(type(self), shape, sizes, group, options, more)
         self._use(layout)
-        self.padding_idx = padding_row()
         # a device may be missing or full on one rank, and `init` is the caller's
         self.weight = agree(type(self).__name__, lambda: self._drawn(seed), self.group)
 
@@ -519,7 +507,10 @@ class _ParallelEmbedding(ShardedModule):
         return self.spec.blocks[0]
 
     def _drawn(self, seed: int) -> torch.nn.Parameter:
-        parameter = self._draw("weight", (self.num_embeddings, self.embedding_dim), _normal, seed)
+        def normal(tile: Tensor, generator: torch.Generator) -> None:
+            tile.normal_(generator=generator)
+
+        parameter = self._draw("weight", (self.num_embeddings, self.embedding_dim), normal, seed)
         by_ids = self.spec.dim == 0
         own = self.sizes.range(self.group.rank) if by_ids else range(self.num_embeddings)
         if self.padding_idx is not None and self.padding_idx in own:

@@ -70,8 +70,8 @@ def parallelize(
     module : torch.nn.Module
         Identical on all ranks, weights included.
     plan : mapping of str to str or callable, optional
-        None uses the ``tp_plan`` of a transformers model, or that of its family: GPT-2, BERT, T5,
-        ViT. The default plan shards complete heads, and shards embedding and output head by ids.
+        None shards complete heads, and embedding and output head by ids, by the ``tp_plan`` of a
+        transformers model, or that of its family: GPT-2, BERT, T5, ViT.
         Keys of other plans are names as in :meth:`torch.nn.Module.named_modules`, with shell
         wildcards; each must match a module, and no module may match two. Values are ``"column"`` or
         ``"row"`` for Linear, ``"embedding"`` for Embedding, ``"sequence"`` for
@@ -85,13 +85,11 @@ def parallelize(
     sequence_dim : int
         Dimension of the sequence: 0, or 1 for batch-first models.
     replicate_kv : bool
-        Without a plan: if the group has more ranks than heads of keys, several ranks read one head
-        and split its heads of queries. False leaves these ranks without heads.
+        Without a plan: as in :class:`ParallelAttention`.
     gather_output : bool
-        Without a plan: if True, the head returns the logits of all ids, so ``labels=`` and
-        ``generate`` work as before. If False, logits stay sharded: ``labels=`` uses
-        :func:`vocab_parallel_cross_entropy`, and ``generate`` is refused. Only causal models accept
-        False.
+        Without a plan: True returns the logits of all ids. False leaves the logits of a causal
+        model sharded: ``labels=`` uses :func:`vocab_parallel_cross_entropy`, and ``generate`` is
+        refused.
 
     Returns
     -------
@@ -111,11 +109,8 @@ def parallelize(
     -----
     Parameters that modules share stay shared, so they must be sharded identically.
 
-    Without a plan, a forward in training mode with dropout is refused, because ranks would draw
-    different numbers. ``generate`` with ``do_sample=True`` needs the same seed on all ranks.
-
-    ``save_pretrained`` of a transformers model becomes collective: the first rank writes full
-    tensors. ``resize_token_embeddings`` and adapters (PEFT) are refused: use them before sharding.
+    :doc:`/how_to/shard_a_transformers_model` describes dropout, ``generate``, ``save_pretrained``,
+    adapters and norms of models that are sharded without a plan.
 
     Communication: short messages with digests of plans and weights. No weight is sent.
 
