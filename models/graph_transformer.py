@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import softmax
 
-from varcomm.errors import ArgumentError
 from varcomm.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from varcomm.tensor_parallel.attention import split_heads
 from varcomm.transport.group import GroupLike
 
-from .sizes import agreed_sizes, check_sizes
+from .sizes import agreed_sizes, check_heads, check_sizes
 
 
 class GraphAttention(MessagePassing):
@@ -167,11 +166,7 @@ class GraphTransformer(nn.Module):
             mlp_channels=self.mlp_channels,
         )
         check_sizes("GraphTransformer", least=0, num_blocks=num_blocks)
-        if hidden_channels % num_heads:
-            raise ArgumentError(
-                f"GraphTransformer: hidden_channels {hidden_channels} must be a multiple of "
-                f"num_heads {num_heads}."
-            )
+        check_heads("GraphTransformer", hidden_channels, num_heads)
         self.num_heads, self.head_dim = num_heads, hidden_channels // num_heads
         self.encoder = nn.Linear(in_channels, hidden_channels)
         self.blocks = nn.ModuleList(

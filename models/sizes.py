@@ -24,6 +24,15 @@ def check_sizes(model: str, least: int = 1, **sizes: object) -> None:
             )
 
 
+def check_heads(model: str, hidden_channels: int, num_heads: int) -> None:
+    """Raise an ArgumentError unless features are a multiple of heads."""
+    if hidden_channels % num_heads:
+        raise ArgumentError(
+            f"{model}: hidden_channels {hidden_channels} must be a multiple of num_heads "
+            f"{num_heads}."
+        )
+
+
 def agreed_sizes(
     what: str, wholes: Mapping[str, tuple[Sequence[int] | None, int]], group: GroupLike = None
 ) -> list[ShardSizes]:

@@ -18,7 +18,7 @@ from varcomm.ops.checks import checked_shard, checking
 from varcomm.ops.reduction import accumulation_dtype
 from varcomm.transport.group import GroupLike, resolve
 
-from .sizes import check_sizes
+from .sizes import check_heads, check_sizes
 
 Sizes = Sequence[int] | None
 
@@ -169,7 +169,7 @@ class Transolver(nn.Module):
             mlp_channels=wide,
         )
         check_sizes("Transolver", least=0, num_blocks=num_blocks)
-        _check_heads("Transolver", hidden_channels, num_heads)
+        check_heads("Transolver", hidden_channels, num_heads)
         self.encoder = nn.Sequential(
             nn.Linear(in_channels, wide), nn.GELU(), nn.Linear(wide, hidden_channels)
         )
@@ -249,7 +249,7 @@ class PointCrossAttention(nn.Module):
     def __init__(self, hidden_channels: int, num_heads: int) -> None:
         super().__init__()
         check_sizes("PointCrossAttention", hidden_channels=hidden_channels, num_heads=num_heads)
-        _check_heads("PointCrossAttention", hidden_channels, num_heads)
+        check_heads("PointCrossAttention", hidden_channels, num_heads)
         self.num_heads = num_heads
         self.query = nn.Linear(hidden_channels, hidden_channels, bias=False)
         self.key_value = nn.Linear(hidden_channels, 2 * hidden_channels, bias=False)
@@ -339,11 +339,3 @@ class PointCrossAttention(nn.Module):
 
     def _result(self, read: Tensor) -> Tensor:
         return cast(Tensor, self.out(read.transpose(0, 1).flatten(1)))
-
-
-def _check_heads(model: str, hidden_channels: int, num_heads: int) -> None:
-    if hidden_channels % num_heads:
-        raise ArgumentError(
-            f"{model}: hidden_channels {hidden_channels} must be a multiple of num_heads "
-            f"{num_heads}."
-        )
