@@ -4,7 +4,6 @@ from suite.peers import PEERS
 from suite.task import COPY, FLOOR, OURS, PEER
 
 from varcomm.cli.bench import microseconds
-from varcomm.cli.table import line
 
 SHORT = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16", "float16": "fp16"}
 WIDTHS = {"operation": -20, "pass": -8, "ranks": 5, "dtype": 5, "bytes": 10, "shards": 7}
@@ -35,8 +34,14 @@ def floor(result):
     return min(floors, key=lambda each: each[1]["seconds"], default=None)
 
 
+def line(cells):
+    """Join cells into one line; a negative width aligns its cell to the left."""
+    sides = zip(cells, WIDTHS.values(), strict=True)
+    return "  ".join(c.ljust(-w) if w < 0 else c.rjust(w) for c, w in sides).rstrip()
+
+
 def head():
-    return line(WIDTHS, WIDTHS.values())
+    return line(WIDTHS)
 
 
 def row(result):
@@ -57,7 +62,7 @@ def row(result):
         ),
         *(f"{1 / peer['ratio']:.2f}" if peer else "-" for peer in peers),
     ]
-    return line(cells, WIDTHS.values())
+    return line(cells)
 
 
 def reasons(results):

@@ -31,8 +31,13 @@ class Layout(Workload):
 
     @classmethod
     def of(cls, case, rank, device):
-        name = case.operation.replace("halo_with_own", "halo")
-        return cls(**vars(workload(replace(case, operation=name), rank, device)))
+        """Lay out a case of `varcomm bench`, or a plan of random rows: half of those of a rank."""
+        operation = {"halo_with_own": "halo", "random": "indexed_all_to_all_v"}
+        name = operation.get(case.operation, case.operation)
+        layout = cls(**vars(workload(replace(case, operation=name), rank, device)))
+        if case.operation == "random":
+            layout = replace(layout, sizes=[2 * size for size in layout.sizes])
+        return layout
 
     world = property(lambda self: len(self.sizes))
     mine = property(lambda self: self.sizes[self.rank])

@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 import varcomm as vc
 from varcomm.cli import arguments
-from varcomm.cli.table import line
 from varcomm.cli.workload import OPERATIONS, Case, workload
 from varcomm.transport import environment
 
@@ -49,9 +48,8 @@ _LIMIT = 600.0  # seconds for one case
 _SAMPLE = 2e-3  # seconds per sample; ranks leave a barrier tens of microseconds apart
 _MOST_CALLS = 100
 _FEWEST, _MOST = 15, 200  # repetitions
-# Widths of columns; a negative width aligns to the left.
-_COLUMNS = {"operation": -20, "pass": -8, "ranks": 5, "dtype": -8, "bytes": 9}
-_COLUMNS |= {"shards": 6, "us": 7, "algbw": 6, "busbw": 6, "wire": 5}
+_COLUMNS = "operation pass ranks dtype bytes shards us algbw busbw wire"
+_LINE = "{:<20}  {:<8}  {:>5}  {:<8}  {:>9}  {:>6}  {:>7}  {:>6}  {:>6}  {:>5}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,12 +89,12 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     check_options(options, parser)
     run_all = cases(options, parser, [("ops", name) for name in options.operations])
     if speaks := is_first_rank():
-        print(line(_COLUMNS, _COLUMNS.values()), flush=True)
+        print(_LINE.format(*_COLUMNS.split()), flush=True)
     try:
         for case, on_ranks in run_all:
             results.append(on_ranks(measure, case, options.seconds, options.repeat))
             if speaks:
-                print(line(cells(results[-1]), _COLUMNS.values()), flush=True)
+                print(_LINE.format(*cells(results[-1])), flush=True)
     finally:
         if speaks and options.json is not None:
             record = {"command": sys.argv[1:], "torch": torch.__version__, "results": results}
@@ -141,16 +139,10 @@ def cases(
                 yield case, on_ranks
 
 
-def measure(
-    rank: int,
-    case: Case,
-    seconds: float,
-    repetitions: int | None,
-    device: torch.device | None = None,
-) -> dict[str, Any]:
+def measure(rank: int, case: Case, seconds: float, repetitions: int | None) -> dict[str, Any]:
     """Time varcomm's call of a case; collective, with the same result on all ranks."""
     torch.set_num_threads(1)
-    device = vc.init().device if device is None else device
+    device = vc.init().device
     load = workload(case, rank, device)
     call, rows = load.call(case.operation)
     x = torch.randn(rows, load.width, device=device).to(load.dtype).requires_grad_()
@@ -189,12 +181,12 @@ def summary(
     }
 
 
-def cells(result: Mapping[str, Any]) -> list[str]:
+def cells(result: Mapping[str, Any]) -> list[Any]:
     """Return the cells of a line."""
+    direction = "backward" if result["backward"] else "forward"
     names = ("world", "dtype", "nbytes", "skew")
     return [
-        *(result["operation"], "backward" if result["backward"] else "forward"),
-        *(str(result[name]) for name in names),
+        *(result["operation"], direction, *(result[name] for name in names)),
         *(microseconds(result["seconds"]), f"{result['algbw']:.3g}"),
         *(f"{result['busbw']:.3g}", f"{result['wire']:.2f}"),
     ]

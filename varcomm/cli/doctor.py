@@ -8,10 +8,11 @@ import os
 import platform
 import re
 import socket
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 import varcomm as vc
 from varcomm.cli import arguments
+from varcomm.cli.bench import in_turns
 from varcomm.cli.table import aligned
 from varcomm.errors import LaunchError
 from varcomm.testing import dot_test
@@ -62,9 +64,8 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Collect, test, and print."""
     seconds: dict[str, list[float]] = {}
     results = {engine: tried(engine, seconds) for engine in engines()}
-    table = _markdown if options.markdown else _text
-    print(*_page(results, seconds, table), "", _verdict(results), sep="\n")
-    return 1 if any(_fails(found) for found in results.values()) else 0
+    print(*_page(results, seconds, _markdown if options.markdown else _text), sep="\n")
+    return 1 if any(any(failures.values()) for failures in results.values()) else 0
 
 
 class Engine(NamedTuple):
@@ -95,42 +96,34 @@ def tried(engine: Engine, seconds: dict[str, list[float]]) -> dict[str, str]:
 
     A check that ends the ranks is the last one. Put the `seconds` of an engine for CPUs that works.
     """
-    found: dict[str, str] = {}
+    failures: dict[str, str] = {}
     if engine.absent:
-        return found
+        return failures
     with vc.Ranks(engine.ranks, LIMIT, backend=engine.backend) as ranks:
         for name in CHECKS:
             arguments.progress(f"{engine.name}: {name}")
             try:
-                found[name] = ranks.run(check, name, engine.device)[0]
+                failures[name] = ranks.run(check, name, engine.device)[0]
             except LaunchError as error:
                 cause = error.__cause__
                 text = f"{type(cause).__name__}: {cause}" if cause else str(error).splitlines()[0]
-                found[name] = " ".join(text.split())
+                failures[name] = " ".join(text.split())
                 break
-        if engine.device == "cpu" and not any(found.values()):
+        if engine.device == "cpu" and not any(failures.values()):
             seconds[engine.name] = ranks.run(times)[0]
     arguments.progress("")
-    return found
+    return failures
 
 
 def times(rank: int) -> list[float]:
-    """Return the seconds of all_gather_v for each of SIZES, of the slowest rank; takes 1 s."""
+    """Return the median seconds of all_gather_v for each of SIZES; takes 1 s."""
     torch.set_num_threads(1)
-    found, ranks = [], dist.get_world_size()
+    ranks, seconds = dist.get_world_size(), []
     for nbytes in SIZES:
-        x, best = torch.zeros(nbytes // ranks // 4), float("inf")
-        end = time.monotonic() + 0.5
-        for _ in range(1000):
-            start = time.perf_counter()
-            for _ in range(10):
-                vc.all_gather_v(x, [len(x)] * ranks)
-            best = min(best, (time.perf_counter() - start) / 10)
-            late = vc.all_reduce(torch.tensor([best, float(time.monotonic() > end)]).double())
-            if late[1] > 0:
-                break
-        found.append(float(vc.all_gather_v(torch.tensor([best]).double(), [1] * ranks).max()))
-    return found
+        x = torch.zeros(nbytes // ranks // 4)
+        samples = in_turns({"": partial(vc.all_gather_v, x, [len(x)] * ranks)})
+        seconds.append(median(samples[""]))
+    return seconds
 
 
 def check(rank: int, name: str, device: str) -> str:
@@ -214,56 +207,41 @@ def _page(
     chosen = {k: v for k, v in sorted(os.environ.items()) if k.startswith(_PREFIXES)}
     yield "### varcomm doctor\n" if table is _markdown else "varcomm doctor\n"
     yield from table(["", ""], {**versions(), **machine(), **chosen}.items())
-    yield from _chosen(results, seconds, table)
-    yield ""
-    yield from table(["engine", "ranks", "result"], [_summary(*each) for each in results.items()])
-    for engine, found in results.items():
-        yield from (f"\n{engine.name}, {name}: {why}" for name, why in found.items() if why)
-
-
-def _chosen(
-    results: Mapping[Engine, Mapping[str, str]],
-    seconds: Mapping[str, Sequence[float]],
-    table: Table,
-) -> Iterator[str]:
-    """Yield which engine runs under which launcher, and how much faster the other is."""
-    works = {e.name for e, found in results.items() if not (e.absent or _fails(found))}
-    if "NCCL" in works:
-        under = "NCCL for tensors on GPUs, Gloo for those on CPUs"
+    work = [
+        e.name for e, failures in results.items() if not e.absent and not any(failures.values())
+    ]
+    fail = [e.name for e, failures in results.items() if any(failures.values())]
+    if "NCCL" in work:
+        engine = "NCCL for tensors on GPUs, Gloo for those on CPUs"
+    elif "MPI" in work:
+        engine = "MPI under mpiexec and mpirun, Gloo under torchrun and srun"
     else:
-        under = "MPI under mpiexec and mpirun, " if "MPI" in works else ""
-        under += "Gloo under torchrun and srun" if under else "Gloo under any launcher"
-    yield f"\n`varcomm.init()` here: {under}."
+        engine = "Gloo under any launcher"
+    yield f"\n`varcomm.init()` here: {engine}."
     if {"Gloo", "MPI"} <= seconds.keys():
-        pairs = [*zip(SIZES, seconds["Gloo"], seconds["MPI"], strict=True)]
         yield "\nall_gather_v on 2 ranks:\n"
         rows = [
             (f"{size // 1024} KiB", f"{a * 1e6:.0f} us", f"{b * 1e6:.0f} us", f"{a / b:.1f} times")
-            for size, a, b in pairs
+            for size, a, b in zip(SIZES, seconds["Gloo"], seconds["MPI"], strict=True)
         ]
         yield from table(["bytes", "Gloo", "MPI", "MPI is faster"], rows)
-
-
-def _summary(engine: Engine, found: Mapping[str, str]) -> list[str]:
-    if engine.absent:
-        return [engine.name, "", f"not installed: {engine.absent}"]
-    passed = f"{list(found.values()).count('')} of {len(CHECKS)} checks"
-    result = f"FAILS: {passed} pass" if _fails(found) else f"works: {passed}"
-    return [engine.name, str(engine.ranks), result]
-
-
-def _fails(found: Mapping[str, str]) -> bool:
-    return any(found.values())
-
-
-def _verdict(results: Mapping[Engine, Mapping[str, str]]) -> str:
-    """Return one line: the engines that work, fail, and are not installed."""
-    fail = [engine.name for engine, found in results.items() if _fails(found)]
-    work = [e.name for e, found in results.items() if not e.absent and not _fails(found)]
+    yield ""
+    yield from table(["engine", "ranks", "result"], [_summary(*each) for each in results.items()])
+    for e, failures in results.items():
+        yield from (f"\n{e.name}, {check}: {why}" for check, why in failures.items() if why)
     parts = [f"{', '.join(work)} work{'s' * (len(work) == 1)}"] if work else []
     parts += [f"{', '.join(fail)} fail{'s' * (len(fail) == 1)}"] if fail else []
-    parts += [f"{engine.name}: {engine.absent}" for engine in results if engine.absent]
-    return f"{'FAILED' if fail else 'OK'}: {'; '.join(parts)}"
+    parts += [f"{e.name}: {e.absent}" for e in results if e.absent]
+    yield f"\n{'FAILED' if fail else 'OK'}: {'; '.join(parts)}"
+
+
+def _summary(engine: Engine, failures: Mapping[str, str]) -> list[str]:
+    if engine.absent:
+        return [engine.name, "", f"not installed: {engine.absent}"]
+    passed = f"{list(failures.values()).count('')} of {len(CHECKS)} checks"
+    fails = any(failures.values())
+    result = f"FAILS: {passed} pass" if fails else f"works: {passed}"
+    return [engine.name, str(engine.ranks), result]
 
 
 def _text(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-__all__ = ["aligned", "line"]
-
-
-def line(cells: Iterable[str], widths: Iterable[int]) -> str:
-    """Join cells into one line; a negative width aligns its cell to the left."""
-    sides = zip(cells, widths, strict=True)
-    return "  ".join(
-        c.ljust(-width) if width < 0 else c.rjust(width) for c, width in sides
-    ).rstrip()
+__all__ = ["aligned"]
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
@@ -22,4 +14,5 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     ['a     b    c', 'long  b  300']
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [line(row, [-w if i < left else w for i, w in enumerate(widths)]) for row in rows]
+    form = "  ".join(f"{{:{'<' if i < left else '>'}{width}}}" for i, width in enumerate(widths))
+    return [form.format(*row).rstrip() for row in rows]

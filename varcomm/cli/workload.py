@@ -90,58 +90,51 @@ class Workload:
 
     def call(self, operation: str) -> tuple[Call, int]:
         """Return varcomm's call for an operation, and the number of rows of this rank's input."""
-        sizes, rank, send, recv = self.sizes, self.rank, self.send, self.recv
-        mine, total = sizes[rank], sum(sizes)
-        calls: dict[str, tuple[Call, int]] = {
-            "all_gather_v": (partial(vc.all_gather_v, sizes=sizes), mine),
-            "reduce_scatter_v": (partial(vc.reduce_scatter_v, sizes=sizes), total),
-            "all_to_all_v": (partial(vc.all_to_all_v, send_sizes=send, recv_sizes=recv), sum(send)),
-            "gather_v": (partial(vc.gather_v, sizes=sizes, dst=ROOT), mine),
-            "scatter_v": (
-                lambda x: vc.scatter_v(x, sizes, src=ROOT, like=x),
-                total * (rank == ROOT),
-            ),
-        }
-        if operation in calls:
-            return calls[operation]
-        indices = self.indices(rank)
-        if operation == "indexed_all_to_all_v":
-            return partial(vc.indexed_all_to_all_v, indices=indices, sizes=self.matrix), mine
-        return vc.ExchangePlan.from_indices(indices, mine), mine
+        sizes, mine, total = self.sizes, self.sizes[self.rank], sum(self.sizes)
+        match operation:
+            case "all_gather_v":
+                return partial(vc.all_gather_v, sizes=sizes), mine
+            case "reduce_scatter_v":
+                return partial(vc.reduce_scatter_v, sizes=sizes), total
+            case "all_to_all_v":
+                exchange = partial(vc.all_to_all_v, send_sizes=self.send, recv_sizes=self.recv)
+                return exchange, sum(self.send)
+            case "gather_v":
+                return partial(vc.gather_v, sizes=sizes, dst=ROOT), mine
+            case "scatter_v":
+                rows = total if self.rank == ROOT else 0
+                return lambda x: vc.scatter_v(x, sizes, src=ROOT, like=x), rows
+            case "indexed_all_to_all_v":
+                indices = self.indices(self.rank)
+                return partial(vc.indexed_all_to_all_v, indices=indices, sizes=self.matrix), mine
+        return vc.ExchangePlan.from_indices(self.indices(self.rank), mine), mine
 
     def nbytes(self, operation: str) -> int:
         """Return the bytes of the full tensor; of an exchange, the mean over ranks."""
-        rows = sum(self.sizes)
-        if operation in ("halo", "halo_with_own", "random"):
-            rows = sum(map(sum, self.matrix)) // len(self.sizes)
-        elif "all_to_all" in operation:
-            rows //= len(self.sizes)
+        ranks = len(self.sizes)
+        rows = sum(self.sizes) if operation in _ROWS else sum(map(sum, self.matrix)) // ranks
         return rows * self.width * self.dtype.itemsize
 
 
 def workload(case: Case, rank: int, device: torch.device) -> Workload:
-    """Lay out a case of :data:`OPERATIONS`, or of ``"random"``: a plan of random rows."""
+    """Lay out a case of :data:`OPERATIONS`."""
     dtype, world, name = getattr(torch, case.dtype), case.world, case.operation
     width = 64 if case.nbytes >= 16 * 2**10 else 8  # few numbers per row, so that shards can differ
     rows = max(1, round(case.nbytes / (width * dtype.itemsize)))
-    if name.startswith("halo"):
+    if name == "halo":
         columns = shard_sizes(case.skew, _COLUMNS * world, world)
         pairs = set(pairwise(peer for peer in range(world) if columns[peer]))
         height = max(1, round(rows * world / max(1, 2 * len(pairs))))
         sizes = [height * count for count in columns]
         near = [[(i, j) in pairs or (j, i) in pairs for j in range(world)] for i in range(world)]
         matrix = [[height * is_near for is_near in row] for row in near]
-    elif name == "random":
-        sizes = shard_sizes(case.skew, 2 * rows * world, world)
-        matrix = transfers([size // 2 for size in sizes], keep=False)
+    elif name in _ROWS:
+        sizes = shard_sizes(case.skew, rows, world)
+        matrix = [[_ROWS[name](sizes, i, j) for j in range(world)] for i in range(world)]
     else:
-        sizes = shard_sizes(case.skew, rows * world if "all_to_all" in name else rows, world)
-        if name in _ROWS:
-            peers = range(world)
-            matrix = [[_ROWS[name](sizes, i, j) for j in peers] for i in peers]
-        else:
-            matrix = transfers(sizes, keep=name == "all_to_all_v")
-    return Workload(rank, sizes, matrix, width, dtype, device, strips=name.startswith("halo"))
+        sizes = shard_sizes(case.skew, rows * world, world)
+        matrix = transfers(sizes, keep=name == "all_to_all_v")
+    return Workload(rank, sizes, matrix, width, dtype, device, strips=name == "halo")
 
 
 def shard_sizes(skew: str, rows: int, world: int) -> list[int]:
