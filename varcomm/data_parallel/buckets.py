@@ -43,9 +43,7 @@ def gradient_dtype(value: torch.Tensor) -> torch.dtype:
     return getattr(value, "grad_dtype", None) or value.dtype  # of torch 2.9 or newer
 
 
-def cut(
-    values: Mapping[K, torch.Tensor], order: Iterable[K], nbytes: int = BUCKET_BYTES
-) -> list[list[K]]:
+def cut(values: Mapping[K, torch.Tensor], order: Iterable[K], nbytes: int) -> list[list[K]]:
     """Cut `values`, in `order`, into lists of keys of at most `nbytes` bytes.
 
     Each list has one dtype and device; a larger value has a list to itself. Lists are sorted by
@@ -84,18 +82,15 @@ def listed(flags: Sequence[torch.Tensor]) -> list[bool]:
 
 
 class Owner:
-    """Mark of parameters whose gradients a ShardedGradients sums while it is open.
+    """Mark of parameters whose gradients a ShardedGradients sums while it is open."""
 
-    A copied or pickled mark is not open.
-    """
-
-    def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self.is_open = True
         for parameter in parameters:
             setattr(parameter, _OWNER, self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return object, ()
+        return object, ()  # a copied or pickled mark is not open
 
     def close(self) -> None:
         """Own nothing any more."""
@@ -108,10 +103,7 @@ def is_owned(parameter: torch.Tensor) -> bool:
 
 
 def started(name: str, group: Group, start: Callable[..., Any], *arguments: object) -> Pending:
-    """Begin a message among all ranks by a function that returns works and the received values.
-
-    It may also return a Pending.
-    """
+    """Begin a message by a function that returns a Pending, or works and the received values."""
     failed = partial(failure, name, group, time.monotonic())
     with span(name), explained(name, group):
         begun = start(name, group, *arguments)

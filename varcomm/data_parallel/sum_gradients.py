@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, pairwise
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +25,6 @@ from varcomm.ops.digest import digest
 from varcomm.ops.handle import send_in_rule
 from varcomm.sizes import at_least
 from varcomm.transport.agreement import compare, debugging
-from varcomm.transport.engine import Pending
 from varcomm.transport.group import GroupLike, resolve
 
 __all__ = ["sum_gradients"]
@@ -114,15 +114,14 @@ def sum_gradients(
         as_ordinary(_sum, total, [[trained[index] for index in members] for members in buckets])
 
 
-def _sum(total: AllReduce, buckets: Sequence[Sequence[torch.nn.Parameter]]) -> None:
+def _sum(total: AllReduce, buckets: Iterable[Sequence[torch.nn.Parameter]]) -> None:
     """Replace gradients by their sums; while a bucket travels, the one before is delivered."""
-    before: tuple[Sequence[torch.nn.Parameter], Pending] | None = None
+    begun: Iterator[Any] = (
+        (bucket, send_in_rule(total, _flat(bucket), False)) for bucket in buckets
+    )
     unused: list[_Unused] = []
-    for bucket in [*buckets, []]:
-        begun = (bucket, send_in_rule(total, _flat(bucket), False)) if bucket else None
-        if before is not None:
-            unused += _delivered(*before)
-        before = begun
+    for (bucket, message), _ in pairwise(chain(begun, [None])):  # _: the bucket after, begun first
+        unused += _delivered(bucket, message.wait())
     for one, is_used in zip(unused, listed([one.flag for one in unused]), strict=True):
         if is_used:
             one.parameter.grad = one.total
@@ -180,17 +179,15 @@ class _Unused(NamedTuple):
     flag: torch.Tensor
 
 
-def _delivered(bucket: Sequence[torch.nn.Parameter], total: Pending) -> list[_Unused]:
-    """Wait for a sum, and make its parts the gradients of parameters that have one."""
-    *parts, flags = total.wait().split([*(p.numel() for p in bucket), len(bucket)])
-    unused: list[_Unused] = []
+def _delivered(bucket: Sequence[torch.nn.Parameter], total: torch.Tensor) -> Iterator[_Unused]:
+    """Make the parts of a sum the gradients of parameters that have one; yield the others."""
+    *parts, flags = total.split([*(p.numel() for p in bucket), len(bucket)])
     if any(p.grad is None for p in bucket):
         flags = flags.ne(0)
     for place, (parameter, part) in enumerate(zip(bucket, parts, strict=True)):
         # new tensors: autograd may have made views of one the gradients of two parameters
         own = torch.empty_like(parameter, dtype=part.dtype).copy_(part.view(parameter.shape))
         if parameter.grad is None:
-            unused.append(_Unused(parameter, own, flags[place : place + 1]))
+            yield _Unused(parameter, own, flags[place : place + 1])
         else:
             parameter.grad = own
-    return unused

@@ -38,16 +38,12 @@ class _Groups(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class Given:
-    """Parameters by name, in groups with options as torch's optimizers take them.
-
-    `groups` holds for each group the names of the trained parameters, and the options. `others` are
-    frozen parameters and the module's buffers, which rank 0 overwrites.
-    """
+    """Parameters by name, in groups with options as torch's optimizers take them."""
 
     module: torch.nn.Module | None
-    groups: list[tuple[list[str], dict[str, Any]]]
+    groups: list[tuple[list[str], dict[str, Any]]]  # names of trained parameters, and options
     trained: dict[str, torch.nn.Parameter]
-    others: dict[str, torch.Tensor]
+    others: dict[str, torch.Tensor]  # frozen parameters and buffers, which rank 0 overwrites
 
     @classmethod
     def of(cls, params: Any) -> Given:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 
 from varcomm._torch_private import UNSCALE
 from varcomm.data_parallel.sharded.arguments import NAME
 from varcomm.errors import ArgumentError
+from varcomm.ops.nested import leaves
 
-__all__ = ["SummedGradient", "Sums"]
+__all__ = ["SummedGradient", "Unscale"]
+
+# Multiplies the gradients of parameters, by name, on all ranks; returns whether all were finite.
+Unscale: TypeAlias = Callable[[set[str], torch.Tensor], torch.Tensor]
+
 
 # Conversions by which Module.to(), and its relatives, copy a gradient.
 _CONVERSIONS = {
@@ -20,78 +25,64 @@ _CONVERSIONS = {
 }
 
 
-class Sums(Protocol):
-    """Gradients of all ranks, by the names of their parameters; collective."""
-
-    def _unscale(self, names: set[str], inverse: torch.Tensor) -> torch.Tensor:
-        """Multiply gradients by `inverse`; return whether all of them were finite on all ranks."""
-
-
 class SummedGradient(torch.Tensor):
     """A gradient without memory, in the shape of its parameter: ranks have pieces of it elsewhere.
 
-    A GradScaler unscales it, in one operation on a list of gradients. Any other operation raises
-    ArgumentError.
+    ``Module.to()`` converts it, and a GradScaler unscales it, in one operation on a list of
+    gradients. Any other operation raises ArgumentError.
     """
 
     is_placeholder = True
 
     parameter_name: str
-    find_sums: Callable[[], Sums | None]
+    find_unscale: Callable[[], Unscale | None]
 
     @classmethod
     def of(
         cls,
         name: str,
         like: torch.Tensor,
-        find_sums: Callable[[], Sums | None],
+        find_unscale: Callable[[], Unscale | None],
         dtype: torch.dtype,
-        device: torch.device | None = None,
+        device: torch.device,
     ) -> SummedGradient:
         """Return the gradient of a parameter of the shape of `like`."""
         # one element, which no operation reads
-        element = torch.full((), torch.nan, dtype=dtype, device=device or like.device)
+        element = torch.full((), torch.nan, dtype=dtype, device=device)
         made = element.expand(like.shape).as_subclass(cls)
-        made.parameter_name, made.find_sums = name, find_sums
+        made.parameter_name, made.find_unscale = name, find_unscale
         return made
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain: Any = torch.Tensor
-        first = args[0] if args else None
-        if func in _CONVERSIONS and isinstance(first, cls):
-            return first._converted(func, args[1:], kwargs or {})
-        # results of operations, such as norms, are plain tensors
-        return plain.__torch_function__(func, (), args, kwargs or {})
+        if func not in _CONVERSIONS or not isinstance(args[0], cls):
+            plain: Any = super()
+            return plain.__torch_function__(func, types, args, kwargs or {})
+        first = args[0]
+        empty = torch.empty(0, dtype=first.dtype, device=first.device)
+        like = func(empty, *args[1:], **(kwargs or {}))
+        if not isinstance(like, torch.Tensor):  # type() returns a name
+            return like
+        return first if like is empty else first._like(like.dtype, like.device)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = func.overloadpacket.__name__.removeprefix("_foreach_")
-        first = next(x for x in _leaves([*args, *(kwargs or {}).values()]) if isinstance(x, cls))
+        first = next(x for x in leaves([args, kwargs or {}]).values() if isinstance(x, cls))
         if name in ("detach", "alias"):
             return first._like(first.dtype, first.device)
-        sums = first.find_sums()
-        if func.overloadpacket is not UNSCALE or sums is None:
+        unscale = first.find_unscale()
+        if func.overloadpacket is not UNSCALE or unscale is None:
             _refuse(name, first)
         gradients, found_inf, inverse = args
-        finite = sums._unscale({each.parameter_name for each in gradients}, inverse)
+        finite = unscale({each.parameter_name for each in gradients}, inverse)
         found_inf.logical_or_(~finite.to(found_inf.device))
         return None
 
     def _like(self, dtype: torch.dtype, device: torch.device) -> SummedGradient:
-        return type(self).of(self.parameter_name, self, self.find_sums, dtype, device)
-
-    def _converted(
-        self, conversion: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]
-    ) -> Any:
-        """Return the gradient in another dtype or on another device, as an ordinary tensor."""
-        empty = torch.empty(0, dtype=self.dtype, device=self.device)
-        like = conversion(empty, *args, **options)
-        if not isinstance(like, torch.Tensor):  # type() returns a name
-            return like
-        return self if like is empty else self._like(like.dtype, like.device)
+        return type(self).of(self.parameter_name, self, self.find_unscale, dtype, device)
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"SummedGradient({self.parameter_name!r}, {tuple(self.shape)}, {self.dtype})"
@@ -100,14 +91,6 @@ class SummedGradient(torch.Tensor):
         _refuse("a copy", self)
 
     __deepcopy__ = __reduce_ex__
-
-
-def _leaves(values: Iterable[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from _leaves(value)
-        else:
-            yield value
 
 
 def _refuse(operation: str, gradient: SummedGradient) -> NoReturn:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
 
 import torch
 
@@ -17,8 +17,6 @@ from varcomm.sharding.optimizer_state import OptimizerStates, Part
 from varcomm.transport.group import Group
 
 __all__ = ["Factory", "Options", "held", "made", "norms", "options", "states_of"]
-
-K = TypeVar("K", bound=Hashable)
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -122,31 +120,27 @@ def options(optimizer: torch.optim.Optimizer) -> dict[str, object]:
 @torch.no_grad()
 def norms(
     pieces: Sequence[Piece],
-    key: Callable[[str], K],
-    over: Mapping[K, Group | None],
+    groups: Mapping[str, Group | None],
     order: float,
     group: Group,
     like: torch.Tensor,
-) -> dict[K, torch.Tensor]:
+) -> torch.Tensor:
     """Return norms of gradients over all ranks, in float64 on the device of `like`; collective.
 
-    ``key(name)`` is the part of the model with which a parameter counts. `over` has the other group
-    over which the parameters of a part are sharded, if any. `pieces` are the pieces of this rank.
+    `pieces` are those of this rank. `groups` has, by name, the other group over which a parameter
+    is sharded, if any: there is a norm for None, and for each of these.
     """
     zero = like.new_zeros((), dtype=torch.float64)
-    found = {part: [zero] for part in over}
+    parts = {other: [zero] for other in (None, *groups.values())}
     for piece in pieces:
         if piece.value.grad is not None and piece.value.grad.numel():
             norm = torch.linalg.vector_norm(piece.value.grad, order)
-            found[key(piece.name)].append(norm.to(zero))
-    own = [torch.nn.utils.get_total_norm(some, order) for some in found.values()]
-    totals = dict(zip(over, _over_ranks(torch.stack(own), order, group), strict=True))
-    for other in dict.fromkeys(over.values()):
-        if other is not None:  # each of its ranks has other rows of these
-            parts = [part for part in over if over[part] == other]
-            own = [totals[part] for part in parts]
-            totals |= zip(parts, _over_ranks(torch.stack(own), order, other), strict=True)
-    return totals
+            parts[groups[piece.name]].append(norm.to(zero))
+    own = torch.stack([torch.nn.utils.get_total_norm(some, order) for some in parts.values()])
+    totals = _over_ranks(own, order, group).split(1)
+    # each rank of another group has other rows of these parameters
+    pairs = zip(parts, totals, strict=True)
+    return torch.cat([t if other is None else _over_ranks(t, order, other) for other, t in pairs])
 
 
 def _over_ranks(own: torch.Tensor, order: float, group: Group) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from varcomm.data_parallel.buckets import Owner, as_ordinary, gradient_dtype, started
 from varcomm.data_parallel.sharded.arguments import NAME
-from varcomm.data_parallel.sharded.gradient import SummedGradient, Sums
+from varcomm.data_parallel.sharded.gradient import SummedGradient, Unscale
 from varcomm.data_parallel.sharded.shard import Shard
 from varcomm.errors import ArgumentError
 from varcomm.ops import levels, packing
@@ -27,14 +27,10 @@ __all__ = ["Reducer"]
 class Reducer:
     """Takes gradients from parameters, and adds their sums over ranks to the shards.
 
-    Rounds over all buckets follow each other: the next bucket of a round starts as soon as each of
-    its parameters has a gradient. Ranks may be in different rounds: the total is the same, because
-    each gradient is in one sum. :meth:`finish` brings all ranks to the end of one round, so nothing
-    depends on the end of backward.
-
-    `shards` are in the order of backward. Without a lane, on which calls have the same order on all
-    ranks beside the exchanges of the model, nothing starts during backward. Except in backward, the
-    ``grad`` of each parameter is a :class:`SummedGradient`.
+    Rounds over all buckets, in the order of backward, follow each other: a bucket starts as soon as
+    each of its parameters has a gradient. Ranks may be in different rounds, because each gradient
+    is in one sum; :meth:`finish` brings all ranks to the end of one round. Without a lane, on which
+    calls have one order on all ranks beside the exchanges of the model, nothing starts in backward.
     """
 
     def __init__(
@@ -42,7 +38,7 @@ class Reducer:
         shards: Sequence[Shard],
         group: Group,
         lane: Lane | None,
-        find_sums: Callable[[], Sums | None],
+        find_unscale: Callable[[], Unscale | None],
     ) -> None:
         self._shards, self._group, self._lane = shards, weakly(group), lane
         self.syncing, self.stepping = True, False
@@ -57,7 +53,7 @@ class Reducer:
         owner = Owner(self._parameters.values())
         self._removals: list[Callable[[], None]] = [owner.close]
         self._summed = {
-            name: SummedGradient.of(name, p, find_sums, gradient_dtype(p))
+            name: SummedGradient.of(name, p, find_unscale, gradient_dtype(p), p.device)
             for name, p in self._parameters.items()
         }
         for name, parameter in self._parameters.items():
@@ -215,14 +211,9 @@ class Reducer:
 
 
 def _may_ask(group: Group, flat: torch.Tensor) -> bool:
-    """Return whether a message may be asked if it is done.
-
-    On a GPU, further rounds must begin in one order on all ranks, and a CUDA graph that is captured
-    refuses the question.
-    """
-    if not flat.is_cuda:
-        return True
-    return group.size < MANY and not torch.cuda.is_current_stream_capturing()
+    """Return whether a message may be asked if it is done."""
+    # on a GPU, further rounds begin in one order on all ranks, and a capture refuses the question
+    return not flat.is_cuda or (group.size < MANY and not torch.cuda.is_current_stream_capturing())
 
 
 def _begun(name: str, group: Group, flat: torch.Tensor, rows: Sequence[int]) -> Pending:
@@ -260,10 +251,9 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
 def _packed(
     shard: Shard, gradients: Mapping[str, torch.Tensor], order: Sequence[int]
 ) -> tuple[torch.Tensor, list[int]]:
-    """Return the part of each rank, in `order`, and its length: a piece, and flags of parameters.
+    """Return the part of each rank, in `order`, and the lengths of parts, by rank.
 
-    The flags are 1 for parameters in the piece that this rank has used, else 0. `gradients` are
-    dense, by name; absent ones count as zeros. The lengths are by rank.
+    A part is a piece, and a flag per parameter in it: 1 if this rank has used it, else 0.
     """
     split = shard.split
     dtype = gradient_dtype(next(iter(shard.parameters.values())))

@@ -94,10 +94,7 @@ def splits(
 
 
 def _apportioned(lengths: Iterable[int], sizes: Sequence[int]) -> list[list[int]]:
-    """Split rows over ranks so that each rank gets of all rows together its size.
-
-    Each rank gets of a row its part in proportion to the rest of its size, rounded down, and one
-    element more for the largest remainders. So every message is spread over all ranks.
+    """Split each row over all ranks, in proportion to the rest of their sizes; sums are the sizes.
 
     >>> _apportioned([5, 4], [3, 0, 6])
     [[2, 0, 3], [1, 0, 3]]
@@ -181,10 +178,9 @@ class Shard:
         return values.split([len(part) for _, part in self.segments])  # type: ignore[no-any-return]
 
     def add(self, total: torch.Tensor, used: list[bool]) -> None:
-        """Add a sum of this rank's piece to the sums since the last :func:`settle`.
+        """Add a sum of this rank's piece, and of flags of its segments, to those before.
 
-        Behind its elements are flags of its segments, which are 0 if no rank has used a segment;
-        `used` says which of them this rank has used.
+        A flag is 0 if no rank has used the segment; `used` are the segments of this rank.
         """
         self._used = [a or b for a, b in zip(self._used, used, strict=True)] if self._used else used
         self._total = total if self._total is None else self._total.add_(total)

@@ -96,16 +96,9 @@ class ShardedGradients(torch.optim.Optimizer):
     parameters narrower than 4 bytes. The next step copies values that were written into parameters
     to the masters.
 
-    On NCCL, these sums have a communicator of their own beside that of the model's exchanges. NCCL
-    requires one order of calls on all ranks, across communicators, unless their kernels fit on the
-    GPU together. Ranks have one order if each backward uses the same parameters on all ranks.
-    ``NCCL_LAUNCH_ORDER_IMPLICIT=1`` (NCCL 2.26) runs the calls of a GPU in the order of the
-    program. Do not set it if ranks leave out parameters: they would wait for each other.
-
-    ``grad`` of a parameter stands for the sum over ranks, and has no memory. A ``GradScaler``
-    accepts it. Other operations on ``grad`` raise ArgumentError, and so do
-    ``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_``: call :meth:`clip_grad_norm_` and
-    :meth:`clip_grad_value_`.
+    On NCCL, these sums have a communicator of their own; :doc:`/gradients` has the rules for the
+    order of calls. ``grad`` of a parameter stands for the sum over ranks, and has no memory: only a
+    ``GradScaler`` accepts it.
 
     Communication: of ``N`` elements this rank owns ``n``. A sum sends ``N - n`` elements of the
     gradients' dtype and receives ``(P - 1) n``, and one value per peer for each parameter in a
@@ -114,7 +107,7 @@ class ShardedGradients(torch.optim.Optimizer):
     order, in fp32 for narrow gradients; parameters are equal on all ranks bit for bit.
 
     On a rank that left out a parameter, the host waits for the GPU once per sum, and a CUDA graph
-    cannot capture the step. While a step is captured, all sums are added after backward.
+    cannot capture the step.
 
     In one process: ``optimizer_factory(params)``, and backward of the mean of all ranks' losses.
 
@@ -184,7 +177,7 @@ class ShardedGradients(torch.optim.Optimizer):
         self._group = weakly(ranks)
         self._states = states_of(self.optimizer, given, shards, whole)
         lane = take_lane(ranks, [rank["lanes"] for rank in received])
-        self._reducer = Reducer(shards, ranks, lane, weakref.ref(self))
+        self._reducer = Reducer(shards, ranks, lane, weakref.WeakMethod(self._unscale))
         # parameters and the optimizer have hooks, which must not keep this
         self.optimizer.register_step_pre_hook(self._reducer.refuse_alone)
         self._end = weakref.finalize(self, self._reducer.close)
@@ -351,8 +344,8 @@ class ShardedGradients(torch.optim.Optimizer):
 
         self._reduce("clip_grad_norm_", compared=compared)
         pieces = list(self._pieces.values())
-        totals = list(self._norms(pieces, norm_type))
-        total: torch.Tensor = torch.nn.utils.get_total_norm(totals, norm_type, error_if_nonfinite)
+        norms = list(self._norms(pieces, norm_type))
+        total: torch.Tensor = torch.nn.utils.get_total_norm(norms, norm_type, error_if_nonfinite)
         torch.nn.utils.clip_grads_with_norm_([piece.value for piece in pieces], max_norm, total)
         return total
 
@@ -376,11 +369,8 @@ class ShardedGradients(torch.optim.Optimizer):
     def _norms(self, pieces: Sequence[Piece], order: float) -> torch.Tensor:
         """Return norms over all ranks, one per group over which parameters are sharded."""
         specs = {name: shard_spec(parameter) for name, parameter in self._given.trained.items()}
-        over = {name: None if spec is None else spec.group for name, spec in specs.items()}
-        groups = {group: group for group in (None, *over.values())}
-        row = self._shards[0].row
-        found = norms(pieces, over.__getitem__, groups, order, self._group(), row)
-        return torch.stack(list(found.values()))
+        groups = {name: None if spec is None else spec.group for name, spec in specs.items()}
+        return norms(pieces, groups, order, self._group(), self._shards[0].row)
 
     def _unscale(self, names: set[str], inverse: torch.Tensor) -> torch.Tensor:
         """Multiply gradients; return whether all were finite, equal on all ranks; collective.
