@@ -2,8 +2,7 @@
 
 from varcomm.simulate.machine import MACHINES, Machine, Times
 from varcomm.simulate.parts import Counts, Parts, partition
-from varcomm.simulate.sample import Sample, sample
-from varcomm.simulate.step import Step, step
+from varcomm.simulate.step import Sample, Step, sample, step
 from varcomm.simulate.work import Work, count, world
 
 __all__ = [

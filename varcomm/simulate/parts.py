@@ -99,15 +99,14 @@ class Needs:
     """Halo rows of all ranks for one edge type; int64 on the CPU.
 
     `edges` are the edges into the nodes of each rank, `cut` those of them from another rank; shape
-    (P,). Each receiver needs row `row` of `sender`, a global number, once; pairs are ordered by
-    receiver, then row. `flows` as in :class:`Counts`.
+    (P,). `row` has the global number of each row that a receiver needs, once per receiver, by
+    receiver and then by row. `flows` as in :class:`Counts`.
     """
 
     sources: Numbering
     targets: Numbering
     edges: torch.Tensor
     cut: torch.Tensor
-    sender: torch.Tensor
     row: torch.Tensor
     flows: torch.Tensor
 
@@ -128,7 +127,7 @@ class Needs:
         row = pairs % rows
         sender = torch.as_tensor(sources.sizes.owner(row))
         flows = _sparse(sender, pairs // rows, torch.ones_like(row), ranks)
-        return cls(sources, targets, edges, cut, sender, row, flows)
+        return cls(sources, targets, edges, cut, row, flows)
 
 
 def _sparse(
@@ -189,9 +188,10 @@ class Parts(Counts):
             source, target = needs.sources, needs.targets
             own = owned_edges(table, rank, source, target)
             edge_index, halo = localised(own.edge_index, source.sizes, target.sizes, ranks)
-            asked = needs.row[needs.sender == rank] - source.sizes.offsets[rank]
+            asked = needs.row - source.sizes.offsets[rank]
+            asked = asked[(asked >= 0) & (asked < source.sizes[rank])].to(tables.device)
             send, recv = (tuple(each[rank].to_dense().tolist()) for each in (flows, flows.T))
-            plan = ExchangePlan(ranks, asked.to(tables.device), send, recv, source.sizes[rank])
+            plan = ExchangePlan(ranks, asked, send, recv, source.sizes[rank])
             edges[key] = EdgeShard(
                 group=ranks,
                 sizes=ShardSizes(needs.edges.tolist()),
@@ -240,28 +240,23 @@ class Parts(Counts):
 
     def plot(self, path: str | os.PathLike[str], mesh: Mesh | None = None) -> None:
         """Draw :meth:`varcomm.graph.PartitionedGraph.plot`, for a graph with one type of nodes."""
-        from varcomm.graph.build.pyg_data import rows_at
         from varcomm.graph.plot import check_target, draw, draw_cells, lists_to_draw, places
 
         check_target(path)
         (numbered,), (table,) = self._numbered.values(), self._tables.nodes.values()
-        copied = torch.zeros(len(numbered.owner), 1, dtype=torch.float64)
+        copied = torch.zeros(table.count, dtype=torch.bool)
         for needs in self._needs.values():
-            copied[needs.row] = 1
-        lists = lists_to_draw(mesh, len(copied))
+            copied[needs.row] = True
+        copied, owner = copied[numbered.number.cpu()], numbered.owner.cpu()
+        lists, report = lists_to_draw(mesh, table.count), self.report()
         if mesh is not None and lists is not None:
-            by_id, owner = copied[numbered.number.cpu()][:, 0] > 0, numbered.owner.cpu()
             of_cells = mesh.nodes == "cells"
-            report = self.report()
-            draw_cells(Path(path), lists, of_cells, by_id.numpy(), owner.numpy(), report)
+            draw_cells(Path(path), lists, of_cells, copied.numpy(), owner.numpy(), report)
             return
-        pos = table.attributes.get("pos")
-        rows = places(None if pos is None else rows_at(pos, numbered.order))
+        rows = torch.cat([places(table.attributes.get("pos")), copied[:, None]], dim=1)
         chance = torch.Generator().manual_seed(0)
-        drawn = torch.randperm(len(rows), generator=chance)[:_DRAWN].sort().values
-        shown = torch.cat([rows, copied], dim=1)[drawn].numpy()
-        ranks = numbered.owner[numbered.order].cpu()[drawn].numpy()
-        draw(Path(path), shown, ranks, len(rows), self.report())
+        drawn = torch.randperm(table.count, generator=chance)[:_DRAWN].sort().values
+        draw(Path(path), rows[drawn].numpy(), owner[drawn].numpy(), table.count, report)
 
 
 def partition(data: Any, size: int, method: Method = None) -> Parts:

@@ -1,17 +1,18 @@
-"""Prediction of a training step on all ranks from simulated runs on some of them."""
+"""Prediction of a training step on all ranks, or on a larger graph, from runs on some ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import ceil
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.simulate.machine import Machine, Times
-from varcomm.simulate.parts import Counts, Parts, sums
+from varcomm.simulate.parts import Counts, Parts, partition, sums
 from varcomm.simulate.work import Work, count, world
 from varcomm.sizes import checked_rank
 from varcomm.transport.engines.simulated import Transfer
@@ -19,12 +20,12 @@ from varcomm.transport.engines.simulated import Transfer
 if TYPE_CHECKING:  # which needs PyTorch Geometric
     from varcomm.graph.partitioned_graph import PartitionedGraph
 
-__all__ = ["Fit", "Prepare", "Step", "StepCall", "calls_of_all", "run", "step"]
+__all__ = ["Sample", "Step", "sample", "step"]
 
 # From a rank's part of the graph to a function that does one step.
 Prepare = Callable[["PartitionedGraph"], Callable[[], object]]
 
-_RANKS = 8  # simulated ranks by default
+_RANKS = 8  # simulated ranks of a step by default, and of all numbers of ranks of a sample
 _OPERATORS = ("flops", "matmul_bytes", "other_bytes", "kernels")  # of Work
 
 
@@ -62,7 +63,7 @@ class StepCall:
         return machine.exchange(nbytes.indices(), nbytes.values(), counts.size)
 
 
-def calls_of_all(parts: Parts, works: Mapping[int, Work]) -> tuple[StepCall, ...]:
+def _calls_of_all(parts: Parts, works: Mapping[int, Work]) -> tuple[StepCall, ...]:
     """Return the calls of all ranks of a partition from those of simulated ranks."""
     names = {rank: [name for name, _ in work.transfers] for rank, work in works.items()}
     first = next(iter(names))
@@ -120,7 +121,6 @@ class Fit:
     one. Kernels do not depend on rows. `error` is the largest deviation over the largest count.
     """
 
-    sizes: list[int]
     coefficients: Mapping[str, torch.Tensor]
     kernels: Mapping[int, int]
     error: Mapping[str, float]
@@ -139,13 +139,13 @@ class Fit:
             counts = torch.tensor([getattr(work, name) for _, work in works], dtype=torch.float64)
             design = torch.cat([constants, rows], dim=1)
             coefficients[name], error[name] = _fitted(design, counts, constants.shape[1])
-        return cls(sizes, coefficients, kernels, error)
+        return cls(coefficients, kernels, error)
 
     def counts(self, parts: Counts) -> dict[str, torch.Tensor]:
         """Return the counts of all ranks by name; fp64, shape (P,)."""
         rows, found = _rows(parts), {}
         for name, solution in self.coefficients.items():
-            constant = solution[0 if name == "memory" else self.sizes.index(parts.size)]
+            constant = solution[0 if name == "memory" else list(self.kernels).index(parts.size)]
             found[name] = (constant + rows @ solution[-rows.shape[1] :]).clamp(min=0)
         return found | {"kernels": torch.full_like(rows[:, 0], self.kernels[parts.size])}
 
@@ -203,17 +203,17 @@ class Step:
     @cached_property
     def counts(self) -> Mapping[str, torch.Tensor]:
         """Attributes of :class:`Work`, and ``messages`` and ``sent``, by name; fp64, shape (P,)."""
-        found = self.fit.counts(self.parts)
+        counts = self.fit.counts(self.parts)
         traffic = torch.zeros(2, self.parts.size, dtype=torch.float64)
         for call in self.transfers:
             traffic += torch.stack(call.traffic(self.parts))
-        found |= {"messages": traffic[0], "sent": traffic[1]}
+        counts |= {"messages": traffic[0], "sent": traffic[1]}
         for rank, work in self.works.items():
             total = work.calls.total
             exact = {**vars(work), "messages": total.messages_sent, "sent": total.sent}
-            for name, values in found.items():
+            for name, values in counts.items():
                 values[rank] = exact[name]
-        return found
+        return counts
 
     @property
     def memory(self) -> torch.Tensor:
@@ -306,15 +306,16 @@ def step(prepare: Prepare, parts: Parts, ranks: Sequence[int] | None = None) -> 
     >>> step.sent.max(), step.messages.max()
     (tensor(1024., dtype=torch.float64), tensor(2., dtype=torch.float64))
     """
-    works = run(prepare, parts, ranks)
-    return Step(parts, works, Fit.of([(parts, works)]), calls_of_all(parts, works))
+    works = _run(prepare, parts, ranks)
+    return Step(parts, works, Fit.of([(parts, works)]), _calls_of_all(parts, works))
 
 
-def run(prepare: Prepare, parts: Parts, ranks: Sequence[int] | None = None) -> dict[int, Work]:
+def _run(prepare: Prepare, parts: Parts, ranks: Sequence[int] | None = None) -> dict[int, Work]:
     """Return the work of a step on some ranks, which run one after the other."""
-    chosen = _representative(parts) if ranks is None else list(ranks)
+    if ranks is None:
+        ranks = _representative(parts)
     works = {}
-    for rank in [checked_rank(rank, parts.size, "ranks", "simulate.step: ") for rank in chosen]:
+    for rank in [checked_rank(rank, parts.size, "ranks", "simulate.step: ") for rank in ranks]:
         with world(parts.size, rank):
             one = prepare(parts.part())
             one()  # makes tensors that stay, such as the state of an optimizer
@@ -335,3 +336,101 @@ def _representative(parts: Parts) -> list[int]:
     places = torch.linspace(0, parts.size - 1, _RANKS).round().long()
     ranks += parts.edges.argsort()[places].tolist()
     return list(dict.fromkeys(ranks))[: max(_RANKS, 2 * len(parts.flows))]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Work of a step per row of a graph, for some numbers of ranks.
+
+    Attributes
+    ----------
+    fit : Fit
+        Operations, bytes and memory.
+    transfers : mapping of int to tuple
+        Calls of a step, by number of ranks.
+
+    See Also
+    --------
+    sample, Step
+    """
+
+    fit: Fit
+    transfers: Mapping[int, tuple[StepCall, ...]]
+
+    def step(self, counts: Counts) -> Step:
+        """Return the step on a partition, for a number of ranks that was sampled."""
+        return Step(counts, {}, self.fit, self.transfers[counts.size])
+
+
+def sample(prepare: Prepare, data: Any, sizes: Iterable[int], method: Any = None) -> Sample:
+    """Run a step on a small graph for several numbers of ranks, to predict steps on large graphs.
+
+    A few ranks are simulated for each number of ranks.
+
+    Parameters
+    ----------
+    prepare : callable
+        As for :func:`step`.
+    data : torch_geometric.data.Data or torch_geometric.data.HeteroData
+        A graph of a few thousand nodes of any shape, with the attributes that `prepare` uses.
+    sizes : iterable of int
+        Numbers of ranks. Ranks may own nothing of the small graph.
+    method : str or torch.Tensor, optional
+        As for :func:`partition`.
+
+    Returns
+    -------
+    Sample
+        A sample that applies to the counts of any graph.
+
+    Raises
+    ------
+    ArgumentError
+        If the small graph has no edges between parts.
+
+    See Also
+    --------
+    Sample, step
+
+    Examples
+    --------
+    >>> import varcomm as vc
+    >>> from torch_geometric.data import Data
+    >>> from torch_geometric.utils import grid
+    >>> def of_side(n):
+    ...     edge_index, pos = grid(n, n)
+    ...     return Data(edge_index=edge_index, pos=pos)
+    >>> def prepare(graph):
+    ...     return lambda: graph.halo(graph.pos)
+    >>> sample = vc.simulate.sample(prepare, of_side(8), [2, 4], "block")
+    >>> for ranks in (2, 4):
+    ...     step = sample.step(vc.simulate.partition(of_side(64), ranks, "block"))
+    ...     print(ranks, step.sent.tolist())
+    2 [512.0, 512.0]
+    4 [512.0, 1024.0, 1024.0, 512.0]
+    """
+    different = list(dict.fromkeys(sizes))
+    simulated, transfers = [], {}
+
+    def simulate(size: int, ranks_each: int) -> None:
+        parts = partition(data, size, method)
+        order = parts.edges.argsort()
+        order = order[parts.edges[order] > 0] if parts.edges.any() else order
+        places = torch.linspace(len(order) - 1, len(order) // 4, ranks_each).round().long()
+        # A rank with a halo determines the bytes per row.
+        ranks = dict.fromkeys([*order[places].tolist(), int(parts.halo.argmax())])
+        works = _run(prepare, parts, list(ranks))
+        simulated.append((parts, works))
+        transfers[size] = _calls_of_all(parts, works)
+        if size > 1 and any(call.width == 0 for call in transfers[size]):
+            raise ArgumentError(
+                f"simulate.sample: the small graph has no halos on {size} ranks, so that the bytes "
+                "per row are not determined. Use a graph with edges between parts."
+            )
+
+    for size in different:
+        simulate(size, max(2, ceil(_RANKS / len(different))))
+    # Each number of ranks has its own constant, so a few ranks do not determine the slopes.
+    if sum(len(works) - 1 for _, works in simulated) < _RANKS:
+        simulate(2 * max(different) + _RANKS, 2 * _RANKS)
+    return Sample(Fit.of(simulated), transfers)
