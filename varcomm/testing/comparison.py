@@ -170,28 +170,28 @@ def same_as_one_process(
     if isinstance(model, torch.nn.Module):
         model = copy.deepcopy(model).double().cpu()
     task = (model, copy.copy(data).apply(_as_double), call, loss, step)
+    whole = None
     try:
         (whole,) = varcomm.launch(run, 1, Task(*task, None, []))
-    except LaunchError as error:
-        if isinstance(error.__cause__, VarcommError):
-            raise error.__cause__ from error
-        hint = "" if call or step else "\nPass call=lambda model, data: model(...) if needed."
-        if "ModuleNotFoundError" in str(error):  # a class that PyG made in this process
-            hint = "\nPass a function that makes the model, in place of the model."
-        raise ArgumentError(f"the model fails in one process: {error}{hint}") from error
-    if step is None and not whole.values["outputs"] and not whole.values["loss"]:
-        raise ArgumentError("there is nothing to compare: the model returns no tensor or number.")
-    shapes = [value.shape for value in whole.values["outputs"].values() if value is not None]
-    try:
+        if step is None and not whole.values["outputs"] and not whole.values["loss"]:
+            raise ArgumentError(
+                "there is nothing to compare: the model returns no tensor or number."
+            )
+        shapes = [value.shape for value in whole.values["outputs"].values() if value is not None]
         ranks = varcomm.launch(run, parts, Task(*task, owners, shapes))
     except LaunchError as error:
         if isinstance(error.__cause__, VarcommError):
             raise error.__cause__ from error
-        raise AssertionError(
-            f"the model runs in one process, and fails on {parts} ranks: {error}\n"
-            "Rows of other ranks' nodes are in graph.with_halo(x)[row]; a rank may own no rows, "
-            "whose maximum is in graph.max or a pool by graph.batch."
-        ) from error
+        if whole is not None:
+            raise AssertionError(
+                f"the model runs in one process, and fails on {parts} ranks: {error}\n"
+                "Rows of other ranks' nodes are in graph.with_halo(x)[row]; a rank may own no "
+                "rows, whose maximum is in graph.max or a pool by graph.batch."
+            ) from error
+        hint = "" if call or step else "\nPass call=lambda model, data: model(...) if needed."
+        if "ModuleNotFoundError" in str(error):  # a class that PyG made in this process
+            hint = "\nPass a function that makes the model, in place of the model."
+        raise ArgumentError(f"the model fails in one process: {error}{hint}") from error
     result = _compared(whole, ranks, tol, has_step=step is not None)
     if result.wrong:
         raise AssertionError(f"{result}")

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -62,71 +63,72 @@ class Run(NamedTuple):
 
 def run(rank: int, task: Task) -> Run:
     """Run a task in one process or, with the rank of each node given, as one of several ranks."""
-    outputs, value = [], None
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(torch.float64)  # also of tensors that the model makes
     try:
-        graph = varcomm.graph.partition(
-            task.data, method="block" if task.owners is None else task.owners
-        )
-        torch.manual_seed(0)
-        inputs, model = _require_gradients(graph), task.model
-        if not isinstance(model, torch.nn.Module):
-            model = model()
-            if not isinstance(model, torch.nn.Module):
-                raise ArgumentError(f"the function returned a {type(model).__name__}, no Module.")
-        model = model.double().cpu()  # pickles of lazy parameters forget their dtype
-        if task.step is None and task.owners is None:
-            _use_ordinary_vectors(graph)
-        elif task.step is None:
-            varcomm.graph.distribute(model, graph)
-        torch.manual_seed(0)
-        with _Recorder(model) as recorder:
-            if task.step is not None:
-                recorder.during = "step"
-                value = task.step(model, graph)
-            else:
-                recorder.during = "call"
-                result = (task.call or _call)(model, graph)
-                kinds = torch.Tensor | int | float | complex
-                tensors = [leaf for leaf in _values_in(result) if isinstance(leaf, kinds)]
-                outputs = [torch.as_tensor(leaf) for leaf in tensors]
-                if task.loss is not None:
-                    recorder.during = "loss"
-                    value = task.loss(result, graph)
-        axes = _axes(graph)
-        if task.step is None:
-            _backward(outputs, value, task, axes)
-            varcomm.data_parallel.sum_gradients(model)
+        return _run(task)
     finally:
         torch.set_default_dtype(before)
-    named = dict(model.named_parameters())
+
+
+def _run(task: Task) -> Run:
+    in_one_process = task.owners is None
+    method = "block" if in_one_process else task.owners
+    graph = varcomm.graph.partition(task.data, method=method)
+    torch.manual_seed(0)
+    inputs, model = _require_gradients(graph), task.model
+    if not isinstance(model, torch.nn.Module):
+        model = model()
+        if not isinstance(model, torch.nn.Module):
+            raise ArgumentError(f"the function returned a {type(model).__name__}, no Module.")
+    model = model.double().cpu()  # pickles of lazy parameters forget their dtype
+    if task.step is None and in_one_process:
+        _use_ordinary_vectors(graph)
+    elif task.step is None:
+        varcomm.graph.distribute(model, graph)
+    torch.manual_seed(0)
+    outputs: list[torch.Tensor] = []
+    value = None
+    with _Recorder(model) as recorder:
+        if task.step is not None:
+            recorder.during = "step"
+            value = task.step(model, graph)
+        else:
+            recorder.during = "call"
+            result = (task.call or _call)(model, graph)
+            kinds = torch.Tensor | int | float | complex
+            outputs = [torch.as_tensor(x) for x in _values_in(result) if isinstance(x, kinds)]
+            if task.loss is not None:
+                recorder.during = "loss"
+                value = task.loss(result, graph)
+    axes = _axes(graph)
+    if task.step is None:
+        _backward(outputs, value, task, axes)
+        varcomm.data_parallel.sum_gradients(model)
+    # a ShardedGradients has pieces of the gradients that it owns
+    gradients = {n: None if is_owned(p) else p.grad for n, p in model.named_parameters()}
     values: dict[str, dict[str, Any]] = {
         "outputs": {str(place): leaf for place, leaf in enumerate(outputs)},
         "loss": {"loss": value} if isinstance(value, torch.Tensor) else {},
         "gradients of inputs": {name: leaf.grad for name, leaf in inputs.items()},
-        "gradients of parameters": {
-            # a ShardedGradients has pieces of those that it owns
-            name: None if is_owned(each) else each.grad
-            for name, each in named.items()
-        },
-        "parameters": named,
+        "gradients of parameters": gradients,
+        "parameters": dict(model.named_parameters()),
         "buffers": dict(model.named_buffers()),
     }
-    kept = {
-        kind: {name: None if each is None else _copy(each) for name, each in those.items()}
-        for kind, those in values.items()
+    copies = {
+        kind: {name: None if x is None else _copy(x) for name, x in named.items()}
+        for kind, named in values.items()
     }
-    return Run(axes, kept, recorder.records)
+    return Run(axes, copies, recorder.records)
 
 
-def _values_in(result: Any) -> list[Any]:
-    """Return the values in lists, tuples, dicts and dataclasses."""
-    nested = [
-        _values_in(vars(leaf)) if is_dataclass(leaf) and not isinstance(leaf, type) else [leaf]
-        for leaf in leaves(result).values()
-    ]
-    return [leaf for values in nested for leaf in values]
+def _values_in(result: Any) -> Iterator[Any]:
+    """Yield the values in lists, tuples, dicts and dataclasses."""
+    for leaf in leaves(result).values():
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _values_in(vars(leaf))
+        else:
+            yield leaf
 
 
 def expected(whole: torch.Tensor, shape: torch.Size, axes: list[Axis]) -> Iterator[torch.Tensor]:
@@ -151,23 +153,20 @@ def _has_gradient(value: torch.Tensor) -> bool:
 
 
 def _shards(graph: Any) -> Iterator[tuple[str, Any]]:
-    for kind, shard in graph.node_shards.items():
-        yield "nodes" if kind is None else f"nodes of {kind!r}", shard
-    for kind, shard in graph.edge_shards.items():
-        yield "edges" if kind is None else f"edges of {kind!r}", shard
+    for rows, shards in (("nodes", graph.node_shards), ("edges", graph.edge_shards)):
+        for kind, shard in shards.items():
+            yield rows if kind is None else f"{rows} of {kind!r}", shard
 
 
 def _require_gradients(graph: Any) -> dict[str, torch.Tensor]:
     """Let attributes of nodes and edges require gradients; return the leaves."""
-    leaves = {}
+    inputs = {}
     for rows, shard in _shards(graph):
-        attributes = dict(shard.attributes)
-        for name, value in attributes.items():
+        for name, value in [*shard.attributes.items()]:
             if isinstance(value, torch.Tensor) and value.is_floating_point():
-                leaves[f"{name} of {rows}"] = leaf = value.detach().requires_grad_()
-                attributes[name] = leaf.clone()  # which a model may change in place
-        vars(shard)["attributes"] = attributes
-    return leaves
+                inputs[f"{name} of {rows}"] = leaf = value.detach().requires_grad_()
+                shard.attributes[name] = leaf.clone()  # which a model may change in place
+    return inputs
 
 
 def _use_ordinary_vectors(graph: Any) -> None:
@@ -246,17 +245,14 @@ class _Recorder(TorchFunctionMode):
         self._layers = 0
         for name, module in model.named_modules():
             shown = f"{name or 'the model'} ({type(module).__name__})"
-            module.register_forward_pre_hook(self._entering(shown))
-            module.register_forward_hook(self._left_module, always_call=True)
+            module.register_forward_pre_hook(partial(self._enter, shown))
+            module.register_forward_hook(self._leave, always_call=True)
 
-    def _entering(self, name: str) -> Callable[..., None]:
-        def enter(module: torch.nn.Module, _: Any) -> None:
-            self._names.append(name)
-            self._layers += _is_layer_of_pyg(module)
+    def _enter(self, name: str, module: torch.nn.Module, args: Any) -> None:
+        self._names.append(name)
+        self._layers += _is_layer_of_pyg(module)
 
-        return enter
-
-    def _left_module(self, module: torch.nn.Module, args: Any, out: Any) -> None:
+    def _leave(self, module: torch.nn.Module, args: Any, out: Any) -> None:
         self._layers -= _is_layer_of_pyg(module)
         code = getattr(type(module).forward, "__code__", None)
         line = f"{code.co_filename}:{code.co_firstlineno}" if code else ""
@@ -291,7 +287,7 @@ class _Recorder(TorchFunctionMode):
 
 def _line_of_user(frame: FrameType | None) -> str:
     """Return the line of the user's code that called torch, or none if varcomm called it."""
-    while frame is not None and frame.f_code is not run.__code__:
+    while frame is not None and frame.f_code is not _run.__code__:
         module = frame.f_globals.get("__name__", "").split(".")[0]
         if module == "varcomm":
             break
