@@ -67,12 +67,14 @@ def _partition(folder: Path) -> tuple[str, dict[str, Any]]:
     by_rank = []
     for rank in range(outline.ranks):
         part = outline.read_part(rank, outline.ranks)
-        nodes, edges = (
-            sum(sizes[rank] for sizes in kinds.values()) for kinds in (outline.nodes, outline.edges)
-        )
-        nbytes = sum(value.nbytes for value in part.values())
-        row = {"nodes": nodes, "edges": edges, "halo": outline.halo(part, rank), "bytes": nbytes}
-        by_rank.append({"rank": rank, **row})
+        row = {
+            "rank": rank,
+            "nodes": sum(sizes[rank] for sizes in outline.nodes.values()),
+            "edges": sum(sizes[rank] for sizes in outline.edges.values()),
+            "halo": outline.halo(part, rank),
+            "bytes": sum(value.nbytes for value in part.values()),
+        }
+        by_rank.append(row)
 
     def attributes(types: Mapping[Any, Any], noun: str) -> dict[str, str]:
         """Return dtype and row shape of each attribute by name, with its type in front."""
@@ -112,20 +114,20 @@ def _checkpoint(folder: Path) -> tuple[str, dict[str, Any]]:
 
     saved = Checkpoint(folder)
     saved.verify()
-    tensors = {}
+    tensors, nbytes = {}, 0
     for key, tensor in saved.tensors.items():
         pieces = len(tensor.parts)
         tensors[key] = _kind(tensor.dtype, tensor.shape) + f", in {pieces} pieces" * (pieces != 1)
-    by_rank = []
+        nbytes += prod(tensor.shape) * tensor.dtype.itemsize
     names = sorted(saved.files or {part.file for t in saved.tensors.values() for part in t.parts})
-    for number, name in enumerate(names):
-        size = (saved.folder / name).stat().st_size
-        by_rank.append({"rank": number, "bytes": size, "file": name})
-    sizes = (prod(tensor.shape) * tensor.dtype.itemsize for tensor in saved.tensors.values())
+    sizes = [(saved.folder / name).stat().st_size for name in names]
     return "checkpoint", {
         "ranks": len(names),
-        "tensor_bytes": sum(sizes),
-        "by_rank": by_rank,
+        "tensor_bytes": nbytes,
+        "by_rank": [
+            {"rank": rank, "bytes": size, "file": name}
+            for rank, (size, name) in enumerate(zip(sizes, names, strict=True))
+        ],
         "tensors": tensors,
         "other_values": ", ".join(saved.values),
         "checksums": "verified" if saved.files else "none in files of other tools",
