@@ -42,7 +42,6 @@ class Reducer:
     ) -> None:
         self._shards, self._group, self._lane = shards, weakly(group), lane
         self.syncing, self.stepping = True, False
-        self._bucket_of = {name: n for n, shard in enumerate(shards) for name in shard.parameters}
         self._parameters = {n: p for shard in shards for n, p in shard.parameters.items()}
         self._held: dict[str, torch.Tensor] = {}  # gradients whose sums have not started
         self._in_flight: deque[tuple[Shard, list[bool], Pending]] = deque()
@@ -62,7 +61,7 @@ class Reducer:
             # as an ordinary tensor, because a subclass would add a node
             node = as_ordinary(torch.autograd.graph.get_gradient_edge, parameter).node
             before = node.register_prehook(partial(self._make_way, name))
-            self._removals += [after.remove, before.remove, partial(self._take_away, name)]
+            self._removals += [after.remove, before.remove, partial(self._make_way, name)]
             self._nodes.append(node)
             if parameter.grad is None:
                 parameter.grad = self._summed[name]
@@ -89,12 +88,11 @@ class Reducer:
 
     def refuse_replaced(self) -> None:
         """Raise if the ``grad`` of a parameter was replaced, and its gradient not dropped."""
-        now = (name for name in sorted(self.added) if self._is_replaced(name))
-        for name in (*sorted(self._replaced), *now):
+        if replaced := self._replaced.union(filter(self._is_replaced, self.added)):
             raise ArgumentError(
-                f"the grad of parameter {name!r} was set to None, as by model.zero_grad(), or to "
-                f"another tensor, which leaves its sums over ranks. Call zero_grad() of the {NAME} "
-                "before."
+                f"the grad of parameter {min(replaced)!r} was set to None, as by "
+                "model.zero_grad(), or to another tensor, which leaves its sums over ranks. Call "
+                f"zero_grad() of the {NAME} before."
             )
 
     def _is_replaced(self, name: str) -> bool:
@@ -102,22 +100,18 @@ class Reducer:
 
     def refuse_absent(self) -> None:
         """Raise unless each parameter has the ``grad`` that stands for its sum."""
-        for name in self._parameters:
-            if self._is_replaced(name):
-                raise ArgumentError(
-                    f"the grad of parameter {name!r} was replaced, as by model.zero_grad(). Call "
-                    f"zero_grad() of the {NAME} before backward."
-                )
+        for name in filter(self._is_replaced, self._parameters):
+            raise ArgumentError(
+                f"the grad of parameter {name!r} was replaced, as by model.zero_grad(). Call "
+                f"zero_grad() of the {NAME} before backward."
+            )
 
-    def _make_way(self, name: str, _: object) -> None:
-        """Let backward set ``grad``."""
-        if name in self.added and self._is_replaced(name):
-            self._replaced.add(name)
-        self._take_away(name)
-
-    def _take_away(self, name: str) -> None:
+    def _make_way(self, name: str, _: object = None) -> None:
+        """Let backward, or another user, set ``grad``."""
         if not self._is_replaced(name):
             self._parameters[name].grad = None
+        elif name in self.added:
+            self._replaced.add(name)
 
     def _arrive(self, name: str, parameter: torch.Tensor) -> None:
         """Start the buckets that are complete with the gradient of a parameter."""
@@ -169,7 +163,10 @@ class Reducer:
         shard, held, group = self._next, self._held, self.traffic()
         gradients = {name: held.pop(name) for name in shard.parameters if name in held}
         here = [name in gradients for name, _ in shard.segments]
-        flat, rows = _packed(shard, gradients, _order(group))
+        ranks = list(range(group.size))
+        if group.size < MANY:  # this rank's part is not sent, and stands behind the others
+            ranks.append(ranks.pop(group.rank))
+        flat, rows = _packed(shard, gradients, ranks)
         message = started("reduce_scatter_v", group, _begun, flat, rows)
         self._in_flight.append((shard, here, message))
         self._started += 1
@@ -197,7 +194,9 @@ class Reducer:
         for name in self._parameters:
             self._hold(name)  # one that was not computed by backward
         rounds, place = divmod(self._started, len(self._shards))
-        left = {self._bucket_of[name] for name in self._held}
+        left = [
+            n for n, s in enumerate(self._shards) if not self._held.keys().isdisjoint(s.parameters)
+        ]
         return rounds + (place > 0 or bool(left)) + any(bucket < place for bucket in left)
 
     def finish(self, rounds: int) -> None:
@@ -233,14 +232,6 @@ def _begun(name: str, group: Group, flat: torch.Tensor, rows: Sequence[int]) -> 
         return accumulated(parts, use_fp32=True)
 
     return Pending(works, total)
-
-
-def _order(group: Group) -> list[int]:
-    """Return the ranks in the order of their parts; on few ranks, this rank's part is not sent."""
-    ranks = list(range(group.size))
-    if group.size < MANY:
-        ranks.append(ranks.pop(group.rank))
-    return ranks
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
