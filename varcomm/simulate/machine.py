@@ -56,31 +56,22 @@ class Machine:
 
     Attributes
     ----------
-    name : str
-        Name of the machine.
-    source : str
-        Origin of the numbers.
+    name, source : str
+        Name of the machine, and origin of the numbers.
     ranks_per_node : int
     flops : float
         Floating-point operations of a matrix product, 1/s.
-    memory_bandwidth : float
-        Bandwidth of the memory, B/s.
-    memory : float
-        Memory of a rank, B.
+    memory, memory_bandwidth : float
+        Memory of a rank, B, and its bandwidth, B/s.
     launch : float
         Least time of an operator, s.
-    latency_within : float
-        Latency of a message to a rank of the same node, s.
-    latency_between : float
-        Latency of a message to a rank of another node, s.
-    bandwidth_within : float
-        Bandwidth inside a node of a rank that sends and receives at the same time, B/s.
-    bandwidth_between : float
-        Bandwidth between nodes of a rank that sends and receives at the same time, B/s.
-    gap : float
-        Time between two messages of a call, s.
-    call : float
-        Time before the first message of a call, s.
+    latency_within, latency_between : float
+        Latency of a message to a rank of the same node, and of another node, s.
+    bandwidth_within, bandwidth_between : float
+        Bandwidth inside a node, and between nodes, of a rank that sends and receives at the same
+        time, B/s.
+    gap, call : float
+        Time between two messages of a call, and before the first one, s.
     runs_ahead : bool
         Whether operators are started ahead of their execution, as on a GPU.
 

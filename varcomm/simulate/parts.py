@@ -36,10 +36,8 @@ class Counts:
 
     Attributes
     ----------
-    owned : torch.Tensor
-        Nodes of all types that each rank owns; int64, shape (P,).
-    edges : torch.Tensor
-        Edges of all types into the nodes of each rank; int64, shape (P,).
+    owned, edges : torch.Tensor
+        Nodes of all types that each rank owns, and edges into them; int64, shape (P,).
     flows : mapping of torch.Tensor
         Rows that each rank sends to each rank in a halo exchange, by edge type; int64, sparse,
         shape (P, P). The type is None in a graph with one type.

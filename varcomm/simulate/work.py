@@ -76,10 +76,9 @@ class Work:
 
     Attributes
     ----------
-    flops : int
-        Floating-point operations of matrix products, convolutions and attention.
-    matmul_bytes : int
-        Bytes that matrix products, convolutions and attention read and write.
+    flops, matmul_bytes : int
+        Floating-point operations of matrix products, convolutions and attention, and the bytes that
+        these read and write.
     other_bytes : int
         Bytes that all other operators read and write.
     kernels : int
