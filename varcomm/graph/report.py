@@ -77,7 +77,7 @@ class Report:
             sum(shard.num_owned for shard in nodes),
             sum(edges.num_halo for edges in shards),
             sum(edges.num_owned for edges in shards),
-            # with halos of several hops, edges into the halo follow the owned edges
+            # edges into the halo, if any, follow the owned edges
             sum(int((e.local_ids[0, : e.num_owned] >= e.num_sources).sum()) for e in shards),
             sum(sum(edges.plan.send_counts) for edges in shards),
             len({rank for edges in shards for rank in edges.plan.neighbours}),

@@ -89,6 +89,18 @@ class EdgeRules(Numbering):
     def __post_init__(self) -> None:
         self.extent = extent_of(self.num_targets, *self.counts, device=self.local_ids.device)
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether each layer fetches the halo; else one exchange of several hops serves all."""
+        return self.hops == 1
+
+    def check_exchanges(self, where: str = "") -> None:
+        """Raise ArgumentError unless each layer fetches the halo."""
+        if not self.exchanges:
+            raise ArgumentError(
+                f"{where}the graph has halos of {self.hops} hops. Partition it with hops=1."
+            )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> EdgeRules:
         return self  # a copy of a model stays on the graph
 
@@ -104,7 +116,7 @@ class EdgeRules(Numbering):
             targets = count_in(self.extent, 0)
         else:
             halo, sources, targets = self.plan.num_received, self.plan.num_rows, self.num_targets
-        return (sources + halo, 0, sources + halo) if self.hops > 1 else (sources, halo, targets)
+        return (sources, halo, targets) if self.exchanges else (sources + halo, 0, sources + halo)
 
     def with_halo(self, x: Any, dim: int = 0) -> Any:
         """Append the halo rows; see :meth:`EdgeShard.with_halo`."""
@@ -151,7 +163,7 @@ class EdgeRules(Numbering):
 
         A tensor that a layer reads twice occurs twice. One that it reads once needs no table.
         """
-        if len(read) < 2 or self.hops > 1:
+        if len(read) < 2 or not self.exchanges:
             return edge_index
         owned, reads = self.layer_counts()[0], 0
         by_id: dict[int, torch.Tensor] = {}
@@ -180,7 +192,7 @@ class EdgeRules(Numbering):
                     "at edge_index[0] from one and at edge_index[1] from the other."
                 )
             if kind != "target" or self.has_loops:
-                known = self.hops > 1 or isinstance(x, _WithHalo)
+                known = not self.exchanges or isinstance(x, _WithHalo)
                 if in_graph(x):  # where the number of rows has to show it
                     known = known or bool(halo)
                 if given == sources + halo and known:
@@ -209,7 +221,7 @@ class EdgeRules(Numbering):
 
     def at_targets(self, out: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
         """Return the result of a local reduction at targets."""
-        if self.hops == 1 or self.exchanged is not None:
+        if self.exchanges or self.exchanged is not None:
             return out
         if src.dim() == 1:
             # Outside of a propagate, degrees are counted: nodes of the halo lack edges here, and
@@ -226,7 +238,7 @@ class EdgeRules(Numbering):
         self, index: PartitionedIndex, how: How, src: torch.Tensor, size: int
     ) -> torch.Tensor:
         """Reduce rows of edges, (E, *F), at their sources, over all ranks: (n, *F)."""
-        if self.hops > 1:
+        if not self.exchanges:
             raise ArgumentError(
                 "edges are counted where they leave a node, and halos of several hops lack these. "
                 "Partition the graph with hops=1."
@@ -280,7 +292,7 @@ class EdgeRules(Numbering):
             return self.layer_counts()[2]
         if kind == "source":
             return self.layer_counts()[0]
-        if self.hops > 1:
+        if not self.exchanges:
             return self.layer_counts()[2]
         if self.sources is None or not self.has_loops:
             raise ArgumentError(

@@ -6,23 +6,41 @@ less than the layer before, and the last one for owned nodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch_geometric.nn.conv import ChebConv, DirGNNConv, GPSConv
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.index.batch import Graphs
 from varcomm.graph.index.partitioned_index import PartitionedIndex, plain
 from varcomm.graph.layers.propagate import Running
+from varcomm.graph.layers.refused import refusal
+from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.ops.checks import checking
 from varcomm.ops.compilation import kept_from_compilation
 from varcomm.ops.nested import leaves, rebuilt
 from varcomm.transport.agreement import share
 
-__all__ = ["NodeRows", "exchange_once"]
+__all__ = ["NodeRows", "check_deep", "exchange_once"]
+
+
+# They count edges that leave a node, reverse edges, or look at all nodes.
+_NOT_DEEP = (ChebConv, DirGNNConv, GPSConv)
+
+
+def check_deep(name: str, module: torch.nn.Module, graph: PartitionedGraph) -> None:
+    """Raise ArgumentError if a module needs other edges than those of halos of several hops."""
+    if graph.hops > 1 and isinstance(module, _NOT_DEEP):
+        reason = (
+            "it needs more than the edges that lead to a node, and halos of several hops have no "
+            "others. Partition the graph with hops=1"
+        )
+        raise refusal(name, module, reason)
 
 
 def exchange_once(model: torch.nn.Module, running: Running) -> None:
@@ -79,12 +97,35 @@ class _Block:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._with_halos((args, kwargs))
-        with self.running.counting():
+        with self._counting():
             if self.own is not None:
                 out = self.own(*args, **kwargs)
             else:
                 out = type(self.model).forward(self.model, *args, **kwargs)
         return self.rows.owned(out)
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Count how often layers propagate; raise ArgumentError if the halo does not reach."""
+        graph, before, steps = self.running.graph, self.running.step, 0
+
+        def step(name: str) -> None:
+            nonlocal steps
+            steps += 1
+            if steps > graph.hops:
+                with checking(name, graph.group) as where:
+                    raise ArgumentError(
+                        f"{where}the model propagates more than {graph.hops} times, for which the "
+                        f"halos of {graph.hops} hops do not suffice; parallel layers count one by "
+                        "one. Partition the graph with more hops, or distribute parts of the "
+                        "model, each with at most this number of layers, instead of the model."
+                    )
+
+        self.running.step = step
+        try:
+            yield
+        finally:
+            self.running.step = before
 
     @kept_from_compilation
     def _with_halos(self, given: Any) -> Any:

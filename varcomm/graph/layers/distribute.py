@@ -14,7 +14,7 @@ from torch_geometric.nn.aggr import Aggregation
 from varcomm._torch_private import version_of
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.graph.index.partitioned_index import PartitionedIndex
-from varcomm.graph.layers.deep_halos import exchange_once
+from varcomm.graph.layers.deep_halos import check_deep, exchange_once
 from varcomm.graph.layers.norms import global_norm, is_global_norm
 from varcomm.graph.layers.propagate import Digests, Running, attach, is_attached
 from varcomm.graph.layers.refused import OVER_ALL_NODES, check_exact, is_readout
@@ -244,7 +244,8 @@ def _checked(
         raise ArgumentError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
     # under all names: a module that is exact inside a layer may be used outside too
     for name, module in model.named_modules(remove_duplicate=False):
-        check_exact(name, module, model, graph.hops)
+        check_exact(name, module, model)
+        check_deep(name, module, graph)
     state: dict[str, object] = {}
     for name, module in model.named_modules():
         own = dict(module.named_parameters(name, recurse=False))

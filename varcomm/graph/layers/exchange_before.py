@@ -101,8 +101,7 @@ def exchange_before(
 
     def check() -> tuple[bool, int, list[Any]]:
         found.update(_matching(model, arguments))
-        if edges.hops > 1:
-            raise ArgumentError("the graph has halos of several hops. Partition it with hops=1.")
+        edges.rules.check_exchanges()
         named = {module: name for name, module in model.named_modules()}
         names = [[named[module], *wanted] for module, wanted in found.items()]
         return edges.num_owned == edges.num_sources + edges.num_halo, edges.num_halo, names

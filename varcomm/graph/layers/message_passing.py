@@ -155,8 +155,7 @@ def _run(
                 f"{where}the message must be a function of x_i, x_j and the edge values; got "
                 f"{type(message).__name__}. The order is (graph, message, x, *edge_values)."
             )
-        if edges.hops > 1:
-            raise ArgumentError(f"{where}the graph has {edges.hops} hops. Partition it with 1.")
+        edges.rules.check_exchanges(where)
         if len(pair) != 2:
             raise ArgumentError(f"{where}x must be a tensor or a pair of them; got {len(pair)}.")
         rows = [("x of sources", pair[0], sources), ("x of targets", pair[1], targets)]

@@ -135,7 +135,11 @@ def rows_of_any_kind(name: str, x: torch.Tensor, where: Where, in_layer: bool) -
         return Rows(group, "rows of one process", replicated=True)
     if len(kinds) == 1:
         return kinds[0]
-    if in_layer and isinstance(where, PartitionedGraph) and where.hops == 1:
+    if (
+        in_layer
+        and isinstance(where, PartitionedGraph)
+        and all(edges.rules.exchanges for edges in where.edge_shards.values())
+    ):
         return Rows(group, "rows of a layer")
 
     def local() -> tuple[object, list[tuple[bool, bool]], str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -29,17 +28,14 @@ Digests: TypeAlias = MutableMapping[torch.Tensor, tuple[int, object]]
 
 @dataclass(eq=False)
 class Running:
-    """The graph that a model runs on, and how often layers propagated since the last exchange.
-
-    All modules of a distributed model, `root`, share it.
-    """
+    """The graph that a model runs on; all modules of a distributed model, `root`, share it."""
 
     graph: PartitionedGraph
     root: torch.nn.Module
     # of parameters on a GPU, by their versions
     digests: Digests = field(default_factory=WeakTensorKeyDictionary)
-    # None outside a call that exchanges once for several layers
-    steps: int | None = None
+    # called with a layer's name when it propagates, in a call that exchanges once for all layers
+    step: Callable[[str], None] | None = None
     rules: frozenset[Numbering] = field(init=False)  # of the graph's edges
 
     def __post_init__(self) -> None:
@@ -49,29 +45,6 @@ class Running:
         """Let the model run on another graph."""
         self.graph = graph
         self.rules = frozenset(edges.rules for edges in graph.edge_shards.values())
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count how often layers propagate after one exchange for several of them."""
-        before, self.steps = self.steps, 0
-        try:
-            yield
-        finally:
-            self.steps = before
-
-    def step(self, name: str) -> None:
-        """Count one propagation; raise ArgumentError if the halo does not reach that far."""
-        if self.steps is None:
-            return
-        self.steps += 1
-        if self.steps > self.graph.hops:
-            with checking(name, self.graph.group) as where:
-                raise ArgumentError(
-                    f"{where}the model propagates more than {self.graph.hops} times, for which the "
-                    f"halos of {self.graph.hops} hops do not suffice; parallel layers count one by "
-                    "one. Partition the graph with more hops, or distribute parts of the model, "
-                    "each with at most this number of layers, instead of the model."
-                )
 
     def check(self, edge_index: Any, name: str) -> None:
         """Raise ArgumentError unless these are edges of the graph."""
@@ -142,7 +115,7 @@ class _Adapted:
 
     def __call__(self, edge_index: PartitionedIndex, size: Any = None, **values: Any) -> Any:
         self.running.check(edge_index, self.method)
-        if self.method == "propagate":
+        if self.method == "propagate" and self.running.step is not None:
             self.running.step(self.method)
         layer, edges = self.layer, edge_index.of
         assert isinstance(edges, EdgeRules)

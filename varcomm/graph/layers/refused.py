@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch_geometric.nn import CorrectAndSmooth, MessagePassing, aggr, norm
-from torch_geometric.nn.conv import ChebConv, DirGNNConv, GPSConv
+from torch_geometric.nn.conv import GPSConv
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.layers.norms import GLOBAL_NORMS, is_global_norm
@@ -19,6 +19,7 @@ __all__ = [
     "check_exact",
     "inexact",
     "is_readout",
+    "refusal",
 ]
 
 _COMPILED = "it needs another compiled package, and is not compared with one process"
@@ -86,27 +87,24 @@ _OUT_OF_REACH = (
     "torch_geometric.nn.pool",
 )
 
-# They count edges that leave a node, reverse edges, or look at all nodes.
-_NOT_DEEP = (ChebConv, DirGNNConv, GPSConv)
-
 # PyG passes these to a layer's functions; they are sizes of this rank's part.
 _LOCAL = frozenset({"adj_t", "size", "size_j"})
 
 
-def check_exact(name: str, module: torch.nn.Module, model: torch.nn.Module, hops: int) -> None:
+def check_exact(name: str, module: torch.nn.Module, model: torch.nn.Module) -> None:
     """Raise ArgumentError if a module of `model` cannot be exact on a sharded graph.
 
     A layer's own code outside ``propagate`` cannot be checked.
     """
     reason = _reason(name, module, model)
-    if hops > 1 and isinstance(module, _NOT_DEEP):
-        reason = (
-            "it needs more than the edges that lead to a node, and halos of several hops have no "
-            "others. Partition the graph with hops=1"
-        )
     if reason is not None:
-        what = f"{name or 'the model'} ({type(module).__name__})"
-        raise ArgumentError(f"cannot distribute {what}: {reason}.")
+        raise refusal(name, module, reason)
+
+
+def refusal(name: str, module: torch.nn.Module, reason: str) -> ArgumentError:
+    """Return the error of a module that cannot be distributed."""
+    what = f"{name or 'the model'} ({type(module).__name__})"
+    return ArgumentError(f"cannot distribute {what}: {reason}.")
 
 
 def _reason(name: str, module: torch.nn.Module, model: torch.nn.Module) -> str | None:

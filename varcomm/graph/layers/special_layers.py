@@ -86,8 +86,8 @@ def _gcn_forward(
     is_plain = type(self) is pyg.GCNConv and self.normalize and not self.cached
     summed = is_plain and self.aggr == "add" and self.flow == "source_to_target"
     edges = edge_index.of if isinstance(edge_index, PartitionedIndex) else None
-    one_hop = isinstance(edges, EdgeRules) and edges.hops == 1 and edge_index.kind == "edges"
-    if not (summed and one_hop):
+    exchanges = isinstance(edges, EdgeRules) and edges.exchanges and edge_index.kind == "edges"
+    if not (summed and exchanges):
         return pyg.GCNConv.forward(self, x, edge_index, edge_weight)  # type: ignore[no-any-return]
     nodes = x.size(self.node_dim)
     if self.add_self_loops:
@@ -192,7 +192,8 @@ def _hgt_forward(
     """
     for edges in edge_index_dict.values():
         running.check(edges, "HGTConv")
-    running.step("HGTConv")
+    if running.step is not None:
+        running.step("HGTConv")
 
     def propagate(
         joined: torch.Tensor, k: torch.Tensor, q: torch.Tensor, v: torch.Tensor, **values: Any
