@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from varcomm.graph.mesh.cells import Cells
+from varcomm.graph.mesh.cells import Cells, facets_of
 from varcomm.graph.mesh.openfoam import PolyMesh
 from varcomm.graph.mesh.ragged import Ragged
 
@@ -124,16 +124,9 @@ class CellLists:
         return self._outer(chosen)
 
     def _outer(self, chosen: Array) -> tuple[Ragged, Array]:
-        found, owners, none = [], [], len(self.points)
-        for group in self.groups:
-            if group.shape.dim == 3:
-                mine = chosen[group.ids]
-                for facet in group.shape.facets:
-                    corners = np.full((int(mine.sum()), 4), none)
-                    corners[:, : len(facet)] = group.points[mine][:, facet]
-                    found.append(corners)
-                    owners.append(group.ids[mine])
-        corners, cell = np.concatenate(found), np.concatenate(owners)
+        none = len(self.points)
+        corners, cell = facets_of([each for each in self.groups if each.shape.dim == 3], none)
+        corners, cell = corners[chosen[cell]], cell[chosen[cell]]
         key = np.sort(corners, axis=1)
         order = np.lexsort(key.T)
         same = (key[order][1:] == key[order][:-1]).all(axis=1)

@@ -11,7 +11,16 @@ from torch_geometric.utils import remove_self_loops, to_undirected
 
 from varcomm.errors import ArgumentError
 
-__all__ = ["Cells", "Shape", "both_directions", "cell_edges", "cells_of", "geometry", "shape_of"]
+__all__ = [
+    "Cells",
+    "Shape",
+    "both_directions",
+    "cell_edges",
+    "cells_of",
+    "facets_of",
+    "geometry",
+    "shape_of",
+]
 
 Array = np.ndarray[Any, Any]
 
@@ -106,24 +115,33 @@ def cells_of(blocks: Sequence[tuple[str, Any]], points: int) -> list[Cells]:
     ]
 
 
+def facets_of(cells: Sequence[Cells], points: int) -> tuple[Array, Array]:
+    """Return the corners of all facets, (F, 4), and the cell of each, (F,).
+
+    A facet of fewer than four corners is filled up with `points`, which is no corner.
+    """
+    facets, owners = [], []
+    for group in cells:
+        for facet in group.shape.facets:
+            corners = np.full((len(group.points), 4), points)
+            corners[:, : len(facet)] = group.points[:, facet]
+            facets.append(corners)
+            owners.append(group.ids)
+    return np.concatenate(facets), np.concatenate(owners)
+
+
 def cell_edges(cells: Sequence[Cells], count: int, points: int) -> torch.Tensor:
     """Return the edges between cells that share a facet, (2, E): in both directions, sorted, once.
 
     Facets are equal if their corners are. All cells at a facet are joined to each other: two, or
     more if surfaces branch. A facet that has collapsed to fewer dimensions does not count.
     """
-    facets, owners = [], []
-    for group in cells:
-        for facet in group.shape.facets:
-            corners = np.full((len(group.points), 4), points)  # beyond the last point: no corner
-            corners[:, : len(facet)] = group.points[:, facet]
-            facets.append(corners)
-            owners.append(group.ids)
-    corners = np.sort(np.concatenate(facets), axis=1)
+    facets, cell = facets_of(cells, points)
+    corners = np.sort(facets, axis=1)
     corners[:, 1:][corners[:, 1:] == corners[:, :-1]] = points
     corners.sort(axis=1)
     is_facet = (corners < points).sum(axis=1) >= max(group.shape.dim for group in cells)
-    corners, cell = corners[is_facet], np.concatenate(owners)[is_facet]
+    corners, cell = corners[is_facet], cell[is_facet]
 
     # two keys instead of four: (points + 1) ** 2 fits into int64; torch sorts faster than NumPy
     low, high = (torch.from_numpy(corners[:, i] * (points + 1) + corners[:, i + 1]) for i in (0, 2))

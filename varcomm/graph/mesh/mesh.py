@@ -293,11 +293,10 @@ def _graph(source: Any, nodes: str) -> Mesh:
         fields = {n: [parts[i] for i, _ in blocks] for n, parts in source.cell_data.items()}
     else:
         joined = [group.points[:, pair].T for group in cells for pair in group.joined]
-        pos, edges = points, both_directions(np.concatenate(joined, axis=1), len(points))
+        pos, volume = points, None
+        edges = both_directions(np.concatenate(joined, axis=1), len(points))
         fields = {name: [values] for name, values in source.point_data.items()}
     flat = {name: np.concatenate([*map(np.asarray, parts)]) for name, parts in fields.items()}
-    if nodes == "points":
-        return Mesh(_data(pos, edges, None, flat), nodes, source, tuple(i for i, _ in blocks))
     return Mesh(_data(pos, edges, volume, flat), nodes, source, tuple(i for i, _ in blocks))
 
 

@@ -26,7 +26,7 @@ Array = np.ndarray[Any, Any]
 
 _COLUMNS = {"Scalar": 1, "Vector": 3, "SymmTensor": 6, "Tensor": 9}
 _COMMENT = re.compile(rb"//[^\n]*|/\*.*?\*/", re.DOTALL)
-_SPACE = re.compile(rb"(?:\s|//[^\n]*\n|/\*.*?\*/)*", re.DOTALL)
+_SPACE = rb"(?:\s|//[^\n]*\n|/\*.*?\*/)*+"
 _WORD = r'("[^"]*"|[^\s;{}()"]+)'
 
 
@@ -176,7 +176,10 @@ def _mesh_folders(path: Path) -> list[Path] | None:
 
 
 class _File:
-    """The content of a file of OpenFOAM, and the place up to which it has been read."""
+    """The content of a file of OpenFOAM, and the place up to which it has been read.
+
+    The class in its header is `kind`.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -198,28 +201,16 @@ class _File:
         self.label = np.dtype(f"{order}i{int(label[1] if label else 32) // 8}")
         self.scalar = np.dtype(f"{order}f{int(scalar[1] if scalar else 64) // 8}")
         self.place = header.end()
+        self.kind = self.header.get("class", "")
         if self.kind == "decomposedBlockData":
             raise self.error("it is in OpenFOAM's collated format. Run reconstructParMesh first")
 
-    @property
-    def kind(self) -> str:
-        """The class in the header."""
-        kind: str = self.header.get("class", "")
-        return kind
-
     def error(self, reason: str) -> ArgumentError:
-        """Return the error to raise."""
         return ArgumentError(f"read_mesh: {self.path}: {reason}.")
 
-    def skip(self) -> None:
-        """Pass white space and comments."""
-        found = _SPACE.match(self.data, self.place)
-        self.place = found.end() if found else self.place
-
     def match(self, pattern: bytes) -> re.Match[bytes] | None:
-        """Pass a pattern, if it comes next."""
-        self.skip()
-        found = re.compile(pattern, re.DOTALL).match(self.data, self.place)
+        """Pass a pattern, if it comes next after white space and comments."""
+        found = re.compile(_SPACE + pattern, re.DOTALL).match(self.data, self.place)
         if found:
             self.place = found.end()
         return found
