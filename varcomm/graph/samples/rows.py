@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 
 from varcomm.errors import ArgumentError, at_least, exact_int
 from varcomm.graph.edge_shard import EdgeShard
@@ -125,7 +124,7 @@ class Rows(Dataset[torch.Tensor]):
         if not isinstance(graph, PartitionedGraph):
             raise ArgumentError(f"graph must be a PartitionedGraph; got {described(graph)}.")
         self._group: Group | None = graph.group
-        self._home, self.bytes_read = os.getpid(), 0
+        self.bytes_read = 0
 
         def check() -> tuple[NodeShard, EdgeShard | None]:
             shard = shard_of(graph, node_type if edge_type is None else edge_type[0])
@@ -316,14 +315,12 @@ class Rows(Dataset[torch.Tensor]):
         self.bytes_read += touched
         rows = torch.from_numpy(values).to(self._row.dtype)
         rows = rows if self._order is None else rows[self._order]
-        return rows.pin_memory() if self._device.type == "cuda" and self._at_home() else rows
+        is_here = self._device.type == "cuda" and get_worker_info() is None
+        return rows.pin_memory() if is_here else rows
 
     def _delivered(self, rows: torch.Tensor) -> torch.Tensor:
         """Return rows on the graph's device; workers of a DataLoader return them on the CPU."""
-        return rows.to(self._device, non_blocking=True) if self._at_home() else rows
-
-    def _at_home(self) -> bool:
-        return self._group is not None and self._home == os.getpid()
+        return rows if get_worker_info() else rows.to(self._device, non_blocking=True)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_group": None}
