@@ -11,7 +11,7 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.build.move import Move
-from varcomm.graph.build.pyg_data import EdgeTable, NodeTable, ends, rows_at
+from varcomm.graph.build.pyg_data import EdgeTable, NodeTable, ends
 from varcomm.graph.directory import Directory
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.node_shard import NodeShard, described
@@ -76,7 +76,7 @@ class Numbering:
         """Return the nodes that this rank owns."""
         mine = self.sizes.range(group.rank)
         ids = self.order[mine.start : mine.stop]
-        attributes = {key: rows_at(value, ids) for key, value in nodes.attributes.items()}
+        attributes = {key: taken(value, ids) for key, value in nodes.attributes.items()}
         return NodeShard(group, self.sizes, attributes, ids)
 
 
@@ -101,7 +101,7 @@ def owned_edges(edges: EdgeTable, rank: int, sources: Numbering, targets: Number
     ids = torch.nonzero(is_mine[edges.edge_index[1]]).view(-1)
     source, target = edges.edge_index
     numbers = torch.stack([sources.number[source[ids]], targets.number[target[ids]]])
-    return Edges(numbers, ids, {key: rows_at(v, ids) for key, v in edges.attributes.items()})
+    return Edges(numbers, ids, {key: taken(v, ids) for key, v in edges.attributes.items()})
 
 
 def assemble(

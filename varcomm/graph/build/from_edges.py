@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from zlib import crc32
 
@@ -161,20 +162,18 @@ def from_edges(
     (nodes, edges), outlines = agree_and_share(_WHAT, check, outline, ranks)
     if len({digest for digest, _ in outlines}) > 1:
         compare(ranks, {"operation": _WHAT} | equal)  # raises on every rank
-    rows, owner = nodes.attributes, nodes.owner
     if nodes.ids is not None:
-        rows = _at_home(nodes.ranges, nodes.ids, rows, ranks)
+        rows = _at_home(nodes.ranges, nodes.ids, nodes.attributes, ranks)
+        nodes = replace(nodes, attributes=rows, ids=None)
     if name in _BY_POSITION:
-        if "pos" not in rows:  # on all ranks
+        if "pos" not in nodes.attributes:  # on all ranks
             raise ArgumentError(
                 f'{_WHAT}: method="{name}" needs the positions of nodes in node_attrs["pos"].'
             )
-        owner = assign_sharded(rows["pos"], ranks.size, name, group=ranks.process_group)
-    first = sum(count for _, count in outlines[: ranks.rank])
-    brought = Edges(edges.edge_index, edges.ids + first, edges.attributes)
-    here = BroughtNodes(nodes.ranges, rows, owner)
-    graph = sent_to_owners({None: here}, {None: brought}, {}, name, ranks)
-    return deepened(graph, hops)
+        pos, pg = nodes.attributes["pos"], ranks.process_group
+        nodes = replace(nodes, owner=assign_sharded(pos, ranks.size, name, group=pg))
+    edges = replace(edges, ids=edges.ids + sum(count for _, count in outlines[: ranks.rank]))
+    return deepened(sent_to_owners({None: nodes}, {None: edges}, {}, name, ranks), hops)
 
 
 def _at_home(

@@ -23,7 +23,6 @@ from varcomm.graph.node_shard import NodeShard, described
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.digest import digest
-from varcomm.ops.packing import taken
 from varcomm.plan.checks import checked_index, checked_range
 from varcomm.sizes import exact_int
 
@@ -40,7 +39,6 @@ __all__ = [
     "members",
     "node_counts",
     "read",
-    "rows_at",
     "stores",
 ]
 
@@ -72,11 +70,6 @@ def _rows_of(value: Any, name: str) -> torch.Tensor:
         )
     checked_tensor(value, "", name)
     return value.detach()
-
-
-def rows_at(value: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return some rows of an attribute."""
-    return taken(value, index)
 
 
 @dataclass(frozen=True)
