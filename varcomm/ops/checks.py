@@ -13,7 +13,7 @@ from varcomm.sizes import checked_dim, checked_sizes
 from varcomm.transport.debug import debugging
 from varcomm.transport.group import Group
 
-_ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter))
+TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _EMPTY = torch.empty(0)
 
 
@@ -100,7 +100,7 @@ def holds_values(tensor: torch.Tensor) -> bool:
 def is_compilers(tensor: torch.Tensor) -> bool:
     """Return whether a tensor without values comes from a compiler, which records calls on it."""
     kind = type(tensor)
-    if kind in _ORDINARY or hasattr(kind, "__tensor_flatten__"):
+    if kind in TENSORS or hasattr(kind, "__tensor_flatten__"):
         return False
     return is_fake(tensor)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from varcomm._torch_private import transforms_active, version_of
 from varcomm.errors import ArgumentError
-from varcomm.ops.checks import checked_tensor, checking, has_tangent, holds_values
+from varcomm.ops.checks import TENSORS, checked_tensor, checking, has_tangent, holds_values
 from varcomm.ops.compilation import kept_from_compilation
 from varcomm.ops.graph_operator import (
     Tensors,
@@ -134,7 +134,6 @@ def send_in_rule(operator: Operator, x: Tensor, requires_grad: bool) -> Pending:
 
 # --- Calls with equal arguments
 
-TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _SIZES = frozenset((ShardSizes, tuple, list))
 _INT = frozenset((int,))
 _PLAIN = frozenset((int, bool, torch.Size))
@@ -156,7 +155,7 @@ def collective(
     types = tuple(map(type, how))
     if (
         torch.compiler.is_compiling()
-        or (type(x) not in TENSORS and not _is_like_ordinary(x))
+        or (type(x) not in TENSORS and not (isinstance(x, Tensor) and holds_values(x)))
         or type(async_op) is not bool
         or type(sizes) not in _SIZES
         or not _INT.issuperset(map(type, sizes))  # torch.jit.trace has tensors for ints
@@ -190,11 +189,6 @@ def start_or_apply(operator: Operator, x: Tensor, async_op: bool) -> TensorOrHan
     if async_op:
         return start(Call(operator.in_one_round), x)  # type: ignore[return-value]
     return apply(operator, x)  # type: ignore[return-value]
-
-
-def _is_like_ordinary(x: object) -> bool:
-    """Return whether a tensor of a subclass is served by operators for ordinary tensors."""
-    return isinstance(x, Tensor) and not is_traced(x) and holds_values(x)
 
 
 # --- Derivatives of a call that communicates at once
