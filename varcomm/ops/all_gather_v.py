@@ -194,11 +194,10 @@ def all_gather_v(
     KiB (mean) are gathered in levels, as in :func:`reduce_scatter_v`: the same bytes in ``k
     P^(1/k)`` messages per rank.
 
-    Without `sizes`, ranks first share 1 KiB each in one more round, but not in backward. A large
-    nested structure needs a second message. Nested tensors with a gradient are sent in one exchange
-    per dtype, all others in one; they are copied on both sides. Backward sends the gradients of
-    tensors that require one. Inside ``torch.func`` and in forward mode each tensor is sent
-    separately. `async_op` needs one tensor.
+    Without `sizes`, ranks first share 1 KiB each (a large nested structure: more) in one more
+    round, but not in backward. Nested tensors with a gradient are sent in one exchange per dtype,
+    all others in one; they are copied on both sides. Inside ``torch.func`` and in forward mode each
+    tensor is sent separately. `async_op` needs one tensor.
 
     In one process: ``torch.cat(shards, dim)``.
 

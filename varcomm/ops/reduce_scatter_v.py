@@ -53,13 +53,11 @@ def reduce_scatter_v(
     Communication: each rank sends every other rank its rows, in the dtype of `tensor`, and sums the
     received rows in rank order. For ``dim=0`` nothing is copied, for others once on departure.
 
-    From 16 ranks on, the sum is hierarchical, with several levels: over the ranks of a node, then
-    over nodes. If nodes have different numbers of ranks, or :func:`varcomm.init` cannot find nodes,
-    each level has groups of about ``P ** (1/2)`` ranks. From 256 ranks on, the groups have about
-    ``P ** (1/3)`` ranks. On a level of ``k`` ranks, each rank sends ``k - 1`` messages, and one
-    kernel sums the received rows. All levels together send the bytes of one level, after one copy
-    of `tensor`. Above the first level, which leaves ``1 / k`` of the elements, floats narrower than
-    4 bytes are sent in fp32.
+    From 16 ranks on, the sum is hierarchical: over the ranks of a node, then over nodes. If nodes
+    have different numbers of ranks or are unknown, each level has groups of about ``P ** (1/2)``
+    ranks, from 256 ranks on ``P ** (1/3)``. On a level of ``k`` ranks, each rank sends ``k - 1``
+    messages, and one kernel sums the received rows. All levels together send the bytes of one,
+    after one copy of `tensor`. Above the first level, fp16 and bf16 are sent in fp32.
     In one process: rank r has ``sum(tensors).split(sizes, dim)[r]``.
 
     Examples

@@ -111,9 +111,9 @@ def init(backend: str | None = None, timeout: float | timedelta = 600.0) -> Worl
 
     Notes
     -----
-    For tests, ``VARCOMM_SHARE_GPU=1`` lets NCCL ranks of one host share its GPUs, one after the
-    other. NCCL refuses two ranks on one GPU of a host. So each rank that shares a GPU gets another
-    ``NCCL_HOSTID``, and their messages go through sockets. NVIDIA does not support this.
+    For tests, ``VARCOMM_SHARE_GPU=1`` lets NCCL ranks of one host share its GPUs. Ranks on one GPU
+    get different values of ``NCCL_HOSTID``, and their messages go through sockets. NVIDIA does not
+    support this.
 
     Examples
     --------
@@ -164,26 +164,25 @@ def join(place: Place, backend: str | None, timeout: float | timedelta) -> None:
     limit = timedelta(seconds=checked_seconds(timeout))
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    mpi, device = uses_mpi(backend), None
+    over_mpi, device = uses_mpi(backend), None
     if "nccl" in backend:
         visible = torch.cuda.device_count()
         device = torch.device("cuda", _gpu(place, visible))
         torch.cuda.set_device(device)
-        _set_apart(place, visible)
+        if is_on("VARCOMM_SHARE_GPU"):  # NCCL refuses two ranks of one host on one GPU
+            host = f"{socket.gethostname()}.{place.local_rank // visible}"
+            os.environ.setdefault("NCCL_HOSTID", host)
     node_size = 0
     try:
-        if mpi:
-            from varcomm.transport.engines.mpi import (  # mpi4py is an optional package
-                start,
-                store_of,
-            )
+        if over_mpi:
+            from varcomm.transport.engines import mpi  # mpi4py is an optional package
 
-            start(place, limit)
-            store = store_of(limit)
+            mpi.start(place, limit)
+            store = mpi.store_of(limit)
         else:
             store = meeting_store(place, limit)
         dist.init_process_group(
-            "gloo" if mpi else backend,
+            "gloo" if over_mpi else backend,
             store=store,
             rank=place.rank,
             world_size=place.size,
@@ -200,7 +199,7 @@ def join(place: Place, backend: str | None, timeout: float | timedelta) -> None:
             f"rank {place.rank} of {place.size} (started by {place.launcher}) could not join "
             f"the others{where} with backend {backend!r}: {error}"
         ) from error
-    resolve(None).over_mpi, resolve(None).node_size = mpi, node_size
+    resolve(None).over_mpi, resolve(None).node_size = over_mpi, node_size
     note_exceptions()
     atexit.register(_leave, weakref.ref(dist.group.WORLD), os.getpid())
     logger.debug(
@@ -234,13 +233,6 @@ def _gpu(place: Place, visible: int) -> int:
         'GPUs. Start one rank per GPU, or run on the CPU: varcomm.init(backend="gloo"). For a '
         "test, VARCOMM_SHARE_GPU=1 lets ranks share GPUs."
     )
-
-
-def _set_apart(place: Place, visible: int) -> None:
-    """Let ranks that share a GPU have hosts of their own for NCCL, which refuses them on one."""
-    if is_on("VARCOMM_SHARE_GPU"):
-        host = f"{socket.gethostname()}.{place.local_rank // visible}"
-        os.environ.setdefault("NCCL_HOSTID", host)
 
 
 def _leave(group: Callable[[], object], owner: int) -> None:
