@@ -94,50 +94,49 @@ class _Rows:
     dim: int
 
     @cached_property
-    def kind(self) -> torch.dtype:
-        """The dtype that travels: bytes, if there is no derivative."""
+    def sent_dtype(self) -> torch.dtype:
+        """Bytes, if there is no derivative."""
         recorded = torch.is_grad_enabled() and self.tensor.requires_grad
         return self.tensor.dtype if recorded else torch.uint8
 
     def column(self) -> Tensor:
         """Return the elements row by row as a column; torch.cat would drop empty vectors."""
         rows = self.tensor.movedim(self.dim, 0)
-        if self.kind != self.tensor.dtype:
+        if self.sent_dtype != self.tensor.dtype:
             return as_bytes(packing.flat(rows)).unsqueeze(1)
         return rows.reshape(-1, 1)
 
     def length(self, rank: int) -> int:
         """Return the length of a rank's column."""
         row = prod(packing.rest(self.tensor.shape, self.dim))
-        return self.sizes[rank] * row * (self.tensor.dtype.itemsize // self.kind.itemsize)
+        return self.sizes[rank] * row * (self.tensor.dtype.itemsize // self.sent_dtype.itemsize)
 
-    def joined(self, columns: Sequence[Tensor], rows: int) -> Tensor:
-        """Return the tensor of so many rows whose columns came from the ranks."""
+    def joined(self, columns: Sequence[Tensor], ranks: range) -> Tensor:
+        """Return the tensor whose columns came from these ranks."""
         values = torch.cat([*columns]).view(-1)
-        shape = rows, *packing.rest(self.tensor.shape, self.dim)
-        if self.kind != self.tensor.dtype:
+        if self.sent_dtype != self.tensor.dtype:
             values = values.view(self.tensor.dtype)
-        return packing.back(values.view(shape), self.dim).contiguous()
+        rows = sum(self.sizes[rank] for rank in ranks)
+        values = values.view(rows, *packing.rest(self.tensor.shape, self.dim))
+        return packing.back(values, self.dim).contiguous()
 
 
-def _side_by_side(given: Sequence[_Rows], arriving: range, one: One) -> list[Tensor]:
+def _side_by_side(inputs: Sequence[_Rows], arriving: range, one: One) -> list[Tensor]:
     """Gather tensors: one exchange for those of each dtype with a derivative, one for all others.
 
     The rows of the ranks in `arriving` arrive.
     """
     results: dict[int, Tensor] = {}
-    for kind in dict.fromkeys(each.kind for each in given):
-        places = [place for place, each in enumerate(given) if each.kind == kind]
-        some = [given[place] for place in places]
-        ranks = range(len(some[0].sizes))
-        sizes = ShardSizes(sum(each.length(rank) for each in some) for rank in ranks)
-        whole = one(torch.cat([each.column() for each in some]), sizes, 0)
-        lengths = [each.length(rank) for rank in arriving for each in some]
-        columns = whole.split(lengths) if lengths else [whole] * len(some)
-        for at, (place, each) in enumerate(zip(places, some, strict=True)):
-            rows = sum(each.sizes[rank] for rank in arriving)
-            results[place] = each.joined(columns[at :: len(some)], rows)
-    return [results[place] for place in range(len(given))]
+    for dtype in dict.fromkeys(rows.sent_dtype for rows in inputs):
+        together = {at: rows for at, rows in enumerate(inputs) if rows.sent_dtype == dtype}
+        ranks = range(len(inputs[0].sizes))
+        sizes = ShardSizes(sum(rows.length(rank) for rows in together.values()) for rank in ranks)
+        whole = one(torch.cat([rows.column() for rows in together.values()]), sizes, 0)
+        lengths = [rows.length(rank) for rank in arriving for rows in together.values()]
+        columns = whole.split(lengths) if lengths else [whole] * len(together)
+        for place, (at, rows) in enumerate(together.items()):
+            results[at] = rows.joined(columns[place :: len(together)], arriving)
+    return [results[at] for at in range(len(inputs))]
 
 
 def _described(found: Mapping[str, Any], dim: int) -> tuple[dict[str, Any], list[int]]:

@@ -282,9 +282,9 @@ class Ranks:
                     reports[rank] = pickle.loads(connection.recv_bytes())
                 except (EOFError, OSError):
                     reports[rank] = self._obituary(rank)
-            if not failed and any(report.failure for report in reports.values()):
-                deadline = min(deadline, time.monotonic() + _GRACE)
             failed = {rank: report for rank, report in reports.items() if report.failure}
+            if failed:
+                deadline = min(deadline, time.monotonic() + _GRACE)
         if failed:
             raise self._failure(failed)
         if waiting:
@@ -298,11 +298,10 @@ class Ranks:
         """Return an error that names the rank that failed first: others lost connection to it."""
         first, *others = sorted(failed, key=lambda rank: failed[rank].when)
         also = f" (then {_ranks(sorted(others))} failed)" if others else ""
-        text = f"rank {first} of {self.world_size} failed{also}: {failed[first].failure}"
-        error = LaunchError(text)
-        if (payload := failed[first].payload) is not None:
-            with suppress(Exception):
-                error.__cause__ = pickle.loads(payload)
+        report = failed[first]
+        error = LaunchError(f"rank {first} of {self.world_size} failed{also}: {report.failure}")
+        with suppress(Exception):
+            error.__cause__ = pickle.loads(report.payload or b"")
         return error
 
     def _obituary(self, rank: int) -> _Report:
@@ -340,10 +339,10 @@ def _how(code: int) -> str:
 
 def _mpiexec() -> str:
     beside = Path(sys.executable).with_name("mpiexec")
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if found is None:
+    path = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if path is None:
         raise MissingPackageError('backend "mpi" needs mpiexec: pip install mpi4py mpich.')
-    return found
+    return path
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
