@@ -27,22 +27,10 @@ _WEDGE = (0, 2, 1, 3, 5, 4)  # meshio has another order of its corners
 
 @dataclass(frozen=True, eq=False)
 class CellLists:
-    """Cells by their corners.
+    """Cells by their corners, which are rows of `points` (P, 3), in VTK's order.
 
-    Attributes
-    ----------
-    points : numpy.ndarray
-        (P, 3).
-    types : numpy.ndarray
-        VTK's number of the kind of each cell, (C,).
-    corners : Ragged
-        The corners of each cell, in VTK's order.
-    dims : numpy.ndarray
-        The dimension of each cell, (C,).
-    groups : sequence of Cells
-        The same cells by kind; empty if `source` has faces of polyhedra.
-    source : PolyMesh or None
-        The faces of polyhedra.
+    `types` (C,) are VTK's numbers of the cells' kinds, and `dims` (C,) their dimensions. `groups`
+    are the same cells by kind, or else `source` has the faces of polyhedra.
     """
 
     points: Array

@@ -16,7 +16,7 @@ from varcomm.graph.libraries import writing
 from varcomm.graph.mesh.cell_lists import CellLists
 from varcomm.graph.mesh.mesh import Mesh, cell_lists
 from varcomm.graph.mesh.ragged import Ragged
-from varcomm.graph.mesh.vtu import Piece, VtuSeries, stored
+from varcomm.graph.mesh.vtu import Piece, Step, VtuSeries, stored
 from varcomm.graph.mesh.xdmf import XdmfSeries, check_field, check_series
 from varcomm.graph.node_shard import described
 from varcomm.graph.partitioned_graph import PartitionedGraph
@@ -180,15 +180,16 @@ class MeshWriter:
                 own = torch.from_numpy(values[name]).to(group.device())
                 values[name] = self._plan(own).cpu().numpy()
         at_points, at_cells = ({}, values) if self._of_cells else (values, {})
+        step = Step(self._count, at, at_points, at_cells)
 
         def piece() -> None:
             with writing(self._where):
-                self._series.write(self._count, at_points, at_cells)
+                self._series.write(step)
 
         def index() -> None:
             if group.rank == 0:
                 with writing(self._where):
-                    self._series.index(self._outlines, self._count, at, at_points, at_cells)
+                    self._series.index(self._outlines, step)
 
         agree(_WRITE, piece, group)
         agree(_WRITE, index, group)

@@ -32,20 +32,11 @@ _WORD = r'("[^"]*"|[^\s;{}()"]+)'
 
 @dataclass(frozen=True, eq=False)
 class PolyMesh:
-    """An OpenFOAM mesh as its files have it.
+    """An OpenFOAM mesh as its files have it, with the fields of the time that was read.
 
-    Attributes
-    ----------
-    points : numpy.ndarray
-        (P, 3).
-    faces : Ragged
-        The points of each face; the normal points from owner to neighbour.
-    owner, neighbour : numpy.ndarray
-        The cell of each face, (F,), and the other cell of each inner face; inner faces are first.
-    patches : mapping of str
-        Range of the faces of each patch.
-    cell_data, point_data : mapping of str
-        Fields of the time that was read.
+    `faces` are the rows of `points` (P, 3) of each face, whose normal points from `owner` (F,), a
+    cell, to `neighbour`, the other cell of an inner face; inner faces are first. `patches` are
+    ranges of faces.
     """
 
     points: Array

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from xml.sax.saxutils import quoteattr
 
 import numpy as np
@@ -19,12 +19,21 @@ import torch
 from varcomm.graph.mesh.cell_lists import CellLists
 from varcomm.graph.mesh.ragged import Ragged
 
-__all__ = ["Piece", "VtuSeries", "replace", "replacing", "stored", "write_piece"]
+__all__ = ["Piece", "Step", "VtuSeries", "replace", "replacing", "stored", "write_piece"]
 
 Array = np.ndarray[Any, Any]
 Fields = Mapping[str, Array]
 
 _NAMES = {"f": "Float", "i": "Int", "u": "UInt"}
+
+
+class Step(NamedTuple):
+    """Fields of a rank's piece at one time; an index needs only their dtypes and columns."""
+
+    number: int
+    time: float
+    point_data: Fields
+    cell_data: Fields
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,37 +130,30 @@ class VtuSeries:
         for index in (path, *path.with_suffix("").glob("[0-9]*.pvtu")):
             index.unlink(missing_ok=True)
 
-    def write(self, step: int, point_data: Fields, cell_data: Fields) -> None:
+    def write(self, step: Step) -> None:
         """Write the piece of this rank."""
         if self.outline[0]:
-            path = self._folder / f"{step:05}_{self._rank}.vtu"
+            path = self._folder / f"{step.number:05}_{self._rank}.vtu"
             with replacing(path) as half:
-                write_piece(half, self._piece, point_data, cell_data)
+                write_piece(half, self._piece, step.point_data, step.cell_data)
 
-    def index(
-        self,
-        outlines: Sequence[Sequence[int]],
-        step: int,
-        time: float,
-        point_data: Fields,
-        cell_data: Fields,
-    ) -> None:
-        """Write the index of a step and the series up to it; of arrays, dtype and columns count."""
+    def index(self, outlines: Sequence[Sequence[int]], step: Step) -> None:
+        """Write the index of a step and the series up to it."""
         lines = [_head("PUnstructuredGrid", ' GhostLevel="0"')]
         parts = {
-            "PPointData": point_data,
-            "PCellData": cell_data,
+            "PPointData": step.point_data,
+            "PCellData": step.cell_data,
             "PPoints": {"Points": self._piece.points},
         }
         for part, fields in parts.items():
             arrays = [f"<PDataArray {_described(name, v)}/>\n" for name, v in fields.items()]
             lines += [f"<{part}>\n", *arrays, f"</{part}>\n"]
         ranks = [rank for rank, outline in enumerate(outlines) if outline[0]]
-        lines += [f'<Piece Source="{step:05}_{rank}.vtu"/>\n' for rank in ranks]
-        index = self._folder / f"{step:05}.pvtu"
+        lines += [f'<Piece Source="{step.number:05}_{rank}.vtu"/>\n' for rank in ranks]
+        index = self._folder / f"{step.number:05}.pvtu"
         replace(index, [*lines, "</PUnstructuredGrid>\n</VTKFile>\n"])
         name = quoteattr(f"{self._folder.name}/{index.name}")
-        line = f'<DataSet timestep="{time!r}" group="" part="0" file={name}/>\n'
+        line = f'<DataSet timestep="{step.time!r}" group="" part="0" file={name}/>\n'
         steps = [*self._steps, line]
         replace(self._path, [_head("Collection"), *steps, "</Collection>\n</VTKFile>\n"])
         self._steps = steps

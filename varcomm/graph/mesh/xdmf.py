@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape, quoteattr
@@ -12,12 +12,11 @@ import numpy as np
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.libraries import package
-from varcomm.graph.mesh.vtu import Piece, replace, replacing
+from varcomm.graph.mesh.vtu import Fields, Piece, Step, replace, replacing
 
 __all__ = ["XdmfSeries", "check_field", "check_series"]
 
 Array = np.ndarray[Any, Any]
-Fields = Mapping[str, Array]
 
 # XDMF's numbers of kinds of cells by VTK's; up to 3, the number of points follows the kind
 _KINDS = {1: 1, 3: 2, 5: 4, 7: 3, 9: 5, 10: 6, 12: 9, 13: 8, 14: 7, 42: 16}
@@ -64,12 +63,12 @@ class XdmfSeries:
         """Remove an earlier series, which would list new pieces beside old ones."""
         path.unlink(missing_ok=True)
 
-    def write(self, step: int, point_data: Fields, cell_data: Fields) -> None:
+    def write(self, step: Step) -> None:
         """Write the piece of this rank."""
         if self.outline[0]:
-            if step == 0:
+            if step.number == 0:
                 self._save("mesh", {"cells": self._cells, "points": self._points})
-            self._save(f"{step:05}", {**point_data, **cell_data})
+            self._save(f"{step.number:05}", {**step.point_data, **step.cell_data})
 
     def _save(self, name: str, arrays: Fields) -> None:
         h5py = package("h5py", str(self._path))
@@ -78,35 +77,19 @@ class XdmfSeries:
             for key, values in arrays.items():
                 file[key] = values
 
-    def index(
-        self,
-        outlines: Sequence[Sequence[int]],
-        step: int,
-        time: float,
-        point_data: Fields,
-        cell_data: Fields,
-    ) -> None:
-        """Write the series up to a step; of arrays, dtype and columns count."""
+    def index(self, outlines: Sequence[Sequence[int]], step: Step) -> None:
+        """Write the series up to a step."""
         grids = [
-            self._grid(outline, step, rank, point_data, cell_data)
-            for rank, outline in enumerate(outlines)
-            if outline[0]
+            self._grid(outline, rank, step) for rank, outline in enumerate(outlines) if outline[0]
         ]
-        head = f'<Grid Name="step {step}" GridType="Collection" CollectionType="Spatial">\n'
-        steps = [*self._steps, head, f'<Time Value="{time!r}"/>\n', *grids, "</Grid>\n"]
+        head = f'<Grid Name="step {step.number}" GridType="Collection" CollectionType="Spatial">\n'
+        steps = [*self._steps, head, f'<Time Value="{step.time!r}"/>\n', *grids, "</Grid>\n"]
         begin = '<Grid Name="series" GridType="Collection" CollectionType="Temporal">\n'
         lines = ['<?xml version="1.0"?>\n<Xdmf Version="3.0">\n<Domain>\n', begin, *steps]
         replace(self._path, [*lines, "</Grid>\n</Domain>\n</Xdmf>\n"])
         self._steps = steps
 
-    def _grid(
-        self,
-        outline: Sequence[int],
-        step: int,
-        rank: int,
-        point_data: Fields,
-        cell_data: Fields,
-    ) -> str:
+    def _grid(self, outline: Sequence[int], rank: int, step: Step) -> str:
         cells, entries, points = outline
 
         def item(name: str, key: str, values: Array, rows: int) -> str:
@@ -121,7 +104,7 @@ class XdmfSeries:
         def attribute(key: str, center: str, values: Array, rows: int) -> str:
             # VTK reads a Vector of any length, and no Matrix
             kind = "Scalar" if values.shape[1:] in ((), (1,)) else "Vector"
-            data = item(f"{step:05}", key, values, rows)
+            data = item(f"{step.number:05}", key, values, rows)
             return (
                 f'<Attribute Name={quoteattr(key)} AttributeType="{kind}" Center="{center}">'
                 f"{data}</Attribute>\n"
@@ -129,8 +112,8 @@ class XdmfSeries:
 
         topology = item("mesh", "cells", self._cells, entries)
         geometry = item("mesh", "points", self._points, points)
-        attributes = [attribute(key, "Node", v, points) for key, v in point_data.items()]
-        attributes += [attribute(key, "Cell", v, cells) for key, v in cell_data.items()]
+        attributes = [attribute(key, "Node", v, points) for key, v in step.point_data.items()]
+        attributes += [attribute(key, "Cell", v, cells) for key, v in step.cell_data.items()]
         return (
             f'<Grid Name="rank {rank}" GridType="Uniform">\n'
             f'<Topology TopologyType="Mixed" NumberOfElements="{cells}">{topology}</Topology>\n'
