@@ -273,7 +273,7 @@ def _by_chunks(
     edge_weight: Any,
     chunk: Any,
 ) -> torch.Tensor:
-    """Return the rank of each node, type after type, as :func:`assign` decides it for chunks."""
+    """Return the rank of each node, type after type, from the ranks of chunks."""
     if isinstance(data, HeteroData) != isinstance(chunk, Mapping) or (
         isinstance(chunk, Mapping) and not chunk.keys() <= counts.keys()
     ):
@@ -282,43 +282,32 @@ def _by_chunks(
     rows = {key: chunk.get(key, 1) if isinstance(chunk, Mapping) else chunk for key in counts}
     rows = {key: at_least(1, own, "chunk") for key, own in rows.items()}
     coarse = HeteroData() if isinstance(data, HeteroData) else Data()
-    numbers: dict[Any, torch.Tensor] = {}
-    weights: dict[Any, torch.Tensor] = {}
-    costs: dict[Any, Any] = {}
-    given = [None] * len(counts) if weight is None else weight.split(list(counts.values()))
-    for (key, count), own in zip(counts.items(), given, strict=True):
-        numbers[key] = torch.arange(count) // rows[key]
-        chunks = -(-count // rows[key])
-        own = torch.ones(count, dtype=torch.int64) if own is None else own
-        weights[key] = torch.zeros(chunks, dtype=torch.int64).index_add_(0, numbers[key], own)
-        store = coarse if key is None else coarse[key]
-        store.num_nodes = chunks
+    chunks = {key: -(-count // rows[key]) for key, count in counts.items()}
+    numbers = {key: torch.arange(count) // rows[key] for key, count in counts.items()}
+    weight = torch.ones(sum(counts.values()), dtype=torch.int64) if weight is None else weight
+    weights = []
+    for (key, number), own in zip(numbers.items(), weight.split([*counts.values()]), strict=True):
+        weights.append(own.new_zeros(chunks[key]).index_add_(0, number, own))
         if method in _BY_POSITION:
-            fine = data if key is None else data[key]
-            pos = checked_positions(fine.get("pos"), f"{label(key)}.pos", method, count).cpu()
-            sums = torch.zeros(chunks, pos.shape[1], dtype=torch.float64)
-            each = torch.bincount(numbers[key], minlength=chunks)
-            store.pos = sums.index_add_(0, numbers[key], pos.double()) / each[:, None]
+            fine, store = (data, coarse) if key is None else (data[key], coarse[key])
+            pos = checked_positions(fine.get("pos"), f"{label(key)}.pos", method, len(own)).cpu()
+            sums = torch.zeros(chunks[key], pos.shape[1], dtype=torch.float64)
+            each = torch.bincount(number, minlength=chunks[key])
+            store.pos = sums.index_add_(0, number, pos.double()) / each[:, None]
     if method == "metis":
-        found = edge_indices(data, counts)
-        for kind, edge_index in found.items():
+        costs: dict[Any, torch.Tensor] = {}
+        for kind, edge_index in edge_indices(data, counts).items():
             source, target = ends(kind)
             store = coarse if kind is None else coarse[kind]
             u, v = edge_index.cpu()
             store.edge_index = torch.stack([u // rows[source], v // rows[target]])
             costs[kind] = torch.ones(len(u), dtype=torch.int64)
-        if edge_weight is not None:
-            costs = edge_weight if None not in counts else {None: edge_weight}
-    one = None in counts
-    owner = assign(
-        coarse,
-        parts,
-        method,
-        node_weight=None if method == "random" else weights[None] if one else weights,
-        edge_weight=None if method != "metis" else costs[None] if one else costs,
-    )
-    owner = {None: owner} if one else owner
-    return torch.cat([owner[key][numbers[key]] for key in counts])
+        if edge_weight is None:
+            edge_weight = costs[None] if None in counts else costs
+    total = None if method == "random" else torch.cat(weights)
+    owners = _owners(coarse, chunks, parts, method, total, edge_weight)
+    of_types = zip(numbers.values(), owners.split([*chunks.values()]), strict=True)
+    return torch.cat([owner[number] for number, owner in of_types])
 
 
 def _by_metis(
