@@ -243,22 +243,16 @@ def _from_one(data: Any, method: Method, src: int, group: Group, chunk: Chunk) -
 
     given, outlines = agree_and_share(_WHAT, check, outline, group)
     of_nodes, of_edges, attributes, name, device = outlines[src]
-    if given is None:
-        none = torch.empty(2, 0, dtype=torch.int64, device=device)
-        owners = dict.fromkeys(of_nodes, none[0])
-        tables = Tables(
-            {key: NodeTable(0, rows) for key, (_, rows) in of_nodes.items()},
-            {key: EdgeTable(none, rows) for key, rows in of_edges.items()},
-            attributes,
-        )
-    else:
-        tables, owners, _ = given
+    none = torch.empty(2, 0, dtype=torch.int64, device=device)
     nodes, edges = {}, {}
-    for key, (count, _) in of_nodes.items():
-        ranges = ShardSizes(count * (rank == src) for rank in range(group.size))
-        own = tables.nodes[key].attributes
-        nodes[key] = BroughtNodes(ranges, own, owners[key].to(tables.device))
-    for key, table in tables.edges.items():
+    for key, (count, rows) in of_nodes.items():
+        ranges, owner = ShardSizes(count * (rank == src) for rank in range(group.size)), none[0]
+        if given is not None:
+            rows, owner = given[0].nodes[key].attributes, given[1][key].to(given[0].device)
+        nodes[key] = BroughtNodes(ranges, rows, owner)
+    for key, rows in of_edges.items():
+        table = EdgeTable(none, rows) if given is None else given[0].edges[key]
         ids = torch.arange(table.edge_index.shape[1], device=table.edge_index.device)
         edges[key] = Edges(table.edge_index, ids, table.attributes)
-    return sent_to_owners(nodes, edges, tables.attributes, name, group)
+    attributes = attributes if given is None else given[0].attributes
+    return sent_to_owners(nodes, edges, attributes, name, group)

@@ -88,5 +88,5 @@ def _edges_into(
     first = (counts.cumsum(0) - counts).repeat_interleave(counts)
     nth = torch.arange(len(first), device=first.device) - first
     index = by_target[starts.repeat_interleave(counts) + nth]
-    edges = [int(part.sum()) for part in counts.split(asked.send_counts)]
-    return list(index.split(edges))
+    edges_per_rank = torch.stack([part.sum() for part in counts.split(asked.send_counts)])
+    return list(index.split(edges_per_rank.tolist()))

@@ -311,7 +311,7 @@ def _continued(request: _Request, previous: PartitionedGraph, kept: _Kept) -> _F
         ids = None if request.most is None else torch.cat([previous.owned_ids, halo_ids])
         return request.chosen(kept.links, full.detach().double(), ids)
 
-    chosen, counts = agree_and_share(_WHAT, choose, _count, kept.plan.group)
+    chosen, counts = agree_and_share(_WHAT, choose, lambda own: own[0].count, kept.plan.group)
     links, away, of_edges = chosen
     ids = previous.nodes.ids
     return _Found(ids, halo_ids, kept.plan, links, of_edges, away, counts, kept, full)
@@ -332,7 +332,8 @@ def _searched(
         links, away, of_edges = request.chosen(near, points, known)
         return links, away, of_edges, near if skin else links
 
-    (links, away, of_edges, near), counts = agree_and_share(_WHAT, search, _count, group)
+    found, counts = agree_and_share(_WHAT, search, lambda own: own[0].count, group)
+    links, away, of_edges, near = found
     used = near.used(owned, len(ghosts.ids))
     plan = ghosts.plan(used, owned, identity)
     for each in {links, near}:
@@ -342,10 +343,6 @@ def _searched(
         kept = _Kept(near, own.points.clone(), own.cell, request.host_cell, plan)
     halo_ids = ghosts.ids[used]
     return _Found(ids, halo_ids, plan, links, of_edges, away, counts, kept, None)
-
-
-def _count(found: Sequence[Any]) -> int:
-    return found[0].count  # type: ignore[no-any-return]
 
 
 def _read(
