@@ -57,7 +57,7 @@ def graph_of(data, method=IDLE, **settings):
 def values_of(graph):
     """Return attributes by their names; those of a type of nodes end in the name of the type.
 
-    If there are several types of edges, theirs end in the name of the relation.
+    If there are several types of edges, theirs end in the three names of the type.
     """
     if list(getattr(graph, "node_types", [None])) == [None]:
         return dict(getattr(graph, "data", graph))
@@ -66,7 +66,7 @@ def values_of(graph):
     for kind in graph.node_types:
         found |= {f"{name}_{kind}": value for name, value in data[kind].items()}
     for kind in graph.edge_types:
-        end = f"_{kind[1]}" if len(graph.edge_types) > 1 else ""
+        end = f"_{'_'.join(kind)}" if len(graph.edge_types) > 1 else ""
         found |= {f"{name}{end}": value for name, value in data[kind].items()}
     return found
 

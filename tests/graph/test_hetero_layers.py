@@ -110,7 +110,7 @@ def of_types(*takes):
         # as the graph lists them: some layers depend on the order of types
         x_dict = {kind: getattr(g, f"x_{kind}") for kind in g.node_types}
         of_edges = {
-            f"{what}_dict": {key: getattr(g, f"{what}_{key[1]}") for key in g.edge_types}
+            f"{what}_dict": {key: getattr(g, f"{what}_{'_'.join(key)}") for key in g.edge_types}
             for what in ("edge_index", *takes)
         }
         out = model(x_dict, of_edges.pop("edge_index_dict"), **of_edges)
@@ -121,11 +121,11 @@ def of_types(*takes):
 
 def of_two_relations(layer, g):
     """Good and bad edges are of two types."""
-    return layer(g.x_a, g.edge_index_self, g.edge_index_other)
+    return layer(g.x_a, g.edge_index_a_self_a, g.edge_index_a_other_a)
 
 
 def of_one_relation(layer, g):
-    return layer(g.x_a, g.edge_index_other)
+    return layer(g.x_a, g.edge_index_a_other_a)
 
 
 LAYERS = {
@@ -172,7 +172,7 @@ def layers():
     for name, (make, takes) in LAYERS.items():
         call = of_types(*takes) if isinstance(takes, tuple) else takes
         of_edges = takes if isinstance(takes, tuple) else ()
-        by = [*of_nodes, *(f"{what}_{key[1]}" for what in of_edges for key in EDGES)]
+        by = [*of_nodes, *(f"{what}_{'_'.join(key)}" for what in of_edges for key in EDGES)]
         found[name] = make, call, *by
     return found
 

@@ -1,21 +1,18 @@
 """MeshGraphNet and EncodeProcessDecode alone, and on ranks."""
 
-import copy
-
 import pytest
 import torch
 from torch_geometric.data import HeteroData
 
 import varcomm
-from tests.graph.graphs import METHODS, WORLDS, split_by, wild
+from tests.graph.against_one import compare
+from tests.graph.graphs import METHODS, split_by, wild
 from tests.graph.typed import owners
-from tests.models.comparing import compare
-from tests.ops.comparing import Failures, assert_none
+from tests.worlds import WORLDS, on_ranks
 from varcomm.errors import ArgumentError
 from varcomm.graph import distribute, partition
 from varcomm.models import EncodeProcessDecode, GraphTransformer, MeshGraphNet
 
-CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 ENCODER, PROCESSOR, DECODER = ("grid", "to", "mesh"), ("mesh", "to", "mesh"), ("mesh", "to", "grid")
 KINDS = (ENCODER, PROCESSOR, DECODER)
 
@@ -42,7 +39,7 @@ def earth(grid=23, mesh=9):
         return torch.randn(shape, dtype=torch.float64, generator=generator)
 
     data = HeteroData()
-    data["grid"].x, data["grid"].y = draw(grid, 4), draw(grid, 1)
+    data["grid"].x = draw(grid, 4)
     data["mesh"].x = draw(mesh, 3)
     for (source, name, target), count in zip(KINDS, (31, 40, 50), strict=True):
         ends = [
@@ -78,58 +75,37 @@ def test_types_that_are_missing():
         encode_process_decode()(data.x_dict, edges, data.edge_attr_dict)
 
 
-def mesh_graph_net_on_ranks(rank, methods):
-    failures, data, model = Failures(), wild(), mesh_graph_net()
-    alone = copy.deepcopy(model)
-    inputs = [data.x.clone().requires_grad_(), data.edge_attr.clone().requires_grad_()]
-    out = alone(inputs[0], data.edge_index, inputs[1])
-    (out - data.y).square().mean().backward()
-    for method in methods:
-        graph = partition(data, method=method)
-        together, ids = distribute(copy.deepcopy(model), graph), graph.owned_ids
-        own = [graph.x.requires_grad_(), graph.edge_attr.requires_grad_()]
+@on_ranks(*WORLDS)
+def test_mesh_graph_net_on_ranks(rank, ranks):
+    wrong, data = [], wild()
+    for method in METHODS:
+        graph = partition(data, method=split_by(method, data.num_nodes, ranks))
+
+        def call(model, g):
+            return model(g.x, g.edge_index, g.edge_attr)
+
+        wrong += compare(mesh_graph_net, call, data, graph, ("x", "edge_attr"))
         with varcomm.trace() as calls:
-            part = together(own[0], graph.edge_index, own[1])
-        graph.mean((part - graph.y).square()).backward()
-        with failures.named(graph.method, "bytes"):
-            # one exchange a block, of the sources' share
-            assert sum(call.sent for call in calls) == 3 * graph.report().nbytes(8, 8)[rank]
-        edges = torch.isin(data.edge_index[1], ids)
-        pairs = {"output": (part, out[ids]), "x": (own[0].grad, inputs[0].grad[ids])}
-        pairs["edge_attr"] = own[1].grad, inputs[1].grad[edges]
-        compare(failures, graph.method, pairs, together, alone, CLOSE)
-    return failures
+            call(distribute(mesh_graph_net(), graph), graph)
+        # one exchange a block, of the sources' share
+        assert sum(call.sent for call in calls) == 3 * graph.report().nbytes(8, 8)[rank]
+    return wrong
 
 
-def outcome(model, data, loss):
-    """Output, loss, and gradients of inputs, by name and type."""
-    x = {kind: value.clone().requires_grad_() for kind, value in data.x_dict.items()}
-    edges = {kind: value.clone().requires_grad_() for kind, value in data.edge_attr_dict.items()}
-    out = model(x, data.edge_index_dict, edges)
-    value = loss(out)
-    value.backward()
-    found = {("x", kind): leaf.grad for kind, leaf in (x | edges).items()}
-    return found | {("output", "grid"): out.detach(), ("loss", ""): value.detach()}
+def on_types(model, g):
+    x = {"grid": g.x_grid, "mesh": g.x_mesh}
+    of_edges = [
+        {kind: getattr(g, f"{name}_{'_'.join(kind)}") for kind in KINDS}
+        for name in ("edge_index", "edge_attr")
+    ]
+    return model(x, *of_edges)
 
 
-def encode_process_decode_on_ranks(rank, ways):
-    failures, data, model = Failures(), earth(), encode_process_decode()
-    alone = copy.deepcopy(model)
-    expected = outcome(alone, data, lambda out: (out - data["grid"].y).square().mean())
-    ranks = torch.distributed.get_world_size()
-    for way in ways:
-        graph = partition(data, method=way if way == "metis" else owners(data, way, ranks))
-        together = distribute(copy.deepcopy(model), graph)
-        own = outcome(together, graph, lambda out, g=graph["grid"]: g.mean((out - g.y).square()))
-        rows = {key: graph[key[1]].owned_ids if key[1] else ... for key in own}
-        pairs = {key: (own[key], want[rows[key]]) for key, want in expected.items()}
-        compare(failures, way, pairs, together, alone, CLOSE)
-    return failures
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_on_ranks_as_alone(worlds, ranks):
-    methods = [split_by(method, 24, ranks) for method in METHODS]
-    assert_none(worlds.run(ranks, mesh_graph_net_on_ranks, methods))
-    ways = ["metis", "a rank owns nothing"]
-    assert_none(worlds.run(ranks, encode_process_decode_on_ranks, ways))
+@on_ranks(*WORLDS)
+def test_encode_process_decode_on_ranks(rank, ranks):
+    wrong, data = [], earth()
+    by = ["x_grid", "x_mesh", *(f"edge_attr_{'_'.join(kind)}" for kind in KINDS)]
+    for method in ("metis", owners(data, "a rank owns nothing", ranks)):
+        graph = partition(data, method=method)
+        wrong += compare(encode_process_decode, on_types, data, graph, by)
+    return wrong

@@ -1,21 +1,17 @@
 """PaiNN alone, and on ranks: symmetries, forces, and the gradients of a loss of forces."""
 
-import copy
-
-import pytest
 import torch
 from torch_geometric.data import Data
 
 import varcomm
-from tests.graph.graphs import WORLDS, split_by
-from tests.models.comparing import compare
-from tests.ops.comparing import Failures, assert_none
+from tests.graph.against_one import compare
+from tests.graph.graphs import split_by
+from tests.worlds import WORLDS, on_ranks
 from varcomm.graph import distribute, partition
 from varcomm.models import PaiNN
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 CUTOFF, SIDE = 1.4, 3.0
-METHODS = ("random", "a rank owns nothing")
 
 
 def new_model(blocks=2, **more):
@@ -46,12 +42,11 @@ def atoms(seed=1):
         pos=pos,
         edge_index=edge_index,
         shifts=shifts,
-        forces=torch.randn(27, 3, generator=draws, dtype=torch.float64),
     )
 
 
-def energy_and_forces(model, data, pos=None, create_graph=False):
-    pos = data.pos.clone().requires_grad_() if pos is None else pos
+def energy_and_forces(model, data, create_graph=False):
+    pos = data.pos.requires_grad_()
     energies = model(data.types, pos, data.edge_index, data.shifts)
     (slope,) = torch.autograd.grad(energies.sum(), pos, create_graph=create_graph)
     return energies, -slope
@@ -102,36 +97,22 @@ def test_energies_slopes_and_curvatures_end_at_the_cutoff():
         assert derivatives_of_two(model, distance).tolist() == [0, 0, 0]
 
 
-def loss_alone(model, data, pos):
-    energies, forces = energy_and_forces(model, data, pos, create_graph=True)
-    loss = (forces - data.forces).square().mean() + energies.mean().square()
-    loss.backward()
-    return energies, forces, loss
+@on_ranks(*WORLDS)
+def test_on_ranks_as_alone(rank, ranks):
+    """Energies and forces, and the derivatives of both."""
+    wrong, data = [], atoms()
+    for method in ("random", "a rank owns nothing"):
+        graph = partition(data, method=split_by(method, data.num_nodes, ranks))
 
+        def call(model, g):
+            return energy_and_forces(model, g, create_graph=True)
 
-def check_on_ranks(rank, methods):
-    failures, data, model = Failures(), atoms(), new_model()
-    alone, pos = copy.deepcopy(model), data.pos.clone().requires_grad_()
-    energies, forces, loss = loss_alone(alone, data, pos)
-    for method in methods:
-        graph = partition(data, method=method)
-        together, ids = distribute(copy.deepcopy(model), graph), graph.owned_ids
-        own = graph.pos.clone().requires_grad_()
+        close = {"rtol": 1e-9, "atol": 1e-11}
+        wrong += compare(new_model, call, data, graph, ("pos",), second=True, close=close)
         with varcomm.trace() as calls:
-            part = together(graph.types, own, graph.edge_index, graph.shifts)
-        (slope,) = torch.autograd.grad(part.sum(), own, create_graph=True)
-        value = graph.mean((-slope - graph.forces).square()) + graph.mean(part).square()
-        value.backward()
-        with failures.named(graph.method, "bytes"):
-            # an exchange of positions, and one a block of 6 F values
-            want = graph.report().nbytes(3, 8)[rank] + 2 * graph.report().nbytes(6 * 8, 8)[rank]
-            assert sum(call.sent for call in calls) == want
-        pairs = {"energies": (part, energies[ids]), "forces": (-slope, forces[ids])}
-        pairs |= {"loss": (value, loss), "pos": (own.grad, pos.grad[ids])}
-        compare(failures, graph.method, pairs, together, alone, {"rtol": 1e-9, "atol": 1e-11})
-    return failures
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_on_ranks_as_alone(worlds, ranks):
-    assert_none(worlds.run(ranks, check_on_ranks, [split_by(m, 27, ranks) for m in METHODS]))
+            model = distribute(new_model(), graph)
+            model(graph.types, graph.pos, graph.edge_index, graph.shifts)
+        # an exchange of positions, and one a block of 6 F values
+        want = graph.report().nbytes(3, 8)[rank] + 2 * graph.report().nbytes(6 * 8, 8)[rank]
+        assert sum(call.sent for call in calls) == want
+    return wrong
