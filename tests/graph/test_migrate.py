@@ -1,19 +1,18 @@
 """``migrate``: the part that ``partition`` makes by the new owners, and the model's one answer."""
 
-import copy
-
 import pytest
 import torch
 from torch_geometric import nn as pyg
 from torch_geometric.data import Data
 
 import varcomm
+from tests.graph.against_one import compare
 from tests.graph.graphs import WORLDS, grid, rich, split_by, wild
 from tests.graph.parts import contents, differences, same
 from tests.graph.typed import WAYS, owners, typed
 from tests.worlds import on_ranks
 from varcomm import ArgumentError, DisagreementError
-from varcomm.graph import assign, distribute, partition, rebalance
+from varcomm.graph import assign, partition, rebalance
 
 NODES = 24
 
@@ -80,30 +79,17 @@ def test_a_migrated_graph_is_that_of_partition(rank, ranks):
     return wrong + types(rank, ranks) + by_position(data, ranks)
 
 
-def outcome(model, graph, x, mean):
-    """Results, gradients of the input and of the first parameter."""
-    x = x.clone().requires_grad_()
-    out = model(x, graph.edge_index)
-    mean(out.sin().sum(1)).backward()
-    return out.detach(), x.grad, next(model.parameters()).grad
-
-
 @on_ranks(*WORLDS)
 def test_a_network_gives_the_same(rank, ranks):
     data = wild()
-    torch.manual_seed(0)
-    layers = [(pyg.GCNConv(4, 4), "x, e -> x"), (pyg.GATConv(4, 4), "x, e -> x")]
-    alone = pyg.Sequential("x, e", layers).double()
-    expected = outcome(copy.deepcopy(alone), data, data.x, torch.mean)
     graph = partition(data, method="block")
     graph = graph.migrate(new_owners(NODES, ranks)["by chance"][graph.owned_ids])
-    model = distribute(alone, graph)
-    out, of_x, of_parameter = outcome(model, graph, graph.x, graph.mean)
-    of_parameter = varcomm.all_reduce(of_parameter)
-    close = {"rtol": 1e-12, "atol": 1e-12}
-    torch.testing.assert_close(out, expected[0][graph.owned_ids], **close)
-    torch.testing.assert_close(of_x, expected[1][graph.owned_ids], **close)
-    torch.testing.assert_close(of_parameter, expected[2], **close)
+
+    def make():
+        layers = [(pyg.GCNConv(4, 4), "x, e -> x"), (pyg.GATConv(4, 4), "x, e -> x")]
+        return pyg.Sequential("x, e", layers)
+
+    return compare(make, lambda m, g: m(g.x, g.edge_index), data, graph)
 
 
 def peers_of_a_path(rank):

@@ -13,8 +13,10 @@ from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import replicated
 
 
-def check_parameters(failures, given):
-    """A loss on forces, whose energy has parameters before the pool and after it."""
+@on_ranks(*WORLDS)
+def test_a_loss_of_forces(rank):
+    """The energy has parameters before the pool and after it."""
+    failures, given = Failures(), whole(4)
     torch.manual_seed(0)
     model = nn.ModuleDict({"before": nn.Linear(4, 5), "after": nn.Linear(5, 1)}).double()
 
@@ -47,12 +49,6 @@ def check_parameters(failures, given):
             torch.testing.assert_close(own.grad, x.grad[graph.owned_ids], **SECOND)
             for key, gradient in gradients.items():
                 torch.testing.assert_close(model.get_parameter(key).grad, gradient, **SECOND)
-
-
-@on_ranks(*WORLDS)
-def test_what_a_loss_of_forces_teaches(rank):
-    failures, given = Failures(), whole(4)
-    check_parameters(failures, given)
     return failures
 
 
@@ -64,7 +60,8 @@ UNLIKE = [
 ]
 
 
-def once(rank):
+@on_ranks(3)
+def test_forward_mode_groups_and_refusals(rank):
     # the slope of what is counted once is the slope of any copy
     start, direction = torch.tensor(rank + 1.0), torch.tensor(1.0)
     found = torch.func.jvp(lambda x: replicated(varcomm.all_reduce(x) ** 2), (start,), (direction,))
@@ -87,7 +84,3 @@ def once(rank):
     for value in (1.0, torch.tensor(1)):
         with pytest.raises(ArgumentError, match=f"replicated on rank {rank} of 3: value must be"):
             replicated(value)
-
-
-def test_forward_mode_groups_and_refusals(worlds):
-    assert worlds.run(3, once) == [None] * 3
