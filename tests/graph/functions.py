@@ -1,5 +1,7 @@
 """Calls of PyG's functions that have an index argument, of pools and of norms, by their names."""
 
+from functools import partial
+
 import torch
 import torch_geometric.nn as pyg
 from torch_geometric import utils
@@ -33,8 +35,13 @@ def of_edges(function, *args, **settings):
     return call
 
 
-def as_data(g, **more):
-    return Data(x=g.x, edge_index=g.edge_index, batch=g.batch, **more)
+def as_matrix(kind):
+    convert = getattr(utils, f"to_torch_{kind}_tensor")
+    return lambda g: convert(g.edge_index, g.weight, len(g.x)) @ g.x
+
+
+def as_data(g):
+    return Data(x=g.x, edge_index=g.edge_index, batch=g.batch)
 
 
 def number(value):
@@ -85,18 +92,7 @@ UTILS = {
     "to_dense_batch": lambda g: utils.to_dense_batch(g.x, g.batch)[0],
     "to_dense_adj": lambda g: utils.to_dense_adj(g.edge_index),
     "to_nested_tensor": lambda g: utils.to_nested_tensor(g.x, g.batch)[0],
-    "to_torch_coo_tensor": lambda g: (
-        utils.to_torch_coo_tensor(g.edge_index, g.weight, len(g.x)) @ g.x
-    ),
-    "to_torch_csr_tensor": lambda g: (
-        utils.to_torch_csr_tensor(g.edge_index, g.weight, len(g.x)) @ g.x
-    ),
-    "to_torch_csc_tensor": lambda g: (
-        utils.to_torch_csc_tensor(g.edge_index, g.weight, len(g.x)) @ g.x
-    ),
-    "to_torch_sparse_tensor": lambda g: (
-        utils.to_torch_sparse_tensor(g.edge_index, g.weight, len(g.x)) @ g.x
-    ),
+    **{f"to_torch_{kind}_tensor": as_matrix(kind) for kind in ("coo", "csr", "csc", "sparse")},
     "unbatch": lambda g: utils.unbatch(g.x, g.batch)[0].sum(0),
     "one_hot": lambda g: utils.one_hot(g.batch, dtype=torch.float64),
     "normalized_cut": lambda g: at_targets(
@@ -135,27 +131,23 @@ POOL_MODULES = {
 }
 
 
-def norm(name, *args, takes=()):
-    return (
-        lambda: getattr(pyg, name)(*args),
-        lambda m, g: m(g.x, *(getattr(g, key) for key in takes)),
-    )
-
-
-NORMS = {
-    "BatchNorm": norm("BatchNorm", NODE),
-    "HeteroBatchNorm": norm("HeteroBatchNorm", NODE, 3, takes=("batch",)),
-    "InstanceNorm": norm("InstanceNorm", NODE, takes=("batch",)),
-    "LayerNorm": norm("LayerNorm", NODE, takes=("batch",)),
-    "HeteroLayerNorm": norm("HeteroLayerNorm", NODE, 3, takes=("batch",)),
-    "GraphNorm": norm("GraphNorm", NODE, takes=("batch",)),
-    "GraphSizeNorm": norm("GraphSizeNorm", takes=("batch",)),
-    "PairNorm": norm("PairNorm", takes=("batch",)),
-    "MeanSubtractionNorm": norm("MeanSubtractionNorm", takes=("batch",)),
-    "MessageNorm": (lambda: pyg.MessageNorm(True), lambda m, g: m(g.x, g.x.sin())),
-    "DiffGroupNorm": norm("DiffGroupNorm", NODE, 3),
-}
 BY_ROWS = {"BatchNorm", "DiffGroupNorm"}  # no vector shows their nodes
+NORMS = {"MessageNorm": (lambda: pyg.MessageNorm(True), lambda m, g: m(g.x, g.x.sin()))}
+for name, *args in (
+    ("BatchNorm", NODE),
+    ("DiffGroupNorm", NODE, 3),
+    ("HeteroBatchNorm", NODE, 3),
+    ("InstanceNorm", NODE),
+    ("LayerNorm", NODE),
+    ("HeteroLayerNorm", NODE, 3),
+    ("GraphNorm", NODE),
+    ("GraphSizeNorm",),
+    ("PairNorm",),
+    ("MeanSubtractionNorm",),
+):
+    make = partial(getattr(pyg, name), *args)
+    takes_batch = name not in BY_ROWS
+    NORMS[name] = make, lambda m, g, b=takes_batch: m(g.x, *([g.batch] if b else []))
 
 
 def cases():

@@ -44,6 +44,7 @@ def layer(name, *takes, table=LAYERS, args=None, pair=False, call=None, by=("x",
     It is called with features, edges and then attributes of the graph, which `takes` names. With a
     `call` of its own, `takes` names what is differentiated by beside the features.
     """
+    values = ("weight", "edge_weight", "edge_attr", "pseudo")
 
     def make():
         given = args() if callable(args) else args
@@ -56,7 +57,7 @@ def layer(name, *takes, table=LAYERS, args=None, pair=False, call=None, by=("x",
         x = (g.x, g.x[:, :2].tanh()) if pair else g.x
         return layer(x, g.edge_index, *(getattr(g, key) for key in takes))
 
-    by += tuple(key for key in takes if call or key in ("weight", "edge_weight", "edge_attr"))
+    by += tuple(key for key in takes if call or key in values)
     table[name] = make, call or usual, *by
 
 
@@ -70,6 +71,11 @@ def between(name, *takes, args=((4, 3), 5), sources=False, call=None, by=None, *
 
     by = by or (("x_a",) if sources else ("x_a", "x_b"))
     layer(name, table=BETWEEN, args=args, call=call or usual, by=by, **settings)
+
+
+def called_with(*names):
+    """Return a call with these attributes of the graph."""
+    return lambda m, g: m(*(getattr(g, name) for name in names))
 
 
 def mlp(inputs, outputs):
@@ -280,12 +286,8 @@ for name in ("RGCNConv", "FastRGCNConv"):
     layer(f"{name} blocks", "edge_type", args=(NODE, 6, 3), num_blocks=2)
     layer(f"{name} pair", "edge_type", pair=True, args=((NODE, 2), 5, 3))
 layer("FastRGCNConv", "edge_type", args=(NODE, 5, 3), aggr="add")
-layer(
-    "RGCNConv numbers of nodes",
-    args=(24, 5, 3),
-    call=lambda m, g: m(g.number, g.edge_index, g.edge_type),
-    by=(),
-)
+at_numbers = called_with("number", "edge_index", "edge_type")
+layer("RGCNConv numbers of nodes", args=(24, 5, 3), call=at_numbers, by=())
 layer(
     "SignedConv first",
     first_aggr=True,
@@ -300,12 +302,8 @@ layer(
 )
 
 # positions
-layer(
-    "PointNetConv",
-    "pos",
-    args=lambda: (mlp(NODE + 2, 5), mlp(5, 3)),
-    call=lambda m, g: m(g.x, g.pos, g.edge_index),
-)
+at_points = called_with("x", "pos", "edge_index")
+layer("PointNetConv", "pos", args=lambda: (mlp(NODE + 2, 5), mlp(5, 3)), call=at_points)
 layer(
     "PointNetConv without features",
     "pos",
@@ -317,20 +315,11 @@ for name, args in {
     "PointGNNConv": lambda: (mlp(NODE, 3), mlp(NODE + 3, 5), mlp(5, NODE)),
     "PointTransformerConv": lambda: (NODE, 5, None, mlp(5, 5)),
 }.items():
-    layer(name, "pos3", args=args, call=lambda m, g: m(g.x, g.pos3, g.edge_index))
-layer(
-    "PPFConv",
-    args=lambda: (mlp(NODE + 4, 5),),
-    call=lambda m, g: m(g.x, g.pos3, g.normal, g.edge_index),
-)
+    layer(name, "pos3", args=args, call=called_with("x", "pos3", "edge_index"))
+at_surfaces = called_with("x", "pos3", "normal", "edge_index")
+layer("PPFConv", args=lambda: (mlp(NODE + 4, 5),), call=at_surfaces)
 for name, separate in {"GMMConv separate": True, "GMMConv shared": False}.items():
-    layer(
-        name,
-        "pseudo",
-        args=(NODE, 5, 2, 3),
-        separate_gaussians=separate,
-        call=lambda m, g: m(g.x, g.edge_index, g.pseudo),
-    )
+    layer(name, "pseudo", args=(NODE, 5, 2, 3), separate_gaussians=separate)
 
 # several hops, and others
 layer("GatedGraphConv", "edge_weight", args=(5, 3))
@@ -398,13 +387,7 @@ layer(
     cached=True,
     call=lambda m, g: m(g.x, g.edge_index) + m(g.x.sin(), g.edge_index),
 )
-layer(
-    "GMMConv lazy",
-    "pseudo",
-    table=CALLS,
-    args=(-1, 5, 2, 3),
-    call=lambda m, g: m(g.x, g.edge_index, g.pseudo),
-)
+layer("GMMConv lazy", "pseudo", table=CALLS, args=(-1, 5, 2, 3))
 layer(
     "GINEConv some edges",
     table=CALLS,

@@ -1,4 +1,4 @@
-"""Layers and functions of PyG on ranks: as in one process, or refused on all ranks."""
+"""Layers, models and functions of PyG on ranks: as in one process, or refused on all ranks."""
 
 import copy
 import importlib.util
@@ -12,10 +12,18 @@ from torch_geometric.nn import aggr, conv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import segment
 
-from tests.graph import functions
-from tests.graph.against_one import CLOSE, assert_verdicts, data_of, graph_of, two_types, verdict
+from tests.graph import functions, models, typed_layers
+from tests.graph.against_one import (
+    CLOSE,
+    IDLE,
+    assert_verdicts,
+    data_of,
+    graph_of,
+    two_types,
+    verdict,
+)
 from tests.graph.layers import BETWEEN, CALLS, LAYERS, example
-from tests.worlds import on_ranks
+from tests.worlds import WORLDS, on_ranks
 from varcomm import ArgumentError
 from varcomm.graph import distribute, partition
 from varcomm.graph.layers.refused import EXACT_AGGREGATIONS, REFUSED
@@ -70,6 +78,23 @@ def between():
 def test_layers_between_two_types(worlds):
     expected = {n: "refused" if n.endswith("with loops") else "exact" for n in BETWEEN}
     assert_verdicts(worlds, between, expected, two_types)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "method"),
+    [(3, IDLE), *(pytest.param(ranks, "random", marks=pytest.mark.slow) for ranks in (1, 2, 3, 5))],
+)
+def test_layers_on_several_types(worlds, ranks, method):
+    expected, data_of = dict.fromkeys(typed_layers.LAYERS, "exact"), typed_layers.data_of
+    assert_verdicts(worlds, typed_layers.cases, expected, data_of, ranks, method, second=True)
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_models(worlds, ranks):
+    expected = dict.fromkeys(models.exact(), "exact")
+    if ranks == 3:  # on one rank some of the others are exact
+        expected |= dict.fromkeys(models.REFUSED, "refused")
+    assert_verdicts(worlds, models.cases, expected, ranks=ranks)
 
 
 def test_each_layer_that_is_called_exact_is_tested_here():

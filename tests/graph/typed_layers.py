@@ -1,17 +1,11 @@
-"""Layers and models on graphs with several types of nodes and edges, as in one process."""
+"""A table of layers and models on a graph with several types of nodes and edges."""
 
 from functools import cache
 
-import pytest
 import torch
 import torch_geometric.nn as pyg
 from torch import nn
-from torch_geometric.data import Data, HeteroData
-
-from tests.graph.against_one import CLOSE, IDLE, assert_verdicts, graph_of
-from tests.worlds import on_ranks
-from varcomm import ArgumentError
-from varcomm.graph import distribute, partition
+from torch_geometric.data import HeteroData
 
 CHANNELS = {"a": 4, "b": 3, "c": 5}
 EDGES = {
@@ -166,7 +160,7 @@ LAYERS = {
 }
 
 
-def layers():
+def cases():
     """Return the cases: by features of all nodes, and by the attributes that a layer takes."""
     of_nodes, found = [f"x_{kind}" for kind in CHANNELS], {}
     for name, (make, takes) in LAYERS.items():
@@ -175,66 +169,3 @@ def layers():
         by = [*of_nodes, *(f"{what}_{'_'.join(key)}" for what in of_edges for key in EDGES)]
         found[name] = make, call, *by
     return found
-
-
-@pytest.mark.parametrize(
-    ("ranks", "method"),
-    [(3, IDLE), *(pytest.param(ranks, "random", marks=pytest.mark.slow) for ranks in (1, 2, 3, 5))],
-)
-def test_layers_equal_their_single_process_twins(worlds, ranks, method):
-    expected = dict.fromkeys(LAYERS, "exact")
-    assert_verdicts(worlds, layers, expected, data_of, ranks, method, second=True)
-
-
-@on_ranks(3)
-def test_types_of_edges(rank):
-    """Copies of edges are still of their type; ordinary tensors and other edges are refused."""
-    torch.manual_seed(0)
-    graph = graph_of(data_of(), "random")
-    layer = distribute(pyg.SAGEConv(4, 5).double(), graph)
-    edges, x = graph["a", "self", "a"].edge_index, graph["a"].x
-    expected = layer(x, edges)
-    torch.testing.assert_close(layer(x, edges.clone()), expected)
-    with pytest.raises(
-        ArgumentError, match=r"propagate on .*edges must be given as graph.edge_ind"
-    ):
-        layer(x, edges.plain)
-    kind = ("a", "to", "b")
-    layer = distribute(pyg.HeteroConv({kind: pyg.SAGEConv((4, 3), 5).double()}), graph)
-    edges = graph[kind].edge_index
-    loops = torch.arange(min(graph["a"].num_owned, graph["b"].num_owned)).expand(2, -1)
-    with pytest.raises(ArgumentError, match="no self loops"):
-        layer(graph.x_dict, {kind: torch.cat([edges, loops], dim=1)})
-    fewer = layer(graph.x_dict, {kind: edges[:, ::2]})
-    assert fewer["b"].shape == (graph["b"].num_owned, 5)
-
-
-@on_ranks(3)
-def test_bases(rank):
-    """PyG adds offsets to the ids of all types."""
-    graph, edges = graph_of(data_of()), ["to", "back"]
-    kinds = [key for key in EDGES if key[1] in edges]
-    model = pyg.to_hetero_with_bases(OneKind(), (["a", "b"], kinds), 2, {"x": 4})
-    for name, parameter in model.named_parameters():
-        if "edge_type_weight" in name:  # which PyG leaves as memory was
-            nn.init.ones_(parameter)
-    x_dict = {kind: graph[kind].x.float() for kind in ("a", "b")}
-    model = distribute(model, graph)
-    with pytest.raises(ArgumentError, match="Operations in place"):
-        model(x_dict, {key: graph[key].edge_index for key in kinds})
-
-
-@on_ranks(3)
-def test_moved(rank):
-    """From a graph with several types to one with a single type, and back."""
-    torch.manual_seed(0)
-    layer, data, graph = pyg.SGConv(4, 5).double(), data_of(), graph_of(data_of(), "random")
-    plain = data["a", "other", "a"].edge_index
-    whole = layer(data["a"].x, plain)
-    alone = partition(Data(x=data["a"].x, edge_index=plain), method="block")
-    for _ in range(2):
-        part = distribute(layer, graph)(graph["a"].x, graph["a", "other", "a"].edge_index)
-        torch.testing.assert_close(part, whole[graph["a"].owned_ids], **CLOSE)
-        part = distribute(layer, alone)(alone.x, alone.edge_index)
-        torch.testing.assert_close(part, whole[alone.owned_ids], **CLOSE)
-    assert "forward" not in vars(layer)
