@@ -1,7 +1,5 @@
 """Batches of graphs that span ranks."""
 
-from dataclasses import dataclass
-
 import torch
 from torch_geometric.data import Data
 
@@ -15,19 +13,6 @@ FIRST = {"rtol": 1e-10, "atol": 1e-10}
 SECOND = {"rtol": 1e-9, "atol": 1e-9}
 
 
-@dataclass
-class Whole:
-    """Values of all nodes, of which each rank takes its own."""
-
-    x: torch.Tensor
-    batch: torch.Tensor
-    kinds: torch.Tensor
-    weight: torch.Tensor
-
-    def rows(self, ids):
-        return Whole(self.x[ids], self.batch[ids], self.kinds[ids], self.weight[ids])
-
-
 def whole(*features, dtype=torch.float64, nodes=NODES):
     """Nodes with a graph each, not sorted, and a kind each; the same at every call."""
     generator = torch.Generator().manual_seed(3)
@@ -35,7 +20,11 @@ def whole(*features, dtype=torch.float64, nodes=NODES):
     weight = torch.randn(nodes, *features, dtype=torch.float64, generator=generator).to(dtype)
     batch = torch.tensor([4, 0, 1, 0, 3, 4, 1])[torch.arange(nodes) * 5 % 7]
     kinds = torch.tensor([0, 2, 2])[torch.arange(nodes) % 3]
-    return Whole(x, batch, kinds, weight)
+    return no_edges(nodes, x=x, batch=batch, kinds=kinds, weight=weight)
+
+
+def rows_of(data, ids):
+    return Data(**{name: data[name][ids] for name in ("x", "batch", "kinds", "weight")})
 
 
 def no_edges(nodes, **values):
@@ -47,11 +36,6 @@ def partitions(data=None):
     ranks = torch.distributed.get_world_size()
     methods = ("random", split_by("a rank owns nothing", NODES, ranks))
     return [partition(data or wild(NODES), method=method) for method in methods]
-
-
-def as_data(given):
-    """Return these nodes as a graph without edges."""
-    return no_edges(len(given.x), **vars(given))
 
 
 def plain(vector):

@@ -15,6 +15,7 @@ from torch_geometric.data import Data, HeteroData
 import varcomm
 from tests.graph.graphs import WORLDS, grid, wild
 from tests.graph.parts import Refused, assert_told
+from tests.worlds import on_ranks
 from varcomm import ArgumentError, DisagreementError, GroupError, MissingPackageError, ShardSizes
 from varcomm.graph import assign, assign_sharded
 
@@ -394,9 +395,8 @@ def cases():
         yield column, None, 2, torch.tensor([2, 2, 3, 4])
 
 
-def owners(rank):
-    ranks = dist.get_world_size()
-    found = []
+@on_ranks(*WORLDS)
+def test_as_one_process_with_all_positions(rank, ranks):
     for method in SHARDED:
         for pos, weights, parts, starts in cases():
             bounds = starts[: ranks - 1].sort().values.tolist()
@@ -408,30 +408,17 @@ def owners(rank):
             owner = assign_sharded(mine, parts, method, node_weight=weight)
             assert torch.equal(mine, before), "the positions have changed"
             assert (owner.dtype, owner.requires_grad) == (torch.int64, False)
-            found.append(owner)
-    return found
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_as_one_process_with_all_positions(worlds, ranks):
-    got = zip(*worlds.run(ranks, owners), strict=True)
-    for method in SHARDED:
-        for pos, weights, parts, _ in cases():
             expected = assign(at(pos), parts, method, node_weight=weights)
-            assert torch.equal(torch.cat(next(got)), expected)
+            assert torch.equal(owner, expected.tensor_split(bounds)[rank])
 
 
-def in_a_group(rank):
-    group = dist.new_group([2, 1])  # all ranks create it, and the last rank is its first
-    if rank == 0:
-        return None
-    pos = torch.tensor([0.0, 2.0, 4.0]) if rank == 1 else torch.tensor([3.0, 1.0])
-    return assign_sharded(pos, 2, "rcb", group).tolist()
-
-
-def test_ranks_of_a_group(worlds):
+@on_ranks(3)
+def test_ranks_of_a_group(rank):
     # equal shares, the larger one first: 0, 1, 2 and 3, 4
-    assert worlds.run(3, in_a_group) == [None, [0, 0, 1], [1, 0]]
+    group = dist.new_group([2, 1])  # all ranks create it, and the last rank is its first
+    if rank > 0:
+        pos, owner = [([0.0, 2.0, 4.0], [0, 0, 1]), ([3.0, 1.0], [1, 0])][rank - 1]
+        assert assign_sharded(torch.tensor(pos), 2, "rcb", group).tolist() == owner
 
 
 def received(rank):

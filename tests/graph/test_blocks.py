@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 import varcomm
 from tests.graph.against_one import compare
 from tests.graph.graphs import split_by, wild
-from tests.ops.comparing import assert_none
 from tests.worlds import on_ranks
 from varcomm import ArgumentError
 from varcomm.graph import distribute, partition
@@ -62,8 +61,11 @@ MODELS = {
 }
 
 
-def check(rank, name, method):
-    data = wild()
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=slow), pytest.param(2, marks=slow)])
+@on_ranks()
+def test_one_exchange_equals_one_per_layer(rank, ranks, name):
+    data, method = wild(), split_by("a rank owns nothing", 24, ranks)
     data.batch, data.edge_weight = torch.arange(24) % 3, data.edge_weight.abs()
     make, extra, needed = MODELS[name]
 
@@ -77,13 +79,6 @@ def check(rank, name, method):
         found = compare(make, call, data, graph, second=True, close=CLOSE)
         wrong += [f"{name}, {hops} hops: {one}" for one in found]
     return wrong
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=slow), pytest.param(2, marks=slow)])
-def test_one_exchange_equals_one_per_layer(worlds, ranks, name):
-    method = split_by("a rank owns nothing", 24, ranks)
-    assert_none(worlds.run(ranks, check, name, method))
 
 
 @on_ranks(3)

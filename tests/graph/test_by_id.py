@@ -66,7 +66,8 @@ WRONG = (
 )
 
 
-def refusals(rank):
+@on_ranks(3)
+def test_refusals(rank):
     graph = partition(wild(NODES), method="block")
     for wrong, word in WRONG:
         given = wrong(graph) if rank == 1 else (graph.x, ids_of(0))
@@ -86,11 +87,7 @@ def refusals(rank):
         with pytest.raises(ArgumentError, match="with_halo"):
             _ = wild(NODES).x[graph.edge_index[0]]
     with varcomm.debug():
-        return torch.equal(graph.rows(graph.x, graph.owned_ids), graph.x)
-
-
-def test_refusals(worlds):
-    assert worlds.run(3, refusals) == [True] * 3
+        assert torch.equal(graph.rows(graph.x, graph.owned_ids), graph.x)
 
 
 def splits(data):

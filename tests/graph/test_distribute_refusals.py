@@ -13,9 +13,10 @@ from torch_geometric.utils import get_laplacian
 
 import varcomm
 from tests.graph.layers import example
+from tests.graph.parts import Refused, assert_told
+from tests.worlds import on_ranks
 from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import distribute, partition
-from varcomm.graph.layers.refused import EXACT_AGGREGATIONS
 from varcomm.graph.layers.refused import REFUSED as LAYERS_REFUSED
 
 DATA = example()
@@ -121,12 +122,6 @@ ALLOWED = [
 ]
 
 
-def error_of(kind, call, *args):
-    with pytest.raises(kind) as caught:
-        call(*args)
-    return str(caught.value)
-
-
 def made_without_its_package(kind):
     """A layer of a class which refuses to be made without a compiled package."""
     layer = kind.__new__(kind)
@@ -135,37 +130,29 @@ def made_without_its_package(kind):
 
 
 def refused(rank):
-    """Messages on one rank, of models that are refused on all, and of one that is on rank 1."""
-    graph = partition(DATA, method="block")
-    own, pygs = [], {}
-    for make, _ in REFUSED:
+    """Models that are refused on all ranks, one that is on rank 1, and models that are not."""
+    graph, refuse = partition(DATA, method="block"), Refused(distribute)
+    for make, name in REFUSED:
         model = seeded(make)
-        own.append(error_of(ArgumentError, distribute, model, graph))
+        refuse(ArgumentError, (name,), model, graph)
         layers = model.modules() if isinstance(model, nn.Module) else ()
-        assert not any("varcomm" in repr(vars(layer).keys()) for layer in layers), own[-1]
-    for name in LAYERS_REFUSED:
+        assert not any("varcomm" in repr(vars(layer).keys()) for layer in layers), name
+    for name, reason in LAYERS_REFUSED.items():
         model = made_without_its_package(getattr(pyg, name, RadiusInteractionGraph))
-        pygs[name] = error_of(ArgumentError, distribute, model, graph)
-    on_rank_1 = pyg.WLConv() if rank == 1 else seeded(sage)
+        refuse(ArgumentError, (reason,), model, graph)
+    refuse(
+        ArgumentError, ("on rank 1", "WLConv"), pyg.WLConv() if rank == 1 else seeded(sage), graph
+    )
     for make in ALLOWED:
         model = seeded(make)
         assert distribute(model, graph) is model
     with pytest.raises(ArgumentError, match=r"must be a PartitionedGraph, .* order is distribute"):
         distribute(graph, sage())
-    return own, pygs, error_of(ArgumentError, distribute, on_rank_1, graph)
+    return refuse.told
 
 
 def test_models_refused_on_all_ranks_and_others(worlds):
-    told, *others = worlds.run(3, refused)
-    assert others == [told] * 2
-    own, pygs, on_rank_1 = told
-    for message in (*own, *pygs.values(), on_rank_1):
-        assert message.startswith("graph.distribute: refused on rank ")
-    for (_, name), message in zip(REFUSED, own, strict=True):
-        assert name in message
-    for name, message in pygs.items():
-        assert LAYERS_REFUSED[name] in message
-    assert any(", ".join(sorted(EXACT_AGGREGATIONS)) in message for message in own)
+    assert_told(worlds.run(3, refused), "graph.distribute: refused on rank ")
 
 
 def with_buffer(value):
@@ -208,11 +195,10 @@ class Mine(pyg.SAGEConv):
 
 def different(rank):
     """Lazy parameters are made in the first call, from equal seeds."""
-    graph = partition(DATA, method="block")
-    told = [
-        error_of(DisagreementError, distribute, seeded(mine if rank == 1 else others), graph)
-        for mine, others, _ in DIFFERENT
-    ]
+    graph, refuse = partition(DATA, method="block"), Refused(distribute)
+    for mine, others, names in DIFFERENT:
+        model = seeded(mine if rank == 1 else others)
+        refuse(DisagreementError, (f"{names}. ",), model, graph)
     model = distribute(seeded(lambda: pyg.SAGEConv(-1, 4).double()), graph)
     model(graph.x, graph.edge_index)
     assert distribute(model, graph) is model
@@ -220,15 +206,11 @@ def different(rank):
     mixed = seeded(lambda: nn.ModuleList([pyg.SAGEConv(-1, 4), nn.Linear(2, 2)]), rank)
     with pytest.raises(DisagreementError, match=r"they differ in 1\.weight, 1\.bias\. Make"):
         distribute(mixed, graph)
-    return told
+    return refuse.told
 
 
 def test_ranks_with_different_models(worlds):
-    told, *others = worlds.run(3, different)
-    assert others == [told] * 2
-    for message, (_, _, names) in zip(told, DIFFERENT, strict=True):
-        assert message.startswith("graph.distribute: ranks [1] have other parameters")
-        assert f"{names}. Make the same model" in message
+    assert_told(worlds.run(3, different), "graph.distribute: ranks [1] have other parameters")
 
 
 class Calls(nn.Module):
@@ -278,7 +260,8 @@ MISUSE_OF_OTHERS = [
 ]
 
 
-def misuse(rank):
+@on_ranks(3)
+def test_arguments_that_do_not_fit(rank):
     """Refused on this rank before any communication: the ranks go on."""
     graph = partition(DATA, method="block")
     layer = distribute(seeded(lambda: sage().double()), graph)
@@ -291,11 +274,6 @@ def misuse(rank):
         model = distribute(seeded(make), graph)
         with pytest.raises(ArgumentError):
             model(*given(graph))
-    with varcomm.debug():
-        x = graph.x if rank != 1 else DATA.x
-        return error_of(DisagreementError, layer, x, graph.edge_index)
-
-
-def test_arguments_that_do_not_fit(worlds):
-    for told in worlds.run(3, misuse):
-        assert "on rank 1: edge_index on rank 1 of 3: edges select from 24 rows" in told
+    told = "on rank 1: edge_index on rank 1 of 3: edges select from 24 rows"
+    with varcomm.debug(), pytest.raises(DisagreementError, match=told):
+        layer(graph.x if rank != 1 else DATA.x, graph.edge_index)

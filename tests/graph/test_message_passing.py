@@ -11,7 +11,7 @@ from torch_geometric.nn.resolver import aggregation_resolver
 import varcomm
 from tests.graph.against_one import compare, graph_of, two_types
 from tests.graph.graphs import grid, split_by, wild
-from tests.ops.comparing import Failures, assert_none
+from tests.ops.comparing import Failures
 from tests.worlds import WORLDS, on_ranks
 from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import edge_update, message_passing, partition
@@ -120,7 +120,7 @@ def check_traffic(failures):
         assert [(call.sent, call.received) for call in back] == [(received, sent)]
 
 
-def check(rank, ranks, names):
+def check(ranks, names):
     failures = Failures()
     check_traffic(failures)
     for case, data, owner in cases(ranks):
@@ -135,14 +135,15 @@ def check(rank, ranks, names):
     return failures
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_equals_one_process(worlds, ranks):
-    assert_none(worlds.run(ranks, check, ranks, ["sum", "max", "std", "learned softmax"]))
+@on_ranks(*WORLDS)
+def test_equals_one_process(rank, ranks):
+    return check(ranks, ["sum", "max", "std", "learned softmax"])
 
 
 @pytest.mark.slow
-def test_other_aggregations(worlds):
-    assert_none(worlds.run(3, check, 3, [*AGGREGATIONS]))
+@on_ranks(3)
+def test_other_aggregations(rank):
+    return check(3, AGGREGATIONS)
 
 
 def two_steps(graph, x, edge_attr):
@@ -150,16 +151,13 @@ def two_steps(graph, x, edge_attr):
     return message_passing(graph, lambda a, b, e: a * b.sin() * e[:, None], x, new)
 
 
-def derivatives(rank, ranks):
-    for _, data, owner in list(cases(ranks))[1:]:
+@pytest.mark.slow
+@on_ranks(3)
+def test_derivatives_and_forward_mode(rank):
+    for _, data, owner in list(cases(3))[1:]:
         graph = partition(data, method=owner)
         for proof in (gradcheck, gradgradcheck):
             proof(partial(two_steps, graph), graph.x, graph.edge_attr, fast_mode=True)
-
-
-@pytest.mark.slow
-def test_derivatives_and_forward_mode(worlds):
-    assert worlds.run(3, derivatives, 3) == [None] * 3
 
 
 def between(_, g):
@@ -255,16 +253,12 @@ def test_refused_before_any_communication(rank):
         message_passing(several, difference, several.x)
 
 
-def in_debug(rank):
+@on_ranks(3)
+def test_all_ranks_raise_in_debug(rank):
     graph = partition(wild(), method="block")
     for message in (lambda a, b: a[1:], lambda a, b: a.sum(), lambda a, b: [a]):
         with pytest.raises(ArgumentError, match=r"message must return .*one row for each of"):
             message_passing(graph, message, graph.x)
-    with varcomm.debug(), pytest.raises(DisagreementError) as caught:
+    told = "on rank 1: graph.message_passing on rank 1 of 3: "
+    with varcomm.debug(), pytest.raises(DisagreementError, match=told):
         message_passing(graph, difference, graph.x[rank % 2 :])
-    return str(caught.value)
-
-
-def test_all_ranks_raise_in_debug(worlds):
-    for told in worlds.run(3, in_debug):
-        assert "on rank 1: graph.message_passing on rank 1 of 3: " in told

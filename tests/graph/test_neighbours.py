@@ -11,6 +11,7 @@ from ase.neighborlist import primitive_neighbor_list
 from torch_geometric.nn import SAGEConv
 
 import varcomm as vc
+from tests.graph.parts import Refused, assert_told
 from tests.worlds import WORLDS, on_ranks
 from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import PartitionedGraph, knn, radius
@@ -245,20 +246,14 @@ DIFFERENT = [
 
 
 def refusals(rank):
-    messages = []
-
-    def refused(kind, word, call, **arguments):
-        with pytest.raises(kind, match=word) as caught:
-            call(**arguments)
-        messages.append(str(caught.value))
-
+    found, nearest = Refused(radius), Refused(knn)
     pos = torch.rand(2, 3, dtype=torch.float64)
     right = {"pos": pos, "cutoff": 1.5, "cell": CELL, "pbc": True, "skin": 0.5}
     right["ids"] = torch.arange(2) + 2 * rank
     old = radius(**right)
     for kind, table in ((ArgumentError, WRONG), (DisagreementError, DIFFERENT)):
         for change, word in table:
-            refused(kind, word, radius, **(right | (change if rank == 1 else {})))
+            found(kind, (word,), **(right | (change if rank == 1 else {})))
     other = torch.distributed.new_group([0, 1, 2])
     for change in (
         {"cutoff": 1.0},
@@ -268,21 +263,20 @@ def refusals(rank):
         {"previous": old.to("meta")},
         {"pos": pos[:1], "ids": right["ids"][:1]} if rank == 2 else {},
     ):
-        refused(ArgumentError, "previous", radius, **(right | {"previous": old} | change))
+        found(ArgumentError, ("previous",), **(right | {"previous": old} | change))
     mixed = right | {"previous": old if rank else None}
-    refused(DisagreementError, "previous", radius, **mixed)
+    found(DisagreementError, ("previous",), **mixed)
     for change in ({"k": 0}, {"k": 6}, {"k": 6, "pos": pos[:0]} if rank else {"k": 6}):
-        refused(ArgumentError, "k|neighbours", knn, **({"pos": pos} | change))
-    refused(ArgumentError, "apart", knn, pos=pos + (1e200 if rank == 1 else 0), k=1)
-    refused(DisagreementError, "k", knn, pos=pos, k=1 + rank)
+        nearest(ArgumentError, ("k",), **({"pos": pos} | change))
+    nearest(ArgumentError, ("apart",), pos=pos + (1e200 if rank == 1 else 0), k=1)
+    nearest(DisagreementError, ("k",), pos=pos, k=1 + rank)
     again = radius(**right, previous=old)  # the old graph is intact
-    return messages, again.plan is old.plan
+    assert again.plan is old.plan
+    return found.told + nearest.told
 
 
 def test_refused_on_all_ranks(worlds):
-    parts = worlds.run(3, refusals)
-    assert [messages for messages, _ in parts] == [parts[0][0]] * 3
-    assert all(kept for _, kept in parts)
+    assert_told(worlds.run(3, refusals))
 
 
 def traffic(rank, atoms):
@@ -331,14 +325,11 @@ def test_the_graph_serves_models_means_and_files(worlds, tmp_path):
         torch.testing.assert_close(part[1], pos.mean(), rtol=1e-12, atol=1e-12)
 
 
-def freed(rank):
+@on_ranks(1)
+def test_memory_is_freed_with_the_last_reference(rank):
     gc.disable()  # which would only run later
     graph = radius(torch.rand(9, 3), 1.0)
     index, edges = graph.edge_index, weakref.ref(graph.edges)
     del graph, index
     gc.enable()
-    return edges() is None
-
-
-def test_memory_is_freed_with_the_last_reference(worlds):
-    assert worlds.run(1, freed) == [True]
+    assert edges() is None

@@ -12,9 +12,9 @@ from torch import nn
 
 import varcomm
 from tests.graph.against_one import compare
-from tests.graph.batches import FIRST, GRAPHS, SECOND, as_data, no_edges, partitions, plain, whole
+from tests.graph.batches import FIRST, GRAPHS, SECOND, no_edges, partitions, plain, rows_of, whole
 from tests.graph.graphs import wild
-from tests.ops.comparing import Failures, assert_none
+from tests.ops.comparing import Failures
 from tests.worlds import WORLDS, on_ranks
 from varcomm import ArgumentError
 from varcomm.graph import global_norm, partition
@@ -117,7 +117,7 @@ def test_as_in_one_process(rank):
     wrong, graphs = [], {}
     for name, norm in NORMS.items():
         if norm.features not in graphs:
-            data = as_data(whole(*norm.features))
+            data = whole(*norm.features)
             graphs[norm.features] = data, partitions(data)[1]
 
         def call(module, g, norm=norm):
@@ -145,7 +145,7 @@ def check_halo(failures, graph, name):
     x = given.x.clone().requires_grad_()
     out = alone(x, *NORMS[name].arguments(given))
     (out.sin() * given.weight * times).sum().backward()
-    own, rows = given.x[graph.owned_ids].requires_grad_(), given.rows(ids)
+    own, rows = given.x[graph.owned_ids].requires_grad_(), rows_of(given, ids)
     got = module(graph.with_halo(own), *NORMS[name].arguments(rows))
     (got.sin() * rows.weight).sum().backward()
     varcomm.data_parallel.sum_gradients(module)
@@ -161,7 +161,7 @@ def check_narrow(failures, graph, name, dtype, close, parameters, shift=0):
     """Against fp64; dtypes and running statistics as PyG's."""
     given = whole(*NORMS[name].features)
     given.x = (given.x + shift).to(dtype)
-    rows, alone = given.rows(graph.owned_ids), made(name)
+    rows, alone = rows_of(given, graph.owned_ids), made(name)
     expected = alone(given.x.double(), *NORMS[name].arguments(given))[graph.owned_ids]
     theirs = made(name).to(parameters)(given.x, *NORMS[name].arguments(given))
     module = on(made(name).to(parameters), graph)
@@ -189,15 +189,15 @@ def test_rows_of_the_halo_and_narrow_floats(rank):
     return failures
 
 
-def bytes_sent(rank):
-    graph, found = partition(wild(), method="random"), []
-    for name, training, _ in SENT:
-        given = whole(*NORMS[name].features, nodes=24).rows(graph.owned_ids)
+@on_ranks(3)
+def test_no_more_is_sent_than_is_said(rank):
+    graph = partition(wild(), method="random")
+    for name, training, values in SENT:
+        given = rows_of(whole(*NORMS[name].features, nodes=24), graph.owned_ids)
         module = on(made(name, training), graph)
         with varcomm.trace() as calls:
             module(given.x, *NORMS[name].arguments(given))
-        found.append(sum(call.received for call in calls))
-    return found
+        assert sum(call.received for call in calls) == 2 * 8 * values, name
 
 
 # values that each rank sends to each other rank
@@ -226,18 +226,14 @@ SENT = [
 ]
 
 
-def test_no_more_is_sent_than_is_said(worlds):
-    expected = [2 * 8 * values for _, _, values in SENT]
-    assert worlds.run(3, bytes_sent) == [expected] * 3
-
-
-def one_node(rank):
-    """Return which norms refuse a single node; other ranks own nothing, and must not go on."""
+@on_ranks(3)
+def test_a_graph_of_one_node(rank):
+    """Some norms refuse a single node; other ranks own nothing, and must not go on."""
     failures, refused = Failures(), set()
     graph = partition(no_edges(1), method=torch.tensor([1]))
     for name in NORMS:
         given = whole(*NORMS[name].features, nodes=1)
-        rows = given.rows(graph.owned_ids)
+        rows = rows_of(given, graph.owned_ids)
         module, alone = on(made(name), graph), made(name)
         try:
             expected = alone(given.x, *NORMS[name].arguments(given))
@@ -250,7 +246,8 @@ def one_node(rank):
         with failures.named(name):
             torch.testing.assert_close(got, expected[graph.owned_ids], **FIRST)
             torch.testing.assert_close(buffers(module), buffers(alone), **FIRST)
-    return failures, refused
+    assert refused == REFUSE_ONE
+    return failures
 
 
 REFUSE_ONE = {
@@ -265,13 +262,6 @@ REFUSE_ONE = {
     "InstanceNorm, nothing",
     "InstanceNorm tracked, nothing",
 }
-
-
-@pytest.mark.filterwarnings("ignore:std.*degrees of freedom")
-def test_a_graph_of_one_node(worlds):
-    results = worlds.run(3, one_node)
-    assert_none([failures for failures, _ in results])
-    assert [refused for _, refused in results] == [REFUSE_ONE] * 3
 
 
 @on_ranks(3)
@@ -364,13 +354,10 @@ def test_which_norms_are_known():
             global_norm(make(), None)
 
 
-def refused(rank):
+@on_ranks(3)
+def test_refusals(rank):
     graph = partition(no_edges(9), method="block")
     for make, given, message in REFUSED:
         x = given[0] + rank if isinstance(given[0], torch.Tensor) else given[0]
         with pytest.raises(ArgumentError, match=f"rank .* of 3.*: .*{message}"):
             on(make(), graph)(x, *given[1:])
-
-
-def test_refusals(worlds):
-    assert worlds.run(3, refused) == [None] * 3

@@ -10,6 +10,7 @@ from torch_geometric import EdgeIndex
 from torch_geometric.data import Data, HeteroData
 
 import varcomm
+from tests.graph.against_one import graph_of
 from tests.graph.batches import plain
 from tests.graph.graphs import METHODS, WORLDS, rich, split_by, wild
 from tests.graph.parts import (
@@ -22,31 +23,37 @@ from tests.graph.parts import (
     same,
 )
 from tests.graph.typed import WAYS, owners, typed
+from tests.worlds import on_ranks
 from varcomm import ArgumentError, DisagreementError, GroupError, MissingPackageError
 from varcomm.graph import EdgeShard, NodeShard, assign, partition
 
 NO_EDGES = torch.zeros(2, 0, dtype=torch.int64)
-GRAPHS = {
-    "wild": wild(),
-    "no edges": Data(x=torch.rand(7, 1), pos=torch.rand(7, 2), edge_index=NO_EDGES),
-    "fewer nodes than ranks": Data(
-        x=torch.rand(2, 1), pos=torch.rand(2, 2), edge_index=torch.tensor([[0, 0, 1], [1, 1, 1]])
-    ),
-    "no nodes": Data(x=torch.rand(0, 1), pos=torch.rand(0, 2), edge_index=NO_EDGES),
-    "a star": Data(
-        x=torch.rand(9, 1),
-        pos=torch.rand(9, 2),
-        edge_index=torch.stack([torch.arange(9), torch.full((9,), 4)]),
-    ),
-}
 
 
-def wrong_parts(rank, graphs, ranks):
-    """Compare the parts of all graphs, by all methods, with those found by hand."""
+def graphs():
+    """Small graphs, the same at every call."""
+    draws = torch.Generator().manual_seed(4)
+
+    def placed(nodes, edge_index):
+        x, pos = torch.rand(nodes, 3, generator=draws).split([1, 2], dim=1)
+        return Data(x=x, pos=pos, edge_index=edge_index)
+
+    return {
+        "wild": wild(),
+        "no edges": placed(7, NO_EDGES),
+        "fewer nodes than ranks": placed(2, torch.tensor([[0, 0, 1], [1, 1, 1]])),
+        "no nodes": placed(0, NO_EDGES),
+        "a star": placed(9, torch.stack([torch.arange(9), torch.full((9,), 4)])),
+    }
+
+
+@on_ranks(*WORLDS)
+def test_parts_make_up_the_full_graph(rank, ranks):
+    """The parts of all graphs, by all methods, are those found by hand."""
     wrong = []
     cases = [
         (f"{name} by {method}", data, split_by(method, data.num_nodes, ranks))
-        for name, data in graphs.items()
+        for name, data in graphs().items()
         for method in METHODS
     ]
     cases += [(f"types, {way}", typed(), owners(typed(), way, ranks)) for way in WAYS]
@@ -65,55 +72,43 @@ def wrong_parts(rank, graphs, ranks):
             assert f"{report.owned[rank]} of {sum(report.owned)} nodes" in repr(graph)
         if not isinstance(data, HeteroData):
             assert torch.equal(data.edge_index, before.edge_index), "the full graph has changed"
-    graph = partition(wild(), method=split_by("a rank owns nothing", 24, ranks))
+    graph = graph_of(wild())
     varcomm.testing.dot_test(graph.with_halo, graph.x)
     varcomm.testing.gradgradcheck(lambda x: graph.with_halo(x**2), graph.x[:, :1], fast_mode=True)
     return wrong
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_parts_make_up_the_full_graph(worlds, ranks):
-    assert worlds.run(ranks, wrong_parts, GRAPHS, ranks) == [[]] * ranks
 
 
 def with_attributes_of_the_graph():
     data = rich()
     data.depth, data.back = np.arange(24, dtype=">f4"), np.arange(48.0).reshape(24, 2)[::-1]
     data.depth.flags.writeable = False
-    data.color_index, data.part = torch.rand(1, 24), torch.rand(9, 2)[4:5]
+    data.color_index, data.part = torch.arange(24.0)[None], torch.arange(18.0).view(9, 2)[4:5]
     data.scalar, data.title, data.nothing_at_all = torch.tensor(2.5), "a graph", None
     data.settings = {"depth": [400], "at": torch.arange(3)}
     return data
 
 
-def local_attributes(rank, data, method):
+@on_ranks(3)
+def test_attributes_of_nodes_edges_and_the_graph(rank):
+    data = with_attributes_of_the_graph()
+    of_graph = {"scalar", "part", "title", "settings", "color_index"}
+    of_edge = {name for name, _ in data if name.startswith("edge_")} - {"edge_index"}
+    of_node = set(data.keys()) - of_graph - of_edge - {"edge_index", "num_nodes", "nothing_at_all"}
     data.learned = data.x.clone().requires_grad_() * 2
-    graph = partition(data, method=method)
+    graph = graph_of(data)
     assert isinstance(graph.data, Data)
     assert not graph.learned.requires_grad
     assert ("x" in graph, "z" in graph, "num_edges" in graph) == (True, False, False)
     counts = graph.num_nodes, graph.num_edges, graph.num_node_features, graph.num_edge_features
+    assert counts == (data.num_nodes, data.num_edges, 4, 3)
     part = {name: plain(value) for name, value in graph.data.to_dict().items()}
-    del part["learned"]
-    return graph.owned_ids, counts, part
-
-
-def test_attributes_of_nodes_edges_and_the_graph(worlds):
-    data = with_attributes_of_the_graph()
-    nodes, edges = data.num_nodes, data.num_edges
-    of_graph = {"scalar", "part", "title", "settings", "color_index"}
-    of_edge = {name for name, _ in data if name.startswith("edge_")} - {"edge_index"}
-    of_node = set(data.keys()) - of_graph - of_edge - {"edge_index", "num_nodes", "nothing_at_all"}
-    method = split_by("a rank owns nothing", nodes, 3)
-    for owned, counts, part in worlds.run(3, local_attributes, data, method):
-        into = torch.isin(data.edge_index[1], owned).nonzero().view(-1)
-        assert counts == (nodes, edges, 4, 3)
-        assert set(part) == {*of_node, *of_edge, *of_graph, "edge_index", "num_nodes"}
-        for keys, ids in ((of_node, owned), (of_edge, into)):
-            for key in keys:
-                assert part[key].tolist() == data[key][ids.numpy()].tolist(), key
-                assert isinstance(data[key], np.ndarray) or same(part[key], data[key][ids]), key
-        assert all(same(part[key], data[key]) for key in of_graph)
+    assert set(part) == {*of_node, *of_edge, *of_graph, "learned", "edge_index", "num_nodes"}
+    into = torch.isin(data.edge_index[1], graph.owned_ids).nonzero().view(-1)
+    for keys, ids in ((of_node, graph.owned_ids), (of_edge, into)):
+        for key in keys:
+            assert part[key].tolist() == data[key][ids.numpy()].tolist(), key
+            assert isinstance(data[key], np.ndarray) or same(part[key], data[key][ids]), key
+    assert all(same(part[key], data[key]) for key in of_graph)
 
 
 class OwnData(Data):
@@ -122,10 +117,14 @@ class OwnData(Data):
         return dims[key] if key in dims else super().__cat_dim__(key, value, *args, **kwargs)
 
 
-def read_as_pyg_does(rank):
-    """Rows by PyG's rules, names with index, dtypes, NaN equal to itself."""
+@on_ranks(2)
+def test_rows_are_those_of_pyg(rank):
+    """Names with index, dtypes, NaN equal to itself; classes of users decide too.
+
+    With as many edges as nodes, ``edge`` in the name decides.
+    """
     values = torch.arange(4.0)
-    edges = torch.tensor([[3, 0, 1, 2], [1, 2, 3, 0]])  # edge i is not into node i
+    edges = torch.tensor([[3, 0, 1, 2], [1, 2, 3, 0]])
     ring = OwnData(edge_index=EdgeIndex(edges, sparse_size=(4, 4)), x=values, weight=values)
     ring.edge_attr, ring.settings, ring.scale = values, torch.ones(4), math.nan
     ring.leaf_area_index, ring.index_name, ring.is_index = torch.ones(4), "WIND", values > 0
@@ -138,15 +137,10 @@ def read_as_pyg_does(rank):
     ring.columns = torch.rand(2, 4)
     with pytest.raises(ArgumentError, match=r"data\.columns"):
         partition(ring)
-    rows = [graph[key].tolist() for key in ("x", "weight", "edge_attr")]
-    return rows, graph.settings.shape, graph.leaf_area_index.tolist()
-
-
-def test_rows_are_those_of_pyg(worlds):
-    """With as many edges as nodes, ``edge`` in the name decides; classes of users decide too."""
-    even, odd = [0.0, 2.0], [1.0, 3.0]
-    expected = [([even, even, odd], (4,), [1.0, 1.0]), ([odd, odd, even], (4,), [1.0, 1.0])]
-    assert worlds.run(2, read_as_pyg_does) == expected
+    own, others = torch.arange(4.0).view(2, 2).T[[rank, 1 - rank]]  # edge i is not into node i
+    for key, rows in (("x", own), ("weight", own), ("edge_attr", others)):
+        assert torch.equal(graph[key], rows)
+    assert (graph.settings.shape, graph.leaf_area_index.tolist()) == ((4,), [1.0, 1.0])
 
 
 def in_a_subgroup(rank):
@@ -178,27 +172,22 @@ def test_in_a_subgroup(worlds):
     assert parts[0][2] == parts[1][2] == pytest.approx(float(wild().x.mean()), rel=1e-14)
 
 
-def from_one(rank, graphs, data, ranks):
+@on_ranks(*WORLDS)
+def test_from_any_rank(rank, ranks):
     """Graphs that each rank in turn has alone."""
-    wrong = []
+    wrong, data, all_graphs = [], with_attributes_of_the_graph(), graphs()
     idle = split_by("a rank owns nothing", data.num_nodes, ranks)
     ways = ["metis", "rcb", "random", None, idle, idle.to(torch.uint8)]
     cases = [(data, method, 1 + at % 2) for at, method in enumerate(ways)]
     cases += [(typed(), owners(typed(), way, ranks), 1) for way in WAYS]
     small = ("no nodes", "no edges", "fewer nodes than ranks")
-    cases += [(graphs[name], "block", 1) for name in small]
+    cases += [(all_graphs[name], "block", 1) for name in small]
     for at, (data, method, hops) in enumerate(cases):
         src = at % ranks
         mine = (data, None, method) if rank == src else (None, None, None)
         graph = partition(*mine, src=src, hops=hops)
         wrong += differences(graph, partition(data, method=method, hops=hops))
     return wrong
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_from_any_rank(worlds, ranks):
-    data = with_attributes_of_the_graph()
-    assert worlds.run(ranks, from_one, GRAPHS, data, ranks) == [[]] * ranks
 
 
 WRITES, LIKES = ("author", "writes", "paper"), ("author", "likes", "paper")
@@ -214,7 +203,8 @@ UNKNOWN = [
 ]
 
 
-def with_types(rank):
+@on_ranks(3)
+def test_graphs_with_types(rank):
     """Members of a graph with types; a mean, a maximum and a halo of one type."""
     data = typed()
     graph = partition(data, method=owners(data, "a rank owns nothing", 3))
@@ -240,30 +230,22 @@ def with_types(rank):
     varcomm.testing.dot_test(graph[WRITES].with_halo, graph["author"].x)
     rows = graph["author"].scatter(data["author"].x if rank == 1 else None, src=1)
     assert torch.equal(rows, graph["author"].x)
-    return graph.year, loss.item(), paper.gather(gradient)
-
-
-def test_graphs_with_types(worlds):
-    data = typed()
-    x = data["paper"].x.clone().requires_grad_()
-    expected = (x**2)[data["paper"].mask].mean() + x.max()
+    whole = data["paper"].x.clone().requires_grad_()
+    expected = (whole**2)[data["paper"].mask].mean() + whole.max()
     expected.backward()
-    for year, loss, gradient in worlds.run(3, with_types):
-        assert (year, loss) == (1998, pytest.approx(expected.item(), rel=1e-14))
-        torch.testing.assert_close(gradient, x.grad, rtol=1e-13, atol=0)
+    assert (graph.year, loss.item()) == (1998, pytest.approx(expected.item(), rel=1e-14))
+    torch.testing.assert_close(gradient, whole.grad[paper.owned_ids], rtol=1e-13, atol=0)
 
 
-def other_types(rank):
+@on_ranks(2)
+def test_types_of_nodes_alone(rank):
     data = HeteroData()
     data["a"].x, data["b"].num_nodes = torch.arange(5.0), 2
     graph = partition(data, method={"a": torch.tensor([1, 0, 1, 0, 1]), "b": torch.tensor([0, 0])})
     assert (graph.hops, graph.num_edges, graph.edge_types) == (1, 0, [])
     assert graph.report().owned == (4, 3)
-    return graph["a"].x.tolist(), graph["b"].num_owned
-
-
-def test_types_of_nodes_alone(worlds):
-    assert worlds.run(2, other_types) == [([1.0, 3.0], 2), ([0.0, 2.0, 4.0], 0)]
+    expected = [([1.0, 3.0], 2), ([0.0, 2.0, 4.0], 0)][rank]
+    assert (graph["a"].x.tolist(), graph["b"].num_owned) == expected
 
 
 EDGES = torch.tensor([[0, 1, 2], [1, 2, 0]])

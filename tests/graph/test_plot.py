@@ -12,6 +12,7 @@ import varcomm
 from tests.graph.graphs import WORLDS, grid, split_by
 from tests.graph.parts import Refused, assert_told
 from tests.graph.test_mesh import box, saved
+from tests.worlds import on_ranks
 from varcomm.graph import assign, partition
 
 COLOURS = ["#77aadd", "#ee8866", "#eedd88", "#44bb99", "#ffaabb", "#bbcc33", "#99ddff", "#aaaa00"]
@@ -67,7 +68,9 @@ def test_in_space_copies_are_drawn_again_by_themselves(worlds, tmp_path):
         assert (dark[:, half:].sum() > 30) == (rank < 2)
 
 
-def drawn_by_type(rank, folder):
+@pytest.mark.slow
+@on_ranks(3)
+def test_nodes_of_one_type(rank, tmp_path):
     data = HeteroData()
     data["paper"].pos = torch.arange(16.0).view(8, 2) ** 2
     data["author"].pos = torch.arange(12.0).view(4, 3) ** 2
@@ -75,38 +78,29 @@ def drawn_by_type(rank, folder):
     data["author", "writes", "paper"].edge_index = torch.tensor([[3, 0], [0, 7]])
     sizes = {key: data[key].num_nodes for key in data.node_types}
     graph = partition(data, method={key: torch.arange(n) * 2 // n for key, n in sizes.items()})
-    graph.plot(f"{folder}/paper.png", node_type="paper")
-    graph.plot(f"{folder}/author.png", node_type="author")
+    graph.plot(tmp_path / "paper.png", node_type="paper")
+    graph.plot(tmp_path / "author.png", node_type="author")
     for node_type, word in (("venue", "positions"), (None, "node_type"), ("reader", "node_type")):
         with pytest.raises(varcomm.ArgumentError, match=word):
-            graph.plot(f"{folder}/none.png", node_type=node_type)
-
-
-@pytest.mark.slow
-def test_nodes_of_one_type(worlds, tmp_path):
-    worlds.run(3, drawn_by_type, str(tmp_path))
+            graph.plot(tmp_path / "none.png", node_type=node_type)
     # no rank has copies of papers
     dark = [imread(tmp_path / f"{name}.png")[KEY] for name in ("paper", "author")]
     assert [matches(one, RGB[0] * DARKER).any() for one in dark] == [False, True]
     assert not (tmp_path / "none.png").exists()
 
 
-def little(rank, folder):
+@pytest.mark.slow
+@on_ranks(3)
+def test_hardly_anything_to_draw_and_formats(rank, tmp_path):
     """Nodes at one place, or none, in the plane and in space; another format."""
     no_edges = torch.zeros(2, 0, dtype=torch.int64)
     for at, shape in enumerate(((0, 2), (0, 3), (5, 2), (5, 3))):
         graph = partition(Data(pos=torch.ones(shape), edge_index=no_edges), method="block")
-        graph.plot(f"{folder}/{at}.PNG")
-    graph.plot(f"{folder}/parts.pdf")
-
-
-@pytest.mark.slow
-def test_hardly_anything_to_draw_and_formats(worlds, tmp_path):
-    worlds.run(3, little, str(tmp_path))
-    for at in range(4):
+        graph.plot(tmp_path / f"{at}.PNG")
         picture = imread(tmp_path / f"{at}.PNG", format="png")[KEY]
         seen = [matches(picture, colour).any() for colour in RGB[:3]]
         assert sum(seen) == (at > 1)  # nodes at the same place hide each other
+    graph.plot(tmp_path / "parts.pdf")
     assert (tmp_path / "parts.pdf").read_bytes().startswith(b"%PDF")
 
 

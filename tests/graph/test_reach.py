@@ -31,10 +31,6 @@ class Encoder(nn.Module):
         return self.conv(x, edge_index).tanh()
 
 
-def attention(x, batch):
-    return utils.softmax(x, batch) * x
-
-
 def in_place(x, batch):
     out = x.new_zeros(GRAPHS, x.shape[1])
     out.index_add_(0, batch, x)
@@ -48,18 +44,10 @@ def of_any_dimensions(x, batch):
     return tuple(f(rows, batch, n) for f in pools for rows in given for n in (None, GRAPHS + 1))
 
 
-def by_name(name):
-    return aggregation_resolver(name)
-
-
 # each is a function of rows of nodes and the batch vector
 READ = {
-    "by name": global_add_pool,
-    "an aggregation": lambda x, batch: by_name("mean")(x, batch),
-    "several": lambda x, batch: by_name(["sum", "min", "var"])(x, batch),
-    "scatter max": lambda x, batch: utils.scatter(x, batch, reduce="max"),
-    "scatter of graphs": lambda x, batch: utils.scatter(x, batch, dim_size=GRAPHS),
-    "softmax": lambda x, batch: global_add_pool(attention(x, batch), batch),
+    "an aggregation": lambda x, batch: aggregation_resolver("mean")(x, batch),
+    "several": lambda x, batch: aggregation_resolver(["sum", "min", "var"])(x, batch),
     "index_add_": in_place,
     "scatter_add": lambda x, batch: x.new_zeros(GRAPHS, 4).scatter_add(
         0, batch.view(-1, 1).expand_as(x), x

@@ -12,7 +12,7 @@ from torch_geometric.utils import scatter, softmax
 
 import varcomm
 from tests.graph.against_one import compare
-from tests.graph.batches import GRAPHS, SECOND, as_data, no_edges, partitions, whole
+from tests.graph.batches import GRAPHS, SECOND, no_edges, partitions, whole
 from tests.ops.comparing import Failures
 from tests.worlds import WORLDS, on_ranks
 from varcomm import ArgumentError
@@ -53,7 +53,7 @@ READOUTS = {
 
 @on_ranks(*WORLDS)
 def test_aggregations(rank):
-    data, wrong = as_data(whole(C)), []
+    data, wrong = whole(C), []
     graph = partitions(data)[1]
     for name, size in product(READOUTS, (None, GRAPHS)):
 
@@ -83,13 +83,12 @@ def test_pools(rank):
         given = whole(*features)
         given.x = (given.x * 1.5).round() / 7 if is_tied else given.x
         given.batch = given.batch * times
-        data = as_data(given)
-        for graph, name in product(partitions(data), POOLS):
+        for graph, name in product(partitions(given), POOLS):
 
             def call(_, g, name=name, times=times):
                 return POOLS[name](g.x, g.batch, BATCHES[times])
 
-            found = compare(None, call, data, graph, second=True, close=SECOND)
+            found = compare(None, call, given, graph, second=True, close=SECOND)
             wrong += [f"{name}, {features}, {times}, {graph.method}: {one}" for one in found]
     return wrong
 
@@ -97,7 +96,7 @@ def test_pools(rank):
 @on_ranks(3)
 def test_dtypes(rank):
     """Narrow floats and integers."""
-    failures, given, graph = Failures(), whole(C), partitions(as_data(whole(C)))[0]
+    failures, given, graph = Failures(), whole(C), partitions(whole(C))[0]
     ids, narrow = graph.owned_ids, (torch.float32, torch.bfloat16, torch.float16)
     for name, dtype in product(POOLS, (*narrow, torch.int32, torch.uint8)):
         if name in ("mean", "softmax") and dtype not in narrow:
@@ -114,7 +113,7 @@ def test_dtypes(rank):
 def test_not_finite(rank):
     """Graph 0 has nothing but the lowest value, graph 1 the largest, and graph 3 has a NaN."""
     failures, given = Failures(), whole(C)
-    graph = partitions(as_data(given))[0]
+    graph = partitions(given)[0]
     ids = graph.owned_ids
     given.x[given.batch == 0, 0] = -torch.inf
     given.x[given.batch == 1, 1] = torch.inf
@@ -138,7 +137,7 @@ def test_not_finite(rank):
 def test_against_finite_differences(rank):
     """Any number of derivatives, and forward mode, against finite differences."""
     given = whole(2)
-    graph = partitions(as_data(given))[1]
+    graph = partitions(given)[1]
     for name in ("mean", "max", "softmax"):
         pool = partial(POOLS[name], batch=graph.batch)
         varcomm.testing.gradcheck(pool, graph.x, fast_mode=True)
@@ -158,27 +157,20 @@ SENT = [
 ]
 
 
-def received(rank):
-    graph, found = partitions(as_data(whole(C)))[0], []
-    for name, size, *_ in SENT:
+@on_ranks(3)
+def test_no_more_is_sent_than_is_said(rank):
+    graph = partitions(whole(C))[0]
+    for name, size, single, pieces in SENT:
         with varcomm.trace() as calls:
             POOLS[name](graph.x, graph.batch, size)
-        found.append(sum(call.received for call in calls))
-    return found
+        assert sum(call.received for call in calls) == 2 * single + 2 * pieces // 3, name
 
 
-def test_no_more_is_sent_than_is_said(worlds):
-    expected = [2 * single + 2 * pieces // 3 for _, _, single, pieces in SENT]
-    assert worlds.run(3, received) == [expected] * 3
-
-
-def no_nodes(rank):
+@on_ranks(3)
+def test_a_graph_without_nodes(rank):
     graph = partition(no_edges(0, batch=torch.zeros(0, dtype=torch.int64)), method="block")
-    return [pool(torch.zeros(0, 2), graph.batch, 2).tolist() for pool in POOLS.values()]
-
-
-def test_a_graph_without_nodes(worlds):
-    assert worlds.run(3, no_nodes) == [[[[0.0, 0.0]] * 2] * 4 + [[]]] * 3
+    found = [pool(torch.zeros(0, 2), graph.batch, 2).tolist() for pool in POOLS.values()]
+    assert found == [[[0.0, 0.0]] * 2] * 4 + [[]]
 
 
 def maxima_of_zeros(rank, data):
@@ -200,7 +192,7 @@ def test_maxima_of_zeros_have_the_gradients_of_pyg(worlds):
 @on_ranks(3)
 def test_readouts_without_a_vector(rank):
     """Inside a distributed model, a readout of rows that no vector shows is refused."""
-    graph = partitions(as_data(whole(C)))[0]
+    graph = partitions(whole(C))[0]
     local = torch.zeros(graph.num_owned, dtype=torch.int64)
     model = distribute(nn.Sequential(aggr.SumAggregation()), graph)
     for given in ({}, {"index": local}, {"ptr": torch.tensor([0, graph.num_owned])}):

@@ -6,7 +6,7 @@ from torch import nn
 from torch_geometric.nn import global_add_pool
 
 import varcomm
-from tests.graph.batches import SECOND, as_data, partitions, whole
+from tests.graph.batches import SECOND, partitions, whole
 from tests.ops.comparing import Failures
 from tests.worlds import WORLDS, on_ranks
 from varcomm import ArgumentError, DisagreementError
@@ -35,7 +35,7 @@ def test_a_loss_of_forces(rank):
     x = given.x.clone().requires_grad_()
     expected = learn(x, pool_alone, lambda value: value, torch.mean)
     gradients = {key: p.grad for key, p in model.named_parameters()}
-    for graph in partitions(as_data(given)):
+    for graph in partitions(given):
         own = given.x[graph.owned_ids].requires_grad_()
         got = learn(
             own,

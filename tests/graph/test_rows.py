@@ -13,6 +13,7 @@ from torch_geometric.data import HeteroData
 
 import varcomm as vc
 from tests.graph.graphs import grid, split_by, wild
+from tests.worlds import on_ranks
 from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import Rows, RowWriter, assign, partition
 
@@ -48,6 +49,7 @@ def files(tmp_path_factory):
     with h5py.File(folder / "contiguous.nc", "w") as file:
         file.create_dataset("x", data=array.astype(">f4"))
     np.save(folder / "array.npy", array)
+    (folder / "broken.h5").write_bytes(b"\x89HDF\r\n\x1a\n broken")
     return folder
 
 
@@ -89,14 +91,15 @@ def sources_of(folder, array):
     }
 
 
-def read_all(rank, ranks, folder):
-    """Compare all samples of each format with rows of the array."""
+@on_ranks(*WORLDS)
+def test_every_format_and_partition(rank, ranks, files):
+    """All samples of each format are rows of the array."""
     array, data = torch.from_numpy(values()), wild(NODES)
     for method in METHODS:
         graph = partition(data, method=split_by(method, NODES, ranks))
         own = array[:, graph.owned_ids]
         known = array[:, torch.cat([graph.owned_ids, graph.halo_ids])]
-        sources = sources_of(folder, array)
+        sources = sources_of(files, array)
         for name, source in sources.items():
             if method != "random" and name not in ("sharded.zarr", "contiguous.nc"):
                 continue
@@ -118,12 +121,8 @@ def read_all(rank, ranks, folder):
         torch.testing.assert_close(found, known, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_every_format_and_partition(worlds, ranks, files):
-    worlds.run(ranks, read_all, ranks, str(files))
-
-
-def along_an_axis(rank):
+@on_ranks(3)
+def test_axes_and_dtypes(rank):
     graph, array = partition(wild(NODES), method="random"), values()
     expected = torch.from_numpy(array)[0, graph.owned_ids]
     turned = np.moveaxis(array, 1, 2)
@@ -134,10 +133,6 @@ def along_an_axis(rank):
     torch.testing.assert_close(narrow[0], expected.bfloat16(), rtol=0, atol=0)
     whole = zarr.create_array({}, data=array, chunks=(1, NODES, WIDTH))
     assert Rows(whole, graph).chunk == 1  # one chunk has all rows
-
-
-def test_axes_and_dtypes(worlds):
-    worlds.run(3, along_an_axis)
 
 
 def of_other_libraries(rank, library, folder):
@@ -176,7 +171,8 @@ def test_arrays_of_other_libraries(worlds, library, tmp_path):
     worlds.run(3, of_other_libraries, library, str(tmp_path))
 
 
-def chosen_rows(rank, folder):
+@on_ranks(3)
+def test_rows_of_a_larger_source(rank, files):
     """Rows of a larger source, in another order than the nodes, some twice."""
     graph, array = partition(wild(12), method="random"), torch.from_numpy(values())
     of_nodes = torch.tensor([23, 5, 5, 0, 22, 7, 8, 9, 3, 1, 2, 17])
@@ -184,7 +180,7 @@ def chosen_rows(rank, folder):
     known = of_nodes[torch.cat([graph.owned_ids, graph.halo_ids])]
     for name in ("plain.zarr", "chunked.h5", "sliced", "array.npy"):
         for halo in (None, "read"):
-            rows = Rows(sources_of(folder, array)[name], graph, rows=own, halo=halo)
+            rows = Rows(sources_of(files, array)[name], graph, rows=own, halo=halo)
             assert (rows.shape, rows.chunk) == ((SAMPLES, 12, WIDTH), 1)
             expected = array[2, known if halo else own]
             torch.testing.assert_close(rows[2], expected, rtol=0, atol=0, equal_nan=True)
@@ -200,10 +196,6 @@ def chosen_rows(rank, folder):
             Rows(array, graph, rows=wrong if last else own)
     with pytest.raises(DisagreementError, match="rows="):
         Rows(array[:, :12], graph, rows=None if last else own % 12)
-
-
-def test_rows_of_a_larger_source(worlds, files):
-    worlds.run(3, chosen_rows, str(files))
 
 
 def bytes_of(rank, folder):
@@ -324,19 +316,20 @@ def test_loaders_draw_the_same_samples_on_every_rank(worlds, files):
     assert first[0] == first[1], "the order does not depend on workers"
 
 
-def reading_refused(rank, ranks, folder):
+@on_ranks(3)
+def test_refused_files(rank, ranks, files):
     graph = partition(wild(NODES), method="block")
     array = values()
     last = rank == ranks - 1
     for source, options, message in [
-        (partial(opened_zarr, f"{folder}/none.zarr"), {}, "none.zarr"),
-        (partial(opened_hdf5, f"{folder}/broken.h5"), {}, "broken.h5|open file"),
+        (partial(opened_zarr, f"{files}/none.zarr"), {}, "none.zarr"),
+        (partial(opened_hdf5, f"{files}/broken.h5"), {}, "broken.h5|open file"),
         (array[:, :-1], {}, "23 rows"),
         (array, {"axis": 2}, "2 rows"),
         (array, {"axis": 0}, "axis=0"),
         (array[0, 0], {}, "axis=1"),
         (np.full((3, NODES), "a"), {}, "not numbers"),
-        (f"{folder}/plain.zarr", {}, "source must be.*zarr.open_array"),
+        (f"{files}/plain.zarr", {}, "source must be.*zarr.open_array"),
         ([1, 2], {}, "source must be"),
         (array, {"halo": "exchange"}, r"graph.with_halo\(rows"),
         (array, {"node_type": "grid"}, "node_type"),
@@ -347,25 +340,20 @@ def reading_refused(rank, ranks, folder):
         with pytest.raises(ArgumentError, match=message):
             Rows(given, graph, **more)
     for other in (array[:-1], array.astype(np.float64)):
-        if ranks > 1:
-            with pytest.raises(DisagreementError):
-                Rows(other if last else array, graph)
+        with pytest.raises(DisagreementError):
+            Rows(other if last else array, graph)
     with pytest.raises(ArgumentError, match="PartitionedGraph"):
         Rows(array, None)
 
 
-def test_refused_files(worlds, files):
-    (files / "broken.h5").write_bytes(b"\x89HDF\r\n\x1a\n broken")
-    worlds.run(3, reading_refused, 3, str(files))
-
-
-def written(rank, ranks, folder):
+@on_ranks(*WORLDS)
+def test_results_come_back_exactly(rank, ranks, tmp_path):
     data, array = wild(NODES), torch.from_numpy(values())
     for i, method in enumerate(METHODS):
         graph = partition(data, method=split_by(method, NODES, ranks))
         for name in ("a.zarr", "b.zarr", "c.npy"):
             chunks = {"a.zarr": {"chunk": 5}, "b.zarr": {"chunk": 2, "shard": 6}}.get(name, {})
-            path = f"{folder}/{i}{name}"
+            path = f"{tmp_path}/{i}{name}"
             out = RowWriter(path, graph, SAMPLES, (WIDTH,), **chunks)
             for t in (1, 0, 2, 1):
                 out.write(t, array[t, graph.owned_ids])
@@ -380,7 +368,8 @@ def written(rank, ranks, folder):
                 found = torch.from_numpy(np.array(stored(path)[:]))
                 assert torch.equal(found.nan_to_num(9), array.nan_to_num(9))
         assert out.bytes_written <= 4 * WIDTH * 4 * max(graph.num_owned, -(-NODES // ranks))
-    return out.bytes_written
+    written = vc.all_reduce(torch.tensor(out.bytes_written))
+    assert written == 4 * NODES * WIDTH * 4, "each row once"
 
 
 def stored(path):
@@ -389,15 +378,12 @@ def stored(path):
     return np.load(path, mmap_mode="r")
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_results_come_back_exactly(worlds, ranks, tmp_path):
-    found = worlds.run(ranks, written, ranks, str(tmp_path))
-    assert sum(found) == 4 * NODES * WIDTH * 4, "each row once"
-
-
-def writing_refused(rank, folder):
+@on_ranks(3)
+def test_refused_results(rank, tmp_path):
     graph = partition(wild(NODES), method="random")
-    own, last = graph.owned_ids.float(), rank == 2
+    own, last, folder = graph.owned_ids.float(), rank == 2, tmp_path
+    if rank == 0:
+        np.save(folder / "exists.npy", np.zeros(3))
     for path, more, message in [
         ("x.h5", {}, "must end in"),
         ("x.npy", {"chunk": 4}, "are for zarr"),
@@ -441,12 +427,8 @@ def writing_refused(rank, folder):
     assert Rows(stored(f"{folder}/z.zarr"), graph)[0].shape == (len(own), 0)
 
 
-def test_refused_results(worlds, tmp_path):
-    np.save(tmp_path / "exists.npy", np.zeros(3))
-    worlds.run(3, writing_refused, str(tmp_path))
-
-
-def of_types(rank, folder):
+@on_ranks(3)
+def test_types_of_nodes(rank, tmp_path):
     data = HeteroData()
     data["grid"].num_nodes, data["mesh"].num_nodes = NODES, 6
     data["grid"].pos, data["mesh"].pos = torch.rand(NODES, 2), torch.rand(6, 2)
@@ -471,12 +453,8 @@ def of_types(rank, folder):
         partition(data, method="block", chunk=5)
     with pytest.raises(ArgumentError, match="ranks of nodes"):
         partition(data, method=assign(data, 3, "block"), chunk={"grid": 5})
-    with RowWriter(f"{folder}/grid.npy", graph, 1, (WIDTH,), node_type="grid") as out:
+    with RowWriter(f"{tmp_path}/grid.npy", graph, 1, (WIDTH,), node_type="grid") as out:
         out.write(0, array[0, graph["grid"].owned_ids])
-
-
-def test_types_of_nodes(worlds, tmp_path):
-    worlds.run(3, of_types, str(tmp_path))
     np.testing.assert_array_equal(np.load(tmp_path / "grid.npy")[0], values()[0])
 
 

@@ -5,17 +5,20 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch_geometric.data import Data
 
 from tests.checkpoint.test_files import flipped, resigned
-from tests.graph.graphs import split_by, wild
-from tests.graph.parts import by_hand, contents, different
-from tests.graph.typed import owners, typed
+from tests.graph.against_one import graph_of
+from tests.graph.graphs import wild
+from tests.graph.parts import by_hand, contents, differences, different
+from tests.graph.typed import typed
+from tests.worlds import on_ranks
 from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import PartitionedGraph, partition
 
 
-def graph_of(kind):
+def data_of(kind):
     """A graph with attributes of many dtypes, or with types."""
     if kind == "types":
         data = typed()
@@ -30,42 +33,38 @@ def graph_of(kind):
     return data
 
 
-def saved(rank, kind, folder, ranks, hops):
-    data = graph_of(kind)
-    if kind == "types":
-        method = owners(data, "a rank owns nothing", ranks)
-    else:
-        method = split_by("a rank owns nothing", data.num_nodes, ranks)
-    graph = partition(data, method=method, hops=hops)
-    graph.save(folder)
-    return plain(graph)
-
-
-def loaded(rank, folder):
-    return plain(PartitionedGraph.load(folder))
-
-
-def plain(graph):
-    """The content, and bits of values that cannot be pickled or compared."""
-    found = contents(graph) | {("graph", None, "method"): graph.method}
-    narrow = torch.float8_e4m3fn
-    return {k: v.view(torch.uint8) if is_of(v, narrow) else v for k, v in found.items()}
-
-
-def is_of(value, dtype):
-    return isinstance(value, torch.Tensor) and value.dtype == dtype
-
-
-SLOW = pytest.mark.slow
+def made(kind, hops=1):
+    return graph_of(data_of(kind), hops=hops)
 
 
 @pytest.mark.parametrize(("kind", "hops"), [("one type", 2), ("types", 1)])
-def test_on_as_many_ranks_every_part_is_the_same(worlds, kind, hops, tmp_path):
-    before = worlds.run(3, saved, kind, tmp_path / "g", 3, hops)
-    after = worlds.run(3, loaded, tmp_path / "g")
-    for one, other in zip(before, after, strict=True):
-        assert one.keys() == other.keys()
-        assert different(one, other) == []
+@on_ranks(3)
+def test_on_as_many_ranks_every_part_is_the_same(rank, kind, hops, tmp_path):
+    before = made(kind, hops)
+    before.save(tmp_path / "g")
+    after = PartitionedGraph.load(tmp_path / "g")
+    assert after.method == before.method
+    assert differences(after, before) == []
+
+
+def save(rank, kind, folder):
+    made(kind).save(folder)
+
+
+def part_found_by_hand(rank, kind, folder):
+    """Return what differs between a loaded part and that of the full graph."""
+    graph, data = PartitionedGraph.load(folder), data_of(kind)
+    owner = {}
+    for key, nodes in graph.node_shards.items():
+        assert max(nodes.sizes) - min(nodes.sizes) <= 1
+        owner[key] = nodes.owner(torch.arange(nodes.sizes.total))
+    owner = owner if kind == "types" else owner[None]
+    expected, found = by_hand(data, owner, rank, dist.get_world_size()), contents(graph)
+    assert expected.keys() <= found.keys()
+    return different(expected, found)
+
+
+SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize("kind", ["one type", "types"])
@@ -74,34 +73,18 @@ def test_on_as_many_ranks_every_part_is_the_same(worlds, kind, hops, tmp_path):
     [(3, 1), (1, 3), pytest.param(3, 5, marks=SLOW), pytest.param(5, 2, marks=SLOW)],
 )
 def test_on_other_ranks_the_parts_make_up_the_same_graph(worlds, kind, before, after, tmp_path):
-    worlds.run(before, saved, kind, tmp_path / "g", before, 1)
-    parts = worlds.run(after, loaded, tmp_path / "g")
-    data, owner = graph_of(kind), {}
-    for key in [None] if kind == "one type" else data.node_types:
-        ids = [part["nodes", key, "ids"] for part in parts]
-        sizes = [len(one) for one in ids]
-        assert max(sizes) - min(sizes) <= 1
-        owner[key] = torch.arange(after).repeat_interleave(torch.tensor(sizes))
-        owner[key] = owner[key][torch.cat(ids).argsort()]
-    if kind == "one type":
-        data.bits, owner = data.bits.view(torch.uint8), owner[None]
-    for rank, part in enumerate(parts):
-        expected = by_hand(data, owner, rank, after)
-        assert expected.keys() <= part.keys()
-        assert different(expected, part) == []
+    worlds.run(before, save, kind, tmp_path / "g")
+    assert worlds.run(after, part_found_by_hand, kind, tmp_path / "g") == [[]] * after
 
 
-def saved_twice(rank, folder):
-    data = wild()
+@on_ranks(3)
+def test_a_later_save_replaces_an_earlier_one(rank, tmp_path):
+    data, folder = wild(), tmp_path / "g"
     partition(data, method="block").save(folder)
     data.x = data.x + 1
     partition(data, method="block").save(folder)
     graph = PartitionedGraph.load(folder)
-    return torch.equal(graph.gather(graph.x), data.x)
-
-
-def test_a_later_save_replaces_an_earlier_one(worlds, tmp_path):
-    assert worlds.run(3, saved_twice, tmp_path / "g") == [True] * 3
+    assert torch.equal(graph.gather(graph.x), data.x)
     assert len([*tmp_path.iterdir()]) == 1
 
 
@@ -144,8 +127,8 @@ def refused(rank, folder):
 
 
 def test_damage_is_told_on_every_rank(worlds, tmp_path):
-    worlds.run(3, saved, "one type", tmp_path / "whole" / "g", 3, 1)
-    worlds.run(3, saved, "types", tmp_path / "whole" / "other", 3, 1)
+    worlds.run(3, save, "one type", tmp_path / "whole" / "g")
+    worlds.run(3, save, "types", tmp_path / "whole" / "other")
     for name, (spoil, _) in DAMAGE.items():
         shutil.copytree(tmp_path / "whole", tmp_path / name)
         spoil(tmp_path / name / "g")

@@ -1,13 +1,12 @@
 """What layers cost: an exchange for what is read at the source, and no byte beyond."""
 
-import pytest
 import torch
 import torch_geometric.nn as pyg
 from torch_geometric.nn import MessagePassing
 
 import varcomm
-from tests.graph.against_one import compare
-from tests.graph.graphs import split_by, wild
+from tests.graph.against_one import compare, graph_of
+from tests.graph.graphs import wild
 from tests.worlds import WORLDS, on_ranks
 from varcomm.graph import distribute, partition
 
@@ -35,8 +34,9 @@ LAYERS = {
 }
 
 
-def cost(rank, method):
-    graph = partition(wild(), method=method)
+@on_ranks(*WORLDS)
+def test_bytes_of_a_layer_are_those_of_the_report(rank):
+    graph = graph_of(wild())
     sent = graph.report().nbytes(1, itemsize=8)[rank]
     for name, (make, channels, degrees) in LAYERS.items():
         torch.manual_seed(0)
@@ -52,11 +52,6 @@ def cost(rank, method):
         assert forward == (channels * sent, channels * graph.num_halo * 8), name
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_bytes_of_a_layer_are_those_of_the_report(worlds, ranks):
-    worlds.run(ranks, cost, split_by("a rank owns nothing", 24, ranks))
-
-
 # propagations of a layer or network
 PROPAGATE = {
     "GCNConv": (lambda: pyg.GCNConv(4, 5), 1),
@@ -70,11 +65,11 @@ PROPAGATE = {
 }
 
 
-def exchanges(rank, method):
-    """Check values and two derivatives, and count exchanges and messages of each network."""
-    graph, plain = partition(wild(), method=method), lambda m, g: m(g.x, g.edge_index)
+@on_ranks(*WORLDS)
+def test_a_propagation_is_one_exchange(rank):
+    graph = graph_of(wild())
     for name, (make, propagations) in PROPAGATE.items():
-        assert compare(make, plain, wild(), graph, second=True) == [], name
+        torch.manual_seed(0)
         layer, x = distribute(make().double(), graph), graph.x.clone().requires_grad_()
         with varcomm.trace() as forward:
             out = layer(x, graph.edge_index)
@@ -90,11 +85,6 @@ def exchanges(rank, method):
     attention = distribute(pyg.GATConv(4, 5, heads=2).double(), graph)
     _, (edges, alpha) = attention(graph.x, graph.edge_index, return_attention_weights=True)
     assert alpha.shape == (edges.shape[1], 2)
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_a_propagation_is_one_exchange(worlds, ranks):
-    worlds.run(ranks, exchanges, split_by("a rank owns nothing", 24, ranks))
 
 
 @on_ranks(3)

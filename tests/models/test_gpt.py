@@ -10,7 +10,6 @@ from tests.worlds import WORLDS, on_ranks
 from varcomm import ArgumentError, DisagreementError, ShardSizes
 from varcomm.models import GPT
 from varcomm.tensor_parallel import parallelize, shard_spec
-from varcomm.transport.group import resolve
 
 VOCABULARY, HIDDEN, HEADS, LENGTH = 131, 40, 5, 7
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
@@ -165,8 +164,8 @@ def test_draws_have_the_probabilities_of_the_model():
     assert (counts - shares).abs().max() < 4 * (shares.max() / len(drawn)).sqrt()
 
 
-def texts(rank, **sizes):
-    model = sharded(new_model(), **sizes) if sizes else new_model()
+def texts(rank, sizes=None):
+    model = new_model() if sizes is None else sharded(new_model(), **sizes)
     torch.manual_seed(rank)  # that of the first rank counts
     begin = text(3, length=2)
     return (
@@ -174,10 +173,6 @@ def texts(rank, **sizes):
         model.generate(begin[:, 0], 12, temperature=0.5, context=LENGTH),
         model.generate(begin, 5, temperature=0),
     )
-
-
-def sharded_texts(rank, sizes):
-    return texts(rank, **sizes)
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
@@ -188,7 +183,7 @@ def test_texts_are_those_of_one_process(worlds, ranks):
         sizes = {"head_sizes": [0, 5, 0], "mlp_sizes": [106, 0, 0], "vocab_sizes": [0, 0, 131]}
         several.append({"sequence_sizes": [0, LENGTH, 0], **sizes})
     for sizes in several:
-        for answers in worlds.run(ranks, sharded_texts, sizes):
+        for answers in worlds.run(ranks, texts, sizes):
             assert all(torch.equal(got, want) for got, want in zip(answers, expected, strict=True))
 
 
@@ -207,7 +202,8 @@ def test_wrong_texts():
             new_model().generate(ids, count, **options)
 
 
-def refused(rank):
+@on_ranks(2)
+def test_wrong_use_on_ranks(rank):
     model = new_model()
     with pytest.raises(ArgumentError, match=r"head_sizes \[2, 2\] sum to 4, but there are 5"):
         model.tensor_parallel_plan(head_sizes=[2, 2] if rank == 1 else None)
@@ -224,8 +220,3 @@ def refused(rank):
         model.norm.weight.fill_(float("nan"))
     with pytest.raises(FloatingPointError, match="logits are not finite"):
         model.generate(IDS, 1)
-    return resolve(None).rank
-
-
-def test_wrong_use_on_ranks(worlds):
-    assert worlds.run(2, refused) == [0, 1]

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import varcomm
 from tests.graph.graphs import WORLDS, split_by, wild
 from tests.ops.comparing import Failures, assert_none
+from tests.worlds import on_ranks
 from varcomm import ArgumentError
 from varcomm.data_parallel import sum_gradients
 from varcomm.graph import distribute, partition
@@ -128,12 +129,9 @@ def test_nodes_and_heads_on_a_mesh(worlds, sizes):
     assert_none(worlds.run(4, on_mesh, (2, 2), *sizes, methods))
 
 
-def refused(rank):
-    with pytest.raises(ArgumentError, match=r"head_sizes \[2, 2\] sum to 4, but there are 5"):
-        new_model().tensor_parallel_plan(head_sizes=[2, 2] if rank else None)
-
-
-def test_wrong_sizes(worlds):
+@on_ranks(2)
+def test_wrong_sizes(rank):
     with pytest.raises(ArgumentError, match="hidden_channels 15 must be a multiple of num_heads 4"):
         GraphTransformer(4, 3, 2, hidden_channels=15, num_blocks=1, num_heads=4)
-    worlds.run(2, refused)
+    with pytest.raises(ArgumentError, match=r"head_sizes \[2, 2\] sum to 4, but there are 5"):
+        new_model().tensor_parallel_plan(head_sizes=[2, 2] if rank else None)

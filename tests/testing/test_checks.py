@@ -115,8 +115,20 @@ def test_other_defects(worlds):
     begins(worlds.run(3, of_other_defects), ADJOINT, "", "", ADJOINT, BACKWARD, "", *fails, *fails)
 
 
-def right(rank, rows, fast_mode):
-    """Check functions of several uneven, real and complex inputs, with several outputs."""
+ROWS = [((0,), False), ((1, 0, 1), True)]
+MORE_ROWS = [((2,), False), ((1, 2), False), ((2, 0), True), ((0, 0), False)]
+MORE_ROWS += [((1, 0, 2), False), ((0, 1, 0, 2, 1), True)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows", "fast_mode"),
+    [(len(rows), rows, fast) for rows, fast in ROWS]
+    + [pytest.param(len(rows), rows, fast, marks=pytest.mark.slow) for rows, fast in MORE_ROWS],
+    ids=str,
+)
+@on_ranks()
+def test_correct_functions_pass(rank, rows, fast_mode):
+    """Functions of several uneven, real and complex inputs, with several outputs."""
     x, z = shard(rank, rows[rank]), shard(rank, rows[rank], COMPLEX)
     w = shard(rank, sum(rows))
 
@@ -135,24 +147,6 @@ def right(rank, rows, fast_mode):
     for fn, inputs in ((several, (x, w)), (plane, (z, x)), (flat, (x, w))):
         gradcheck(fn, *inputs, fast_mode=fast_mode)
         gradgradcheck(fn, *inputs, fast_mode=fast_mode)
-
-
-@pytest.mark.parametrize(
-    ("rows", "fast"),
-    [
-        *[((0,), False), ((1, 0, 1), True)],
-        *(
-            pytest.param(rows, fast, marks=pytest.mark.slow)
-            for rows, fast in [
-                *[((2,), False), ((1, 2), False), ((2, 0), True), ((0, 0), False)],
-                *[((1, 0, 2), False), ((0, 1, 0, 2, 1), True)],
-            ]
-        ),
-    ],
-    ids=str,
-)
-def test_correct_functions_pass(worlds, rows, fast):
-    assert worlds.run(len(rows), right, rows, fast) == [None] * len(rows)
 
 
 @on_ranks(3)

@@ -1,6 +1,7 @@
 """`vc.debug()` finds a forgotten `sum_gradients` and a forgotten `replicated`."""
 
 import warnings
+from itertools import product
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GCN, GCNConv, global_max_pool, global_mean_pool
 
 import varcomm as vc
-from tests.worlds import WORLDS
+from tests.worlds import WORLDS, on_ranks
 
 
 def parts():
@@ -32,19 +33,15 @@ def trained(graph, sums, table=0):
             optimizer.step()
 
 
-def drifts(rank):
+@on_ranks(3)
+def test_parameters_that_drift(rank):
     graph = parts()
     trained(graph, sums=True)
     # values of one rank, which differ from the first
     trained(graph, sums=True, table=torch.nn.Parameter(torch.full((2,), rank + 1.0)))
     with pytest.raises(vc.DisagreementError, match="sum_gradients") as error:
         trained(graph, sums=False)
-    return str(error.value)
-
-
-def test_parameters_that_drift(worlds):
-    (message,) = set(worlds.run(3, drifts))
-    assert "4 of 4 parameters" in message
+    assert "4 of 4 parameters" in str(error.value)
 
 
 def warned_of(graph, pool, counted_once):
@@ -58,20 +55,15 @@ def warned_of(graph, pool, counted_once):
     return [str(each.message) for each in found]
 
 
-def pools(rank):
+@on_ranks(*WORLDS[:2])
+def test_losses_that_count_once_per_rank(rank, ranks):
     graph = parts()
-    cases = [(pool, once) for pool in (global_mean_pool, global_max_pool) for once in (True, False)]
-    found = [warned_of(graph, *case) for case in cases]
+    for pool, once in product((global_mean_pool, global_max_pool), (True, False)):
+        found = warned_of(graph, pool, once)
+        assert len(found) == (ranks > 1 and not once)
+        assert all("replicated(loss, graph)" in text for text in found)
     # back to nodes: each rank has other gradients of the pooled values
     with vc.debug(), warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         x = graph.x.clone().requires_grad_()
         graph.mean((x - global_mean_pool(x, graph.batch)[graph.batch]) ** 2).backward()
-    return found
-
-
-@pytest.mark.parametrize("ranks", WORLDS[:2])
-def test_losses_that_count_once_per_rank(worlds, ranks):
-    for found in worlds.run(ranks, pools):
-        assert [len(each) for each in found] == [0, ranks > 1] * 2
-        assert all("replicated(loss, graph)" in text for each in found for text in each)
