@@ -353,7 +353,7 @@ def head():
     return nn.Sequential(nn.Linear(NODE, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
 
 
-PYGS = {
+EXACT = {
     "SchNet": (schnet, run_schnet, "pos3"),
     "GAE": (lambda: pyg.GAE(gcn()), lambda m, g: m.encode(g.x, g.edge_index)),
     "GAE, decoded": (
@@ -468,15 +468,14 @@ REFUSED = {
 }
 
 
-def exact():
+def networks():
     """Return how to make each model, how to call it, and what is differentiated by."""
     plain = {name: (make, lambda m, g: m(g.x, g.edge_index)) for name, make in MODELS.items()}
-    weighted = {
+    return plain | {
         name: (make, lambda m, g: m(g.x, g.edge_index, g.weight), "x", "weight")
         for name, make in OWN_CODE.items()
     }
-    return plain | weighted | PYGS
 
 
-def cases():
-    return exact() | REFUSED
+def of_pyg():
+    return EXACT | REFUSED

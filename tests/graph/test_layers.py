@@ -91,10 +91,12 @@ def test_layers_on_several_types(worlds, ranks, method):
 
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_models(worlds, ranks):
-    expected = dict.fromkeys(models.exact(), "exact")
-    if ranks == 3:  # on one rank some of the others are exact
-        expected |= dict.fromkeys(models.REFUSED, "refused")
-    assert_verdicts(worlds, models.cases, expected, ranks=ranks)
+    assert_verdicts(worlds, models.networks, dict.fromkeys(models.networks(), "exact"), ranks=ranks)
+
+
+def test_models_of_pyg(worlds):
+    expected = dict.fromkeys(models.EXACT, "exact") | dict.fromkeys(models.REFUSED, "refused")
+    assert_verdicts(worlds, models.of_pyg, expected)
 
 
 def test_each_layer_that_is_called_exact_is_tested_here():
