@@ -4,7 +4,6 @@ import gc
 import weakref
 
 import numpy as np
-import pytest
 import torch
 from ase.geometry import complete_cell
 from ase.neighborlist import primitive_neighbor_list
@@ -80,28 +79,22 @@ def edges_of(graph, cell=None):
     return list(zip(*ends, strict=True))
 
 
-def joined(parts):
-    return sorted(edge for part in parts for edge in part)
+def into(graph, edges):
+    """Return the edges into this rank's nodes."""
+    owned = {*graph.owned_ids.tolist()}
+    return [edge for edge in edges if edge[1] in owned]
 
 
-def edges_of_cases(rank):
-    out = {}
+@on_ranks(*WORLDS)
+def test_edges_are_those_of_ase(rank, ranks):
     for name in CASES:
         pos, arguments = case(name)
-        ids = own_ids(len(pos), rank, vc.init().size)
+        ids = own_ids(len(pos), rank, ranks)
         graph = radius(pos[ids], ids=ids, **arguments)
-        out[name] = edges_of(graph, arguments["cell"])
+        expected = into(graph, by_ase(pos, **arguments))
+        assert sorted(edges_of(graph, arguments["cell"])) == expected, name
         sources = graph.edges.local_ids[0].unique()
         assert int((sources >= len(ids)).sum()) == graph.num_halo, "every halo node has an edge"
-    return out
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_edges_are_those_of_ase(worlds, ranks):
-    parts = worlds.run(ranks, edges_of_cases)
-    for name in CASES:
-        pos, arguments = case(name)
-        assert joined(part[name] for part in parts) == by_ase(pos, **arguments), name
 
 
 def nearest(edges, pos, cell, most):
@@ -119,39 +112,26 @@ def crystal():
     return sites, {"cutoff": 1.5, "cell": torch.eye(3, dtype=torch.float64) * 4}
 
 
-def in_order(rank):
-    """This rank's rows of a crystal in the order of ids, none on rank 1 of several."""
-    ranks, sites = vc.init().size, crystal()[0]
-    ends = [len(sites) * r // ranks for r in range(ranks + 1)]
+def in_order(rows, rank, ranks):
+    """This rank's rows in the order of ids, none on rank 1 of several."""
+    ends = [len(rows) * r // ranks for r in range(ranks + 1)]
     ends[1:2] = ends[2:3] if ranks > 1 else ends[1:2]
-    return sites[ends[rank] : ends[rank + 1]]
+    return rows[ends[rank] : ends[rank + 1]]
 
 
-def with_ties(rank):
-    arguments = crystal()[1]
-    number = int if rank else np.int64
-    some = radius(in_order(rank), max_neighbours=number(4), **arguments)
-    few = [knn(in_order(rank), number(k)) for k in (1, 4, 40, 63)]
-    few += [knn(in_order(rank) * 0.1 + 5e6, 4)]  # rounded by more than 1e-9 of a distance
-    far = in_order(rank)
-    far[: rank == 0, 0] = 1e9
-    few += [knn(far, 4)]
-    return [edges_of(some, arguments["cell"]), *map(edges_of, few)]
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_the_nearest_by_distance_id_and_shift(worlds, ranks):
+@on_ranks(*WORLDS)
+def test_the_nearest_by_distance_id_and_shift(rank, ranks):
     sites, arguments = crystal()
-    parts = worlds.run(ranks, with_ties)
-    found = [joined(each) for each in zip(*parts, strict=True)]
-    cell, all_ = arguments["cell"], by_ase(**arguments, pos=sites, pbc=ALL)
-    assert found[0] == nearest(all_, sites, cell, 4)
+    cell, integer = arguments["cell"], int if rank else np.int64
+    graph = radius(in_order(sites, rank, ranks), max_neighbours=integer(4), **arguments)
+    expected = nearest(by_ase(sites, **arguments, pbc=ALL), sites, cell, 4)
+    assert sorted(edges_of(graph, cell)) == into(graph, expected)
     pairs = [(i, j, (0, 0, 0)) for i in range(64) for j in range(64) if i != j]
-    for k, edges in zip((1, 4, 40, 63), found[1:-2], strict=True):
-        assert edges == nearest(pairs, sites, cell, k)
-    assert found[-2] == nearest(pairs, sites * 0.1 + 5e6, cell, 4)
-    sites[0, 0] = 1e9
-    assert found[-1] == nearest(pairs, sites, cell, 4)
+    apart, rounded = sites.clone(), sites * 0.1 + 5e6  # by more than 1e-9 of a distance
+    apart[0, 0] = 1e9
+    for pos, k in (*((sites, k) for k in (1, 4, 40, 63)), (rounded, 4), (apart, 4)):
+        graph = knn(in_order(pos, rank, ranks), integer(k))
+        assert sorted(edges_of(graph)) == into(graph, nearest(pairs, pos, cell, k))
 
 
 def energies(graph):
@@ -179,13 +159,14 @@ def test_derivatives_by_positions_and_cell(rank):
     gradcheck(lambda x: energies(knn(x, 3)), given[0], fast_mode=True)
 
 
-def moving(rank):
+@on_ranks(*WORLDS)
+def test_skin_keeps_the_plan_until_a_node_of_any_rank_has_moved(rank, ranks):
     pos, arguments = case("skewed, unwrapped")
-    ids, cell = own_ids(len(pos), rank, vc.init().size), arguments["cell"]
+    ids, cell = own_ids(len(pos), rank, ranks), arguments["cell"]
     same = {"cutoff": arguments["cutoff"], "pbc": ALL, "skin": 0.6, "ids": ids}
     steps = torch.Generator().manual_seed(1)
     first = graph = radius(pos[ids], cell=cell, **same)
-    plans, out, messages = [], [], []
+    kept, messages = [], []
     for scale, far in ((1, 0.0), (1.01, 0.0), (1, 0.6), (1, 0.0)):
         move = torch.randn(pos.shape, generator=steps, dtype=torch.float64)
         pos = (pos + 0.05 * move / move.norm(dim=1, keepdim=True)) * scale
@@ -194,20 +175,10 @@ def moving(rank):
         with vc.trace() as calls:
             graph = radius(pos[ids], cell=cell, previous=graph, **same)
         messages.append(set(calls.by_operation()))
-        plans.append(graph.plan is first.plan)
-        out.append((pos, cell, edges_of(graph, cell)))
-    return plans, messages, out
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_skin_keeps_the_plan_until_a_node_of_any_rank_has_moved(worlds, ranks):
-    parts = worlds.run(ranks, moving)
-    assert all(plans == [True, True, False, False] for plans, _, _ in parts)
-    kept = [messages[step] for _, messages, _ in parts for step in (0, 1, 3)]
-    assert all(calls <= {"exchange"} for calls in kept)
-    for step in zip(*(out for _, _, out in parts), strict=True):
-        pos, cell, _ = step[0]
-        assert joined(edges for _, _, edges in step) == by_ase(pos, 2.5, cell, ALL)
+        kept.append(graph.plan is first.plan)
+        assert sorted(edges_of(graph, cell)) == into(graph, by_ase(pos, 2.5, cell, ALL))
+    assert kept == [True, True, False, False]
+    assert all(messages[step] <= {"exchange"} for step in (0, 1, 3))
 
 
 CELL = torch.eye(3, dtype=torch.float64) * 5
@@ -296,33 +267,24 @@ def test_bytes_grow_with_the_surface(worlds):
     assert few < many < 2.2 * few
 
 
-def used(rank, folder):
+@on_ranks(3)
+def test_the_graph_serves_models_means_and_files(rank, tmp_path):
     pos, arguments = case("orthogonal")
     ids = own_ids(len(pos), rank, 3)
-    graph = radius(pos[ids], ids=ids, skin=0.3, **arguments)
+    graph, edges = radius(pos[ids], ids=ids, skin=0.3, **arguments), by_ase(pos, **arguments)
+    assert sorted(edges_of(graph, arguments["cell"])) == into(graph, edges)
     torch.manual_seed(0)
     layer = SAGEConv(3, 2).double()
+    expected = layer(pos, torch.tensor([edge[:2] for edge in edges]).t())
     out = vc.graph.distribute(layer, graph)(graph.pos, graph.edge_index)
-    graph.save(folder)
-    loaded = PartitionedGraph.load(folder)
+    torch.testing.assert_close(out, expected[ids], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(graph.mean(graph.pos), pos.mean(), rtol=1e-12, atol=1e-12)
+    graph.save(tmp_path / "graph")
+    loaded = PartitionedGraph.load(tmp_path / "graph")
     assert torch.equal(loaded.shift, graph.shift)
     assert torch.equal(loaded.edge_attr, graph.edge_attr)
     assert set(loaded.halo_ids.tolist()) <= set(graph.halo_ids.tolist())
     assert "halo" in str(graph.report())
-    return graph.gather(out), graph.mean(graph.pos), sorted(edges_of(graph, arguments["cell"]))
-
-
-def test_the_graph_serves_models_means_and_files(worlds, tmp_path):
-    parts = worlds.run(3, used, str(tmp_path / "graph"))
-    pos, arguments = case("orthogonal")
-    edges = by_ase(pos, **arguments)
-    assert joined(part[2] for part in parts) == edges
-    torch.manual_seed(0)
-    layer = SAGEConv(3, 2).double()
-    out = layer(pos, torch.tensor([edge[:2] for edge in edges]).t())
-    for part in parts:
-        torch.testing.assert_close(part[0], out, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(part[1], pos.mean(), rtol=1e-12, atol=1e-12)
 
 
 @on_ranks(1)

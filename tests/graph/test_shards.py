@@ -113,33 +113,12 @@ def test_gather_and_scatter_have_exact_adjoints(rank, ranks):
             gradgradcheck(lambda x, f=scatter: f(x**3), whole, fast_mode=True)
 
 
-def reduced(rank, way, kind, values, mask):
-    """The greatest, the sum and the mean of rows with their first and second derivatives."""
-    graph = graph_of(wild(), way)
-    shard = getattr(graph, kind)
-    values = values[shard.owned_ids]
-    mask = None if mask is None else mask[shard.owned_ids]
-    found = []
-    for name in ("max", "sum", "mean"):
-        x = values.clone().requires_grad_()
-        reduce = getattr(shard, name)
-        picked = x if mask is None else x[mask]  # the rows that count alone
-        result = reduce(x * x.detach().sign(), mask) ** 2 + reduce(picked * picked * picked, mask)
-        (first,) = torch.autograd.grad(result, x, create_graph=True)
-        (second,) = torch.autograd.grad(shard.sum(first * first), x)
-        found.append((result.detach(), shard.gather(first.detach(), 0), shard.gather(second, 0)))
-    return found
-
-
-def in_one_process(name, values, mask):
-    def reduce(x):
-        x = x if mask is None else x[mask]
-        return {"max": x.amax, "sum": x.sum, "mean": x.mean}[name]()
-
+def derivatives(values, every, counted, total):
+    """A function of two reductions of rows, of every row and of those that count alone."""
     x = values.clone().requires_grad_()
-    result = reduce(x * x.detach().sign()) ** 2 + reduce(x * x * x)
+    result = every(x * x.detach().sign()) ** 2 + counted(x**3)
     (first,) = torch.autograd.grad(result, x, create_graph=True)
-    (second,) = torch.autograd.grad((first * first).sum(), x)
+    (second,) = torch.autograd.grad(total(first * first), x)
     return result.detach(), first.detach(), second
 
 
@@ -151,19 +130,29 @@ def rows_to_reduce(kind):
     return values, torch.rand(rows, generator=generator) < 0.6
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_reductions_and_their_derivatives(worlds, ranks):
-    for kind in ("nodes", "edges"):
-        values, some = rows_to_reduce(kind)
+def picked(reduce, mask):
+    return lambda x: reduce(x[mask])
+
+
+REDUCTIONS = {"max": torch.amax, "sum": torch.sum, "mean": torch.mean}
+
+
+@on_ranks(*WORLDS)
+def test_reductions_and_their_derivatives(rank, ranks):
+    for kind, way in product(("nodes", "edges"), WAYS):
+        (values, some), masked = rows_to_reduce(kind), way != "random"
         assert (values == values.max()).sum() > ranks, "there are no ties"
-        for way, mask in (("random", None), ("block", some), ("a rank owns nothing", some)):
-            parts = worlds.run(ranks, reduced, way, kind, values, mask)
-            for place, name in enumerate(("max", "sum", "mean")):
-                result, first, second = in_one_process(name, values, mask)
-                for part in parts:
-                    torch.testing.assert_close(part[place][0], result, rtol=1e-13, atol=0)
-                for got, want in zip(parts[0][place][1:], (first, second), strict=True):
-                    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+        shard = getattr(graph_of(wild(), way), kind)
+        ids, mask = shard.owned_ids, some if masked else torch.ones_like(some)
+        own = mask[ids]
+        for name, in_one_process in REDUCTIONS.items():
+            reduce = partial(getattr(shard, name), mask=own if masked else None)
+            got = derivatives(values[ids], reduce, picked(reduce, own), shard.sum)
+            alone = picked(in_one_process, mask)
+            result, *gradients = derivatives(values, alone, alone, torch.sum)
+            torch.testing.assert_close(got[0], result, rtol=1e-13, atol=0)
+            for mine, whole in zip(got[1:], gradients, strict=True):
+                torch.testing.assert_close(mine, whole[ids], rtol=1e-12, atol=1e-13)
 
 
 EXTREMES = {
