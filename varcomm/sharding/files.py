@@ -33,7 +33,6 @@ from varcomm.transport.engine import as_bytes
 Files = Mapping[str, tuple[int, str]]
 
 _VERSION = 4
-_CHUNK = 1 << 24  # bytes of one write; the kernel takes fewer than 2 GiB
 _HASHERS = 4  # threads that verify files
 _AGAIN = "Use another copy; nothing has been loaded."
 
@@ -144,12 +143,11 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
     parts = [memoryview(len(text).to_bytes(8, "little") + text), *stored]
     digest = xxh3_128()
     try:
-        with path.open("wb", buffering=0) as file:
+        with path.open("wb") as file:
             for part in parts:
-                while part:
-                    written = file.write(part[:_CHUNK])
-                    digest.update(part[:written])
-                    part = part[written:]
+                file.write(part)
+                digest.update(part)
+            file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         raise OSError(f"{path.name} cannot be written: {error}") from error
