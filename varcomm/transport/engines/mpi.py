@@ -150,12 +150,12 @@ class _Messages:
     def wait(self, timeout: timedelta = NO_LIMIT) -> None:
         try:
             for _ in range(_TESTS):  # before the 10 us in which the timeout is found
-                if self._tested():
+                if self.is_completed():
                     break
                 os.sched_yield()
             else:
                 seconds = (timeout or self._group.timeout()).total_seconds()
-                _poll(f"{self._name} on {self._group}", self._tested, seconds)
+                _poll(f"{self._name} on {self._group}", self.is_completed, seconds)
         except MPI.Exception as error:
             # MPI may still read and write the buffers: kept for good
             self._group.unfinished.append((None, self._buffers))
@@ -168,10 +168,7 @@ class _Messages:
             )
 
     def is_completed(self) -> bool:
-        return self._tested()
-
-    def _tested(self) -> bool:
-        """Return whether all is done; keep a word on a message that is too short."""
+        """Return whether all is done; store the error of a message shorter than announced."""
         if not self._requests:
             return True
         if not _test_all(self._requests, self._statuses):
