@@ -20,23 +20,23 @@ from varcomm.transport.engine import Pending, Schedule
 from varcomm.transport.group import MANY, Group, GroupLike, resolve
 
 
-@dataclass(frozen=True)
-class Sum:
+class Sum(Operator):
     """The sum of equal tensors over ranks, divided, on every rank or at `root`.
 
-    Other ranks then get zeros of `elsewhere`.
+    Other ranks then get zeros of `elsewhere`. Subclasses make fields of these attributes.
     """
 
-    name: str
-    group: Group
     use_fp32: bool
     one_round: bool
     root: int | None = None
     elsewhere: Sequence[int] = ()
     divisor: int = 1
 
+    @property
+    def in_one_round(self) -> Self:
+        return replace(self, one_round=True)  # type: ignore[type-var]
+
     def prepared(self, x: torch.Tensor) -> Callable[[torch.Tensor], Pending]:
-        """Return the start of sums of tensors like `x`."""
         group, root, elsewhere = self.group, self.root, self.elsewhere
         rank, ranks, count = group.rank, group.size, x.numel()
         counts = pieces(x, group, self.one_round and ranks < MANY)
@@ -106,7 +106,7 @@ class Sum:
 
 @torch_operator
 @dataclass(frozen=True)
-class AllReduce(Operator):
+class AllReduce(Sum):
     """From a tensor on each rank to their sum, divided, on every rank."""
 
     name = "all_reduce"
@@ -115,20 +115,12 @@ class AllReduce(Operator):
     one_round: bool = False
     divisor: int = 1
 
-    def prepared(self, x: torch.Tensor) -> Callable[[torch.Tensor], Pending]:
-        how = self.use_fp32, self.one_round
-        return Sum(self.name, self.group, *how, divisor=self.divisor).prepared(x)
-
     def result(self, x: torch.Tensor) -> torch.Tensor:
         return x.new_empty(x.shape)
 
     @property
     def adjoint(self) -> Operator:
         return replace(self, one_round=False)
-
-    @property
-    def in_one_round(self) -> Self:
-        return replace(self, one_round=True)
 
     def describe(self, x: torch.Tensor) -> dict[str, Any]:
         return super().describe(x) | {"shape": list(x.shape)}

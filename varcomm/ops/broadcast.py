@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
-from typing import Self
 
 import torch
 
@@ -64,22 +63,14 @@ class Broadcast(_Rooted):
 
 @torch_operator
 @dataclass(frozen=True)
-class Reduce(_Rooted):
+class Reduce(_Rooted, Sum):
     """From a tensor on each rank to their sum at the root."""
 
     name = "reduce"
     one_round: bool = False
 
-    def prepared(self, x: torch.Tensor) -> Callable[[torch.Tensor], Pending]:
-        how = self.use_fp32, self.one_round, self.root, self.elsewhere
-        return Sum(self.name, self.group, *how).prepared(x)
-
     def result(self, x: torch.Tensor) -> torch.Tensor:
         return x.new_empty(self.shape if self.group.rank == self.root else self.elsewhere)
-
-    @property
-    def in_one_round(self) -> Self:
-        return replace(self, one_round=True)
 
     @property
     def adjoint(self) -> Broadcast:
