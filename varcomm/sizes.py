@@ -181,14 +181,14 @@ def checked_sizes(
     return tuple(checked)  # type: ignore[arg-type]
 
 
-def checked_dim(dim: int, shape: Sequence[int], where: str = "", name: str = "dim") -> int:
+def checked_dim(dim: int, shape: Sequence[int], where: str = "") -> int:
     """Return `dim` counted from the front, or raise ArgumentError."""
     value = exact_int(dim)
     if value is None:
-        raise ArgumentError(f"{where}{name} must be an int; got {dim!r}.")
+        raise ArgumentError(f"{where}dim must be an int; got {dim!r}.")
     if not -len(shape) <= value < len(shape):
         hint = " A scalar has no rows: unsqueeze(0) it." if len(shape) == 0 else ""
         raise ArgumentError(
-            f"{where}{name}={dim} is out of range for a tensor of shape {tuple(shape)}.{hint}"
+            f"{where}dim={dim} is out of range for a tensor of shape {tuple(shape)}.{hint}"
         )
     return value % len(shape)
