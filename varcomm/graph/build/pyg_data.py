@@ -14,7 +14,7 @@ import torch
 from torch_geometric import EdgeIndex
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.data.storage import BaseStorage, NodeStorage
-from torch_geometric.utils import is_sparse, to_edge_index
+from torch_geometric.utils import index_to_mask, is_sparse, to_edge_index
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.edge_shard import EdgeShard
@@ -336,6 +336,5 @@ def _masked(store: BaseStorage, own: BaseStorage) -> None:
                 raise ArgumentError(
                     f"data.{name} has a node twice, and a mask cannot. Give nodes weights instead."
                 )
-            own[mask] = torch.zeros(store.num_nodes, dtype=torch.bool, device=index.device)
-            own[mask][index] = True
+            own[mask] = index_to_mask(index, store.num_nodes)
         del own[name]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from varcomm.errors import ArgumentError, DisagreementError
+from varcomm.errors import ArgumentError
 from varcomm.graph.build.assemble import assemble, moved_edges
 from varcomm.graph.build.move import Move
 from varcomm.graph.build.pyg_data import check_name, ends
@@ -18,6 +18,7 @@ from varcomm.graph.node_shard import NodeShard, Shard, described
 from varcomm.graph.partitioned_graph import NodeType, PartitionedGraph
 from varcomm.graph.partitioners.assign import assign_sharded
 from varcomm.ops.checks import checked_tensor
+from varcomm.ops.digest import require_equal
 from varcomm.plan.checks import checked_index
 from varcomm.sizes import ShardSizes
 from varcomm.transport.agreement import agree_and_share
@@ -111,20 +112,16 @@ def migrate(
         shards = graph.node_shards.items()
         return {key: _checked_owner(nodes, owners.get(key)) for key, nodes in shards}, rows
 
-    def outline(own: tuple[Any, dict[Any, Rows]]) -> list[str]:
-        kinds = [
-            f"{name} of {value.dtype} and shape {list(value.shape[1:])}"
-            for rows in own[1].values()
-            for name, value in rows.items()
-        ]
-        return ["owner by rank" if method is None else f"owner={method!r}", *kinds]
+    def outline(own: tuple[Any, dict[Any, Rows]]) -> dict[str, str]:
+        words = {"owner": "ranks of nodes" if method is None else method}
+        for (noun, key), rows in own[1].items():
+            kind = noun if key is None else f"{noun} of {key}"
+            for name, value in rows.items():
+                words[f"{name} of {kind}"] = f"{value.dtype}, rows of shape {list(value.shape[1:])}"
+        return words
 
     (owners, rows), of_ranks = agree_and_share(_WHAT, check, outline, graph.group)
-    for rank, other in enumerate(of_ranks):
-        if other != of_ranks[0]:
-            pairs = zip(of_ranks[0], other, strict=False)
-            one, two = next((p for p in pairs if p[0] != p[1]), ("some attributes", "others"))
-            raise DisagreementError(f"{_WHAT}: rank 0 has {one}, and rank {rank} has {two}.")
+    require_equal(_WHAT, of_ranks)
     if method is not None:
         owners = _by_position(graph, method, rows)
     return deepened(migrated(graph, owners, rows, method or "the ranks given"), graph.hops)
