@@ -117,7 +117,8 @@ class Case:
 
     `bind` is collective and gives what a rank calls as ``op(x)`` or ``op(x, async_op=True)``;
     `reference` takes the inputs of all ranks and gives the outputs of all. The shape is None where
-    a rank has no input.
+    a rank has no input. Losses are "own", one per rank; or "one", which all ranks compute of a
+    replicated result; or "alike", of replicated inputs as well.
     """
 
     shapes: tuple[tuple[int, ...] | None, ...]
@@ -125,11 +126,20 @@ class Case:
     reference: Callable
     sums: bool = False
     has_async: bool = True
+    losses: str = "own"
 
     def draw(self, dtype, seed=0):
         """Draw the inputs of all ranks, alike on every rank."""
         generator = torch.Generator().manual_seed(seed)
+        if self.losses == "alike":
+            return [random(self.shapes[0], dtype, generator)] * len(self.shapes)
         return [s if s is None else random(s, dtype, generator) for s in self.shapes]
+
+    def filled(self, dtype, seed=0):
+        """Draw inputs of all ranks; a rank without one has one like the root's, as in a graph."""
+        drawn = self.draw(dtype, seed)
+        like = next(x for x in drawn if x is not None)
+        return [torch.ones_like(like) if x is None else x for x in drawn]
 
     def input(self, rank, dtype, seed=0):
         """Draw this rank's input; where it has none, one that is not to be read."""

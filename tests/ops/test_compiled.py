@@ -20,15 +20,6 @@ SIZES = ([2, 3], [4, 2], [5, 7])
 SLOW = pytest.mark.slow
 
 
-def input_of(made, rank):
-    """Draw this rank's input; on non-root ranks one like the root's, as a graph needs it."""
-    drawn = made.draw(torch.float64)
-    x = drawn[rank]
-    if x is None:
-        x = torch.zeros_like(next(x for x in drawn if x is not None))
-    return x.requires_grad_()
-
-
 def differentiated(fn, x):
     """Return result and gradient of a loss that is linear in neither."""
     y = fn(x)
@@ -51,7 +42,7 @@ def compiled_like_eager(rank, ranks, name, settings, backend, is_async):
     for pattern, dim, dynamic in settings:
         torch._dynamo.reset()
         made = case(name, pattern, ranks, dim)
-        op, x = made.bind(), input_of(made, rank)
+        op, x = made.bind(), made.filled(torch.float64)[rank].requires_grad_()
 
         def fn(x, op=op):
             y = 2 * x
@@ -105,7 +96,7 @@ class Calls(TorchDispatchMode):
 def checked_by_torch(rank, name):
     """Return the number of operators of a call and its backward, once each passes opcheck."""
     made = case(name, "off by one", 2, 0)
-    op, x = made.bind(), input_of(made, rank)
+    op, x = made.bind(), made.filled(torch.float64)[rank].requires_grad_()
     with patch("torch.compiler.is_compiling", lambda: True), Calls() as recorder:
         op(x).sum().backward()
     for func, args in recorder.calls:

@@ -4,9 +4,19 @@ import pytest
 import torch
 
 import varcomm
-from tests.transforms.operations import OPERATIONS
-from tests.transforms.transforms import TRANSFORMS, NothingToDo
+from tests.ops.primitives import PRIMITIVES, case
+from tests.transforms.layers import LAYERS
+from tests.transforms.transforms import TRANSFORMS, Operation
 
+PLANS = [name for name in PRIMITIVES if "_from_" in name]
+CALLS = [name for name in PRIMITIVES if name not in PLANS]
+# by the columns of the page; shard_v has nothing to wait for
+OPERATIONS = {
+    "primitives": CALLS,
+    "with `async_op=True`": [name for name in CALLS if name != "shard_v"],
+    "`ExchangePlan`": PLANS,
+    **{column: list(cases) for column, cases in LAYERS.items()},
+}
 # Operations that are run in every test; the others are slow.
 QUICK = {
     "primitives": ("all_gather_v", "broadcast", "indexed_all_to_all_v"),
@@ -42,9 +52,10 @@ def check(rank, ranks, column, name):
             continue
         refused = column in REFUSED.get(title, ())
         try:
-            transform(OPERATIONS[column][name](rank, ranks))
-        except NothingToDo:
-            continue
+            made = (
+                LAYERS[column][name](ranks) if column in LAYERS else case(name, "off by one", ranks)
+            )
+            transform(Operation(made, rank, "async" in column))
         except varcomm.ArgumentError as error:
             if not refused:
                 failed.append(f"{title}: {error}")

@@ -1,8 +1,4 @@
-"""Transforms of operations, each compared with one process.
-
-A function takes an :class:`~tests.transforms.operations.Operation` and asserts. All ranks call it
-together.
-"""
+"""Transforms of cases, each compared with one process; all ranks call a transform together."""
 
 import copy
 import warnings
@@ -15,13 +11,45 @@ from torch.func import functional_call, grad, jvp, linearize, vjp
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
-from tests.transforms.operations import DIRECTION, THETA
-
 TRANSFORMS = {}
 
 
-class NothingToDo(Exception):
-    """The transform is not for this operation."""
+class Operation:
+    """A case on this rank, beside one process with the inputs of all ranks.
+
+    `y` and `loss` map this rank's `x`, `ys` and `losses` those of all ranks. Losses are cubic, but
+    rank 0's own is linear, so that its gradient is a constant.
+    """
+
+    def __init__(self, case, rank, is_async):
+        self.case, self.rank, bound = case, rank, case.bind()
+        self.call = (lambda x: bound(x, async_op=True).wait()) if is_async else bound
+        self.module = bound if isinstance(bound, nn.Module) else None
+        self.xs, self.directions = (tuple(case.filled(torch.float64, seed)) for seed in (0, 1))
+        self.x, self.direction = self.xs[rank], self.directions[rank]
+
+    def y(self, x):
+        return self.call(x.sin())
+
+    def ys(self, *xs):
+        return tuple(self.case.reference([x.sin() for x in xs]))
+
+    def loss(self, x):
+        return self._loss(self.y(x), self.rank)
+
+    def losses(self, *xs):
+        """Return the sum of all ranks' losses, or the one loss that all ranks compute."""
+        losses = [self._loss(y, rank) for rank, y in enumerate(self.ys(*xs))]
+        return losses[0] if self.case.losses == "one" else sum(losses)
+
+    def gradient(self, *xs):
+        """Return this rank's gradient, from one process."""
+        return grad(self.losses, argnums=self.rank)(*xs)
+
+    def _loss(self, y, rank):
+        weight = torch.linspace(1, 2, y.numel(), dtype=y.dtype).view(y.shape)
+        linear = self.case.losses == "own" and rank == 0
+        return (weight * (y if linear else y**3)).sum()
 
 
 def transform(title):
@@ -36,88 +64,74 @@ def close(got, want):
     torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
 
 
-def one_gradient(op, thetas):
-    """Return this rank's gradient of the loss in one process, as a function of all thetas."""
-    leaves = tuple(thetas)
-    return grad(lambda *given: op.one_loss(given), argnums=op.rank)(*leaves)
-
-
 @transform("`torch.func.grad`")
 def check_grad(op):
-    close(grad(op.loss)(THETA), one_gradient(op, op.thetas))
+    close(grad(op.loss)(op.x), op.gradient(*op.xs))
 
 
 @transform("`torch.func.vjp`")
 def check_vjp(op):
-    y, pull = vjp(op.loss, THETA)
+    y, pull = vjp(op.loss, op.x)
     (got,) = pull(torch.full_like(y, 2))
-    close(got, 2 * one_gradient(op, op.thetas))
+    close(got, 2 * op.gradient(*op.xs))
 
 
 @transform("`torch.func.jvp`")
 def check_jvp(op):
-    got = jvp(op.y, (THETA,), (DIRECTION,))
-    want = jvp(
-        lambda *thetas: tuple(op.one_y(thetas)),
-        tuple(op.thetas),
-        (DIRECTION,) * len(op.thetas),
-    )
-    for ours, parts in zip(got, want, strict=True):
+    got = jvp(op.y, (op.x,), (op.direction,))
+    for ours, parts in zip(got, jvp(op.ys, op.xs, op.directions), strict=True):
         close(ours, parts[op.rank])
 
 
 @transform("`jvp` of `jvp` of `grad`")
 def check_nested(op):
-    def along(f):
-        return lambda theta: jvp(f, (theta,), (DIRECTION,))[1]
+    def along(f, directions):
+        return lambda *xs: jvp(f, xs, directions)[1]
 
-    close(
-        along(along(grad(op.loss)))(THETA),
-        along(along(lambda theta: one_gradient(op, [theta] * len(op.thetas))))(THETA),
-    )
+    got = along(along(grad(op.loss), (op.direction,)), (op.direction,))(op.x)
+    close(got, along(along(op.gradient, op.directions), op.directions)(*op.xs))
 
 
 @transform("`torch.func.linearize`")
 def check_linearize(op):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, of a deprecated way to fold constants
-        value, push = linearize(op.y, THETA)
-        first, pushed = push(DIRECTION), push(DIRECTION)
-    _, want = jvp(lambda theta: op.one_y([theta] * len(op.thetas))[op.rank], (THETA,), (DIRECTION,))
-    close(value, op.one_y(op.thetas)[op.rank])
-    close(first, want)
-    close(pushed, want)
+        value, push = linearize(op.y, op.x)
+        tangents = push(op.direction), push(op.direction)
+    ys, want = jvp(op.ys, op.xs, op.directions)
+    close(value, ys[op.rank])
+    for tangent in tangents:
+        close(tangent, want[op.rank])
 
 
 class Holding(nn.Module):
-    """The operation as a module, whose parameter is theta."""
+    """The operation as a module, whose parameter is the input."""
 
     def __init__(self, op):
         super().__init__()
-        self.op, self.theta = op, nn.Parameter(torch.zeros(3, dtype=torch.float64))
+        self.op, self.x = op, nn.Parameter(torch.zeros_like(op.x))
 
     def forward(self, factor):
-        return self.op.y(self.theta * factor)
+        return self.op.y(self.x * factor)
 
 
 @transform("`functional_call`")
 def check_functional_call(op):
     one = torch.ones((), dtype=torch.float64)
-    close(functional_call(Holding(op), {"theta": THETA}, (one,)), op.one_y(op.thetas)[op.rank])
+    close(functional_call(Holding(op), {"x": op.x}, (one,)), op.ys(*op.xs)[op.rank])
     if op.module is not None:
         changed = copy.deepcopy(op.module)
         with torch.no_grad():
             for parameter in changed.parameters():
                 parameter.mul_(0.5)
-        x = op.x(THETA)
         values = {name: value.detach() / 2 for name, value in op.module.named_parameters()}
-        close(functional_call(op.module, values, (x,)), changed(x))
+        close(functional_call(op.module, values, (op.x,)), changed(op.x))
 
 
 def check_checkpoint(op, reentrant):
-    theta = THETA.clone().requires_grad_()
-    checkpoint(op.loss, theta, use_reentrant=reentrant).backward()
-    close(theta.grad, one_gradient(op, op.thetas))
+    x = op.x.clone().requires_grad_()
+    checkpoint(op.loss, x, use_reentrant=reentrant).backward()
+    close(x.grad, op.gradient(*op.xs))
 
 
 for reentrant in (False, True):
@@ -128,15 +142,16 @@ for reentrant in (False, True):
 @transform("`torch.autocast`")
 def check_autocast(op):
     """What only moves is not cast; products of layers are, as torch's own."""
-    x, module = op.x(THETA).float().requires_grad_(), op.module and copy.deepcopy(op.module).float()
-    call = op.call if module is None else module
+    x, call = op.x.float().requires_grad_(), op.call
+    dtype, bound = torch.float32, 0
+    if op.module is not None:
+        call, dtype, bound = copy.deepcopy(op.module).float(), torch.bfloat16, 0.05
     plain = call(x)
     (want,) = torch.autograd.grad(plain.sum(), x)
     with torch.autocast("cpu", torch.bfloat16):
         y = call(x)
         (got,) = torch.autograd.grad(y.sum(), x)
-    assert y.dtype == (torch.float32 if module is None else torch.bfloat16)
-    bound = 0 if module is None else 0.05
+    assert y.dtype == dtype
     torch.testing.assert_close(y.float(), plain, rtol=bound, atol=bound)
     torch.testing.assert_close(got, want, rtol=bound, atol=bound)
 
@@ -144,35 +159,33 @@ def check_autocast(op):
 @transform("`torch.inference_mode`")
 def check_inference_mode(op):
     with torch.inference_mode():
-        y = op.y(THETA)
+        y = op.y(op.x)
     assert y.is_inference()
-    close(y.clone(), op.one_y(op.thetas)[op.rank])
+    close(y.clone(), op.ys(*op.xs)[op.rank])
 
 
 @transform("`torch.no_grad`")
 def check_no_grad(op):
     with torch.no_grad():
-        y = op.y(THETA.clone().requires_grad_())
+        y = op.y(op.x.clone().requires_grad_())
     assert not y.requires_grad
-    close(y, op.one_y(op.thetas)[op.rank])
+    close(y, op.ys(*op.xs)[op.rank])
 
 
 @transform("`copy.deepcopy` of a module")
 def check_deepcopy(op):
-    if op.module is None:
-        raise NothingToDo
-    again = copy.deepcopy(op.module)
-    close(again(op.x(THETA)), op.one_y(op.thetas)[op.rank])
+    if op.module is not None:
+        close(copy.deepcopy(op.module)(op.x.sin()), op.ys(*op.xs)[op.rank])
 
 
 def check_fake(op, mode):
-    x = op.x(THETA).requires_grad_()
+    x = op.x.clone().requires_grad_()
     real = op.call(x)
     (gradient,) = torch.autograd.grad(real.sum(), x)
-    values = x.detach()
     with mode:
-        fake = mode.from_tensor(values).requires_grad_()
-        tensors = fakes(op.module, mode)
+        fake = mode.from_tensor(op.x).requires_grad_()
+        tensors = {} if op.module is None else op.module.state_dict(keep_vars=True)
+        tensors = {name: mode.from_tensor(value) for name, value in tensors.items()}
         y = functional_call(op.module, tensors, (fake,)) if tensors else op.call(fake)
         (of_fake,) = torch.autograd.grad(y.sum(), fake)
     for ours, theirs in ((y, real), (of_fake, gradient)):
@@ -186,53 +199,44 @@ TRANSFORMS["`FakeTensorMode(allow_non_fake_inputs=True)`"] = lambda op: check_fa
 )
 
 
-def fakes(module, mode):
-    """Return the tensors of a module as fakes; none of none."""
-    if module is None:
-        return {}
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return {name: mode.from_tensor(value) for name, value in tensors.items()}
-
-
 @transform("`make_fx`")
 def check_make_fx(op):
-    traced = make_fx(lambda theta: op.y(theta))(THETA)
-    close(traced(DIRECTION), op.one_y([DIRECTION] * len(op.thetas))[op.rank])
+    traced = make_fx(lambda x: op.y(x))(op.x)
+    close(traced(op.direction), op.ys(*op.directions)[op.rank])
 
 
 @transform("`torch.func.vmap`")
 def check_vmap(op):
-    torch.func.vmap(op.call)(torch.stack([op.x(THETA)] * 2))
+    torch.func.vmap(op.call)(torch.stack([op.x] * 2))
 
 
 @transform("`torch.func.hessian`")
 def check_hessian(op):
-    torch.func.hessian(op.loss)(THETA)
+    torch.func.hessian(op.loss)(op.x)
 
 
 class Program(nn.Module):
     def __init__(self, op):
         super().__init__()
-        self.call, self.module = op.call, op.module
+        self.call = op.call
 
     def forward(self, x):
-        return self.call(x)
+        return self.call(x.sin())
 
 
 @transform("`torch.jit.trace`")
 def check_jit(op):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is deprecated
-        traced = torch.jit.trace(Program(op), (op.x(THETA),), check_trace=False)
-    close(traced(op.x(DIRECTION)), op.one_y([DIRECTION] * len(op.thetas))[op.rank])
+        traced = torch.jit.trace(Program(op), (op.x,), check_trace=False)
+    close(traced(op.direction), op.ys(*op.directions)[op.rank])
 
 
 def check_export(op, strict):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's own
-        program = torch.export.export(Program(op), (op.x(THETA),), strict=strict)
-    got = program.module()(op.x(DIRECTION))
-    close(got, op.one_y([DIRECTION] * len(op.thetas))[op.rank])
+        program = torch.export.export(Program(op), (op.x,), strict=strict)
+    close(program.module()(op.direction), op.ys(*op.directions)[op.rank])
 
 
 for strict in (False, True):
