@@ -27,7 +27,9 @@ def values(net):
     return {**dict(net.named_parameters()), **dict(net.named_buffers())}
 
 
-def broadcasts(rank, src):
+@on_ranks(*WORLDS)
+def test_all_ranks_get_the_values_of_one(rank, ranks):
+    src = ranks - 1
     net, expected = model(rank), values(model(src))
     vc.broadcast_module(net, src)
     assert net[1].weight is net[0].weight
@@ -37,11 +39,6 @@ def broadcasts(rank, src):
         assert torch.equal(value, expected[name]), name
         assert value.dtype == expected[name].dtype
     assert net.frozen.stride() == (1, 3)
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_all_ranks_get_the_values_of_one(worlds, ranks):
-    worlds.run(ranks, broadcasts, ranks - 1)
 
 
 def refused(rank):
@@ -72,18 +69,14 @@ def test_another_structure_on_one_rank_is_the_same_error_on_all(worlds):
         assert name in text
 
 
-def registered_in_another_order(rank):
+@on_ranks(3)
+def test_order_of_registration(rank):
     model = torch.nn.Module()
     for name in ("a", "b") if rank else ("b", "a"):
         value = torch.full((2,), float(ord(name) + rank))
         model.register_parameter(name, torch.nn.Parameter(value))
     vc.broadcast_module(model)
-    return model.a.tolist(), model.b.tolist()
-
-
-def test_order_of_registration(worlds):
-    found = worlds.run(3, registered_in_another_order)
-    assert found == [([97.0] * 2, [98.0] * 2)] * 3
+    assert (model.a.tolist(), model.b.tolist()) == ([97.0] * 2, [98.0] * 2)
 
 
 @on_ranks(3)

@@ -128,9 +128,9 @@ def test_mistake_on_one_rank(rank, name):
     assert varcomm.all_reduce(torch.tensor(1)).item() == 2
 
 
-def mistakes_at_the_root(group_size):
+def mistakes_at_the_root():
     """Yield calls that ``scatter_v`` and ``broadcast`` refuse at their root, rank 1."""
-    sizes = [2, 1, 0][:group_size]
+    sizes = [2, 1, 0]
     for wrong, message in (
         (None, "tensor must be a torch.Tensor; got NoneType"),
         (SPARSE, "tensor must be dense; got .*torch.sparse_coo"),
@@ -144,17 +144,14 @@ def mistakes_at_the_root(group_size):
     yield lambda x: varcomm.scatter_v(x, sizes, "rows", 1), F(3), "dim must be an int; got 'rows'"
 
 
-def raise_of_root(rank, size):
-    for call, wrong, message in mistakes_at_the_root(size):
+@on_ranks(3)
+def test_mistake_at_the_root_is_an_error_on_every_rank(rank):
+    for call, wrong, message in mistakes_at_the_root():
         for right in (None, F(3)):
             where = "" if rank == 1 else "refused by its root, rank 1: "
-            with pytest.raises(ArgumentError, match=f"^{where}.* on rank 1 of {size}: .*{message}"):
+            with pytest.raises(ArgumentError, match=f"^{where}.* on rank 1 of 3: .*{message}"):
                 call(wrong if rank == 1 else right)
-    return varcomm.all_reduce(torch.tensor(1)).item()
-
-
-def test_mistake_at_the_root_is_an_error_on_every_rank(worlds):
-    assert worlds.run(3, raise_of_root, 3) == [3] * 3
+    assert varcomm.all_reduce(torch.tensor(1)).item() == 3
 
 
 def sizes_unlike_the_root(rank):
@@ -181,7 +178,8 @@ def test_calls_unlike_that_of_the_root(call, message):
     assert isinstance(e.value.__cause__, DisagreementError)
 
 
-def others(rank):
+@on_ranks(2)
+def test_devices_flags_and_groups(rank):
     """Refuse tensors on other devices, flags that are no bools, groups that are none."""
     for name in [name for name in PRIMITIVES if name != "shard_v"]:
         c = case(name, "off by one", 2)  # the root is rank 1
@@ -212,11 +210,7 @@ def others(rank):
     for group in (torch.ones(2), np.array([1, 2]), "world"):
         with pytest.raises(GroupError):
             varcomm.all_reduce(torch.ones(1), group=group)
-    return varcomm.all_reduce(torch.tensor(1)).item()
-
-
-def test_devices_flags_and_groups(worlds):
-    assert worlds.run(2, others) == [2, 2]
+    assert varcomm.all_reduce(torch.tensor(1)).item() == 2
 
 
 @on_ranks(3)

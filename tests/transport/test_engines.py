@@ -21,7 +21,9 @@ RANKS = 3
 CPU = torch.device("cpu")
 
 
-def dropped(rank, elements):
+@pytest.mark.parametrize("elements", [10, 3_000_000])
+@on_ranks(RANKS)
+def test_messages_that_no_rank_waits_for(rank, elements):
     """Two ranks forget the calls that they have started; the root waits."""
     sizes = [elements, 2 * elements, 0]
     mine = torch.full((sizes[rank],), float(rank))
@@ -35,54 +37,17 @@ def dropped(rank, elements):
         assert torch.equal(varcomm.all_gather_v(mine, sizes), whole)
 
 
-def among_user_messages(rank):
-    """Messages between users remain theirs."""
+@on_ranks(RANKS)
+def test_messages_between_users_remain_theirs(rank):
     mine, theirs, works = torch.full((4,), float(rank)), torch.zeros(4), []
     if rank < 2:
         works = [dist.irecv(theirs, 1 - rank), dist.isend(mine, 1 - rank)]
     whole = varcomm.gather_v(mine + 10, [4, 4, 4])
     for work in works:
         work.wait()
-    return theirs.tolist(), whole.tolist()
-
-
-def test_messages_on_gloo(worlds):
-    for elements in (10, 3_000_000):
-        worlds.run(RANKS, dropped, elements)
-    whole = [10.0] * 4 + [11.0] * 4 + [12.0] * 4
-    found = worlds.run(RANKS, among_user_messages)
-    assert found[:2] == [([1.0] * 4, whole), ([0.0] * 4, [])]
-
-
-DTYPES = ("bool", "int8", "uint16", "bfloat16", "float8_e4m3fn", "int32", "uint64", "complex128")
-
-
-@on_ranks(RANKS)
-def test_odd_views_of_each_dtype(rank):
-    """Rows of each dtype in odd strides, on one rank only; return the calls that are wrong."""
-    failures = []
-    for name in DTYPES:
-        dtype = getattr(torch, name)
-        parts = [torch.arange(3 * r, 3 * r + 3).view(3, 1).to(dtype) for r in range(RANKS)]
-        views = {
-            "row as column": parts[rank].t().contiguous().t(),
-            "inside": torch.cat([parts[rank]] * 3)[3:6],
-            "every second": torch.cat([parts[rank]] * 2, dim=1)[:, ::2],
-        }
-        for how, view in views.items():
-            x = view if rank == 1 else parts[rank]
-            one = x[:1].as_strided((1, 1), (7, 5))
-            found = [
-                (varcomm.all_gather_v(x, [3] * RANKS), torch.cat(parts)),
-                (varcomm.gather_v(x, [3] * RANKS, dst=0), torch.cat(parts)),
-                (varcomm.all_to_all_v(x, [1] * RANKS, [1] * RANKS), torch.cat(parts)[rank::3]),
-                (varcomm.broadcast(x, 1, like=x), parts[1]),
-                (varcomm.all_gather_v(one, [1] * RANKS), torch.cat(parts)[::3]),
-            ]
-            for number, (got, want) in enumerate(found):
-                if (number != 1 or rank == 0) and got.tolist() != want.tolist():
-                    failures.append((name, how, number))
-    return failures
+    if rank < 2:
+        assert theirs.eq(1 - rank).all()
+    assert rank or whole.view(3, 4)[:, 0].tolist() == [10, 11, 12]
 
 
 @contextmanager
