@@ -4,6 +4,7 @@ import inspect
 from importlib import import_module
 
 import pytest
+import torch.distributed as dist
 
 from tests.ops.comparing import assert_none
 
@@ -39,3 +40,15 @@ def on_ranks(*sizes, timeout=None):
 
 def _call(rank, module, name, values):
     return getattr(import_module(module), name).check(rank, **values)
+
+
+def refused_alike(kind, call, *words, match=None):
+    """Call on all ranks; assert that all raise the same error, which is of a kind and has words."""
+    with pytest.raises(kind, match=match) as caught:
+        call()
+    error, found = (type(caught.value).__name__, str(caught.value)), [None] * dist.get_world_size()
+    dist.all_gather_object(found, error)
+    assert found == [error] * len(found)
+    assert type(caught.value) is kind
+    for word in words:
+        assert word in error[1], error

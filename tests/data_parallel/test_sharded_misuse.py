@@ -53,19 +53,9 @@ def test_other_parameters_than_at_the_start(rank, ranks):
                 call()
 
 
+@pytest.mark.parametrize("what", ["frozen", "lr", "max_norm"])
 @on_ranks(2)
-def test_ranks_that_call_different_methods(rank, ranks):
-    """They are told so, and go on."""
-    model = nn.Linear(2, 2)
-    own = ShardedGradients(model, plain, reduce="sum")
-    model(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(DisagreementError, match="disagree on operation"):
-        own.zero_grad() if rank else own.step()
-    own.reduce()
-    assert all(p.value.grad.eq(2).all() for p in own.pieces.values())
-
-
-def compared(rank, what):
+def test_debug_compares(rank, what):
     model = nn.Linear(2, 2)
     own = ShardedGradients(model, plain)
     model(torch.ones(1, 2)).sum().backward()
@@ -76,11 +66,6 @@ def compared(rank, what):
     call = {"max_norm": partial(own.clip_grad_norm_, rank + 1.0), "frozen": own.reduce}
     with varcomm.debug(), pytest.raises(DisagreementError, match=f"ranks disagree on .*{what}"):
         call.get(what, own.step)()
-
-
-def test_debug_compares(worlds):
-    for what in ("frozen", "lr", "max_norm"):
-        worlds.run(2, compared, what)
 
 
 @on_ranks(2)

@@ -1,11 +1,14 @@
 """Optimizers of pieces and of whole parameters: schedulers, norms, bytes, narrow parameters."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim import lr_scheduler
 
 import varcomm
 from tests.data_parallel.cases import (
@@ -48,27 +51,40 @@ def adamw(groups):
 
 
 def trained(rank, ranks, kind, optimizer):
-    """Twelve steps of two micro-batches; of every second, only the last backward sends sums."""
+    """Twelve steps of two micro-batches with clips and schedulers; rank 0 may have no loss.
+
+    In every second step only the last backward sends sums.
+    """
     model, twin = twins(Layers)
     if rank:  # rank 0 decides
         model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})
     own = sharded(model, kind, ranks, optimizer, bucket_bytes=300)
     one = OPTIMIZERS[optimizer](groups_of(twin))
+    cycle, plateau = lr_scheduler.OneCycleLR, lr_scheduler.ReduceLROnPlateau
+    schedulers = [(cycle(o, 0.1, total_steps=13), plateau(o, factor=0.5)) for o in (own, one)]
     for step in range(12):
-        if step % 2:
-            with own.accumulate():
-                loss_of(model, step, rank, 0).backward()
-        else:
-            loss_of(model, step, rank, 0).backward()
-        loss_of(model, step, rank, 1).backward()
+        at_work = range(step % 4 == 2 and ranks > 1, ranks)
         for part in range(2):
-            (sum(loss_of(twin, step, r, part) for r in range(ranks)) / ranks).backward()
-        if step % 3 == 0:
-            norm = own.clip_grad_norm_(0.5)
-            close(norm, torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5), 1e-10)
-        for each in (own, one):
+            later = step % 2 and not part
+            if rank in at_work:
+                with own.accumulate() if later else nullcontext():
+                    loss_of(model, step, rank, part).backward()
+            (sum(loss_of(twin, step, r, part) for r in at_work) / ranks).backward()
+            if step % 3 != 1 and not later:
+                for how in ((0.5,), (0.4, 1.0)):
+                    close(
+                        own.clip_grad_norm_(*how), clip_grad_norm_(twin.parameters(), *how), 1e-10
+                    )
+            if step % 3 and not later:
+                own.clip_grad_value_(0.01)
+                clip_grad_value_(twin.parameters(), 0.01)
+        for each, (by_step, by_loss) in zip((own, one), schedulers, strict=True):
             each.step()
             each.zero_grad()
+            by_step.step()
+            by_loss.step(1.0)
+        for a, b in zip(own.param_groups, one.param_groups, strict=True):
+            assert {**a, "params": 0, "param_names": 0} == {**b, "params": 0, "param_names": 0}
     assert_equal(model, twin, 1e-10)
     elements = sum(piece.stop - piece.start for piece in own.pieces.values())
     return [p.detach().clone() for p in model.parameters()], elements
@@ -118,9 +134,8 @@ def test_schedulers_and_closures(rank, ranks):
     """Schedulers accept both optimizers; a closure computes the loss."""
     model, twin = twins(layers)
     own, one = ShardedGradients(model, adamw, reduce="sum"), adamw(twin.parameters())
-    step_lr, lambda_lr = torch.optim.lr_scheduler.StepLR, torch.optim.lr_scheduler.LambdaLR
-    schedulers = [step_lr(o, 1, 0.5) for o in (own.optimizer, one)]
-    schedulers += [lambda_lr(o, lambda step: 0.5**step) for o in (own, one)]
+    schedulers = [lr_scheduler.StepLR(o, 1, 0.5) for o in (own.optimizer, one)]
+    schedulers += [lr_scheduler.LambdaLR(o, lambda step: 0.5**step) for o in (own, one)]
 
     def closure(optimizer, module, parts, step):
         optimizer.zero_grad()

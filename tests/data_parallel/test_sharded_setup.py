@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.data_parallel.cases import plain
-from tests.worlds import on_ranks
+from tests.worlds import on_ranks, refused_alike
 from varcomm import ArgumentError, DisagreementError, GroupError, ShardSizes
 from varcomm.data_parallel import ShardedGradients
 
@@ -129,34 +129,23 @@ REFUSED = (
 )
 
 
-def refused(rank):
+@on_ranks(2)
+def test_wrong_arguments_of_one_rank_are_refused_on_all(rank):
     """Every error is the same on both ranks, and leaves nothing behind."""
-    told = []
-    for asked, _ in REFUSED:
+    for asked, words in REFUSED:
         own = {"params": linear(), "optimizer_factory": plain}
         if isinstance(asked, dict) and "optimizer_factory" in asked:
             own["sizes"] = [1, 7]  # rank 1 owns a part of a matrix
         if rank == 1:
             made = asked() if callable(asked) else asked
             own |= made if isinstance(made, dict) else {"params": made}
-        with pytest.raises(ArgumentError) as caught:
-            ShardedGradients(**own)
-        told.append(str(caught.value))
+        said = "data_parallel.ShardedGradients", "refused on rank 1 of 2", words
+        refused_alike(ArgumentError, partial(ShardedGradients, **own), *said)
     model = linear()
     own = ShardedGradients(model, plain, reduce="sum")
     model(torch.ones(1, 3)).sum().backward()
     own.reduce()
-    return told, sum(piece.value.grad.sum().item() for piece in own.pieces.values())
-
-
-def test_wrong_arguments_of_one_rank_are_refused_on_all(worlds):
-    (first, some), (second, others) = worlds.run(2, refused)
-    for one, other, (_, words) in zip(first, second, REFUSED, strict=True):
-        assert one == other
-        assert one.startswith("data_parallel.ShardedGradients")
-        assert "refused on rank 1 of 2" in one
-        assert words in one
-    assert some + others == 16.0
+    assert all(piece.value.grad.eq(2).all() for piece in own.pieces.values())
 
 
 def frozen_bias():
@@ -234,14 +223,14 @@ def test_all_get_the_values_of_rank_0(rank, ranks):
     assert model[1].running_mean.tolist() == [1.0] * 3
 
 
-def nowhere(rank):
+@on_ranks(2)
+def test_parameters_where_the_group_has_no_engine(rank):
     model = nn.Linear(3, 2, device="meta") if rank else linear()
     with pytest.raises(GroupError, match=r"refused on rank 1 of 2: .* the tensor is on meta"):
         ShardedGradients(model, plain)
 
 
-def test_parameters_where_the_group_has_no_engine(worlds):
-    worlds.run(2, nowhere)
+def test_without_a_group():
     with pytest.raises(GroupError, match=r"torch\.distributed is not initialised"):
         ShardedGradients(linear(), plain)
 

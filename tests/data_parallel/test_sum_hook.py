@@ -121,32 +121,25 @@ def test_losses_on_forces_and_complex_parameters(rank, ranks):
     assert_same_gradients(ddp.module, twin)
 
 
-def summed_twice(rank, how):
+@pytest.mark.parametrize("how", ["without no_sync", "with no_sync", "in debug"])
+@on_ranks(2)
+def test_a_sum_that_would_be_summed_again(rank, how):
+    """It would give 6 where two micro-batches have 4."""
     ddp, x = wrapped(slope)[0], torch.ones(1, 1)
     ddp(x).sum().backward()
-    said = "has been summed over ranks, and this backward would sum it again"
     context = {"in debug": varcomm.debug, "with no_sync": ddp.no_sync}.get(how, nullcontext)
     error = DisagreementError if how == "in debug" else ArgumentError
-    with context(), pytest.raises(error, match=said):
+    with context(), pytest.raises(error, match="has been summed over ranks, and this backward"):
         ddp(x).sum().backward()
     assert ddp.module.weight.grad.item() == 2.0
 
 
-def wrong_group(rank):
+@on_ranks(2)
+def test_wrong_group(rank):
     ddp = DistributedDataParallel(slope())
     ddp.register_comm_hook((None, "mean"), sum_hook)
     with pytest.raises(GroupError, match="group"):
         ddp(torch.ones(1, 1)).sum().backward()
-
-
-def test_errors_in_backward(worlds):
-    """A sum that is summed again would give 6 where two micro-batches have 4.
-
-    In worlds of their own, because a DistributedDataParallel cannot be used after an error.
-    """
-    for how in ("without no_sync", "with no_sync", "in debug"):
-        worlds.run(2, summed_twice, how)
-    worlds.run(2, wrong_group)
 
 
 @on_ranks(3)

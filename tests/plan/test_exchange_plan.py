@@ -22,8 +22,10 @@ from tests.plan.naive import (
     many_copies,
     of_first_rank,
     some_needs,
+    three_still_exchange,
 )
-from varcomm import ArgumentError, DisagreementError, ExchangePlan, GroupError, VarcommError
+from tests.worlds import on_ranks, refused_alike
+from varcomm import ArgumentError, DisagreementError, ExchangePlan, GroupError
 
 
 def by_both_ways(rank, needs):
@@ -99,26 +101,24 @@ def test_forms_of_arguments(worlds, ranks):
     assert worlds.run(ranks, in_other_forms, needs) == want
 
 
-def few_of_many(rank):
+@on_ranks(2)
+def test_only_the_needed_ids_travel(rank):
     """Need one row of each of two ranks, which have a million: what does a rank send for that?"""
-    needed = torch.tensor([5, 1_999_999]) if rank == 0 else torch.tensor([], dtype=torch.int64)
+    needed = torch.tensor([5, 1_999_999] if rank == 0 else [], dtype=torch.int64)
     with varcomm.trace() as calls:
         plan = ExchangePlan.from_needed(needed, (1_000_000, 1_000_000))
-    return sum(call.sent for call in calls), plan.send_index.tolist()
-
-
-def test_only_the_needed_ids_travel(worlds):
-    (sent_by_zero, send_index), (sent_by_one, other) = worlds.run(2, few_of_many)
-    assert (send_index, other) == ([5], [999_999])
-    assert sent_by_zero == 8 + 8  # how many ids, and the one that the other has
-    assert sent_by_one == 8
+    assert plan.send_index.tolist() == [[5], [999_999]][rank]
+    # how many ids, and the one that the other has
+    assert sum(call.sent for call in calls) == [8 + 8, 8][rank]
 
 
 # --- calls
 
 
-def late(rank, needs, dtype):
-    """Sum many times, whichever rank's messages come last."""
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@on_ranks(*WORLDS)
+def test_sums_are_the_same_bit_for_bit_whichever_rank_is_late(rank, ranks, dtype):
+    needs = many_copies(ranks, 40)
     plan = needs.plan_of_indices(rank)
     generator = torch.Generator().manual_seed(rank)
     copies = sum(needs.counts_to(rank))
@@ -129,14 +129,8 @@ def late(rank, needs, dtype):
         time.sleep(0.01 * ((rank + turn) % needs.ranks))
         again = plan if turn < 3 else needs.plan_of_needed(rank)
         totals.append(again.adjoint(y))
-    return [torch.equal(a, b) for a, b in pairwise(totals)], bool(totals[0].abs().sum() > 0)
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_sums_are_the_same_bit_for_bit_whichever_rank_is_late(worlds, ranks):
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        answers = worlds.run(ranks, late, many_copies(ranks, 40), dtype)
-        assert answers == [([True] * 5, rank == 0) for rank in range(ranks)]
+    assert all(torch.equal(a, b) for a, b in pairwise(totals))
+    assert bool(totals[0].abs().sum() > 0) == (rank == 0)
 
 
 SIGNATURES = {
@@ -159,8 +153,9 @@ def test_signatures_that_callers_rely_on():
 # --- copies and files
 
 
-def frozen(rank, needs):
-    plan = needs.plan_of_indices(rank)
+@on_ranks(3)
+def test_a_plan_is_frozen_moved_and_shared_by_copies(rank):
+    plan = of_first_rank(3).plan_of_indices(rank)
     for field in fields(plan):
         with pytest.raises(FrozenInstanceError, match=f"cannot assign to field '{field.name}'"):
             setattr(plan, field.name, getattr(plan, field.name))
@@ -173,11 +168,8 @@ def frozen(rank, needs):
     model.plan = plan
     with pytest.raises(GroupError, match=r"cannot be pickled\. Keep state_dict\(\)"):
         pickle.dumps(plan)
-    return copy.copy(plan) is plan, copy.deepcopy(model).plan is plan
-
-
-def test_a_plan_is_frozen_moved_and_shared_by_copies(worlds):
-    assert worlds.run(3, frozen, of_first_rank(3)) == [(True, True)] * 3
+    assert copy.copy(plan) is plan
+    assert copy.deepcopy(model).plan is plan
 
 
 def saved(rank, needs):
@@ -207,11 +199,9 @@ def test_saved_and_loaded(worlds, ranks, shape):
     assert worlds.run(ranks, loaded, files, needs) == [[True] * 5] * ranks
 
 
-def refused(rank, states):
-    with pytest.raises(VarcommError) as caught:
-        ExchangePlan.from_state_dict(states[rank])
-    ring = in_a_ring(3).plan_of_needed(rank)
-    return type(caught.value), str(caught.value), ring(torch.full((rank + 1,), 1.0)).tolist()
+def refused(rank, states, kind, words):
+    refused_alike(kind, lambda: ExchangePlan.from_state_dict(states[rank]), *words)
+    assert three_still_exchange(rank)
 
 
 def states_of(worlds, ranks, needs):
@@ -241,10 +231,5 @@ def wrong_states(worlds):
 
 
 def test_states_that_do_not_fit_are_refused_on_all_ranks(worlds):
-    for states, kind, who, said in wrong_states(worlds):
-        kinds, messages, after = zip(*worlds.run(3, refused, states), strict=True)
-        assert kinds == (kind,) * 3
-        assert len(set(messages)) == 1
-        assert who in messages[0]
-        assert said in messages[0]
-        assert after == ([1.0],) * 3
+    for states, kind, *words in wrong_states(worlds):
+        worlds.run(3, refused, states, kind, words)

@@ -5,7 +5,8 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 
 import varcomm
-from tests.plan.naive import WORLDS, all_to_all_needs, in_a_ring, of_first_rank
+from tests.plan.naive import all_to_all_needs, in_a_ring, of_first_rank
+from tests.worlds import WORLDS, on_ranks
 from varcomm import ArgumentError
 
 DTYPES = [
@@ -20,9 +21,14 @@ def drawn(plan, dtypes=DTYPES[0]):
     return [torch.randn(plan.num_rows, *shape).to(dtype) for shape, dtype in shapes]
 
 
-def values(rank, needs):
+ALL_TO_ALL, OF_FIRST = all_to_all_needs(3), of_first_rank(3)
+
+
+@pytest.mark.parametrize("make", [all_to_all_needs, of_first_rank, in_a_ring])
+@on_ranks(*WORLDS)
+def test_rows_bytes_and_messages(rank, ranks, make):
     """Compare with one exchange for each tensor: rows, bytes, messages."""
-    plan = needs.plan_of_indices(rank)
+    plan = make(ranks).plan_of_indices(rank)
     for dtypes in DTYPES:
         xs = drawn(plan, dtypes)
         with varcomm.trace() as packed:
@@ -41,20 +47,16 @@ def values(rank, needs):
     assert torch.equal(narrow, plan(y))
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_rows_bytes_and_messages(worlds, ranks):
-    for needs in (all_to_all_needs, of_first_rank, in_a_ring):
-        worlds.run(ranks, values, needs(ranks))
-
-
 def energy(outs):
     a, b, c = outs
     return (a.sin().sum((1, 2)) * b**3).sum() + (c * c * b.view(-1, 1)).sum()
 
 
-def derivatives(rank, needs):
+@pytest.mark.parametrize("make", [all_to_all_needs, of_first_rank])
+@on_ranks(*WORLDS)
+def test_derivatives(rank, ranks, make):
     """Compare derivatives of three orders, and of both modes, with one exchange for each tensor."""
-    plan = needs.plan_of_indices(rank)
+    plan = make(ranks).plan_of_indices(rank)
     xs = [x.requires_grad_() for x in drawn(plan)]
     apart, found = (lambda *xs: [plan(x) for x in xs]), []
     for call in (plan, apart):
@@ -81,18 +83,13 @@ def derivatives(rank, needs):
     assert torch.equal(gradient, plan.adjoint(torch.ones_like(some[0])))
     with varcomm.debug():
         energy(plan(*xs)).backward()
-    return [x.grad.shape == x.shape for x in xs]
+    assert all(x.grad.shape == x.shape for x in xs)
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_derivatives(worlds, ranks):
-    for needs in (all_to_all_needs, of_first_rank):
-        assert worlds.run(ranks, derivatives, needs(ranks)) == [[True] * 3] * ranks
-
-
-def narrow(rank, needs):
+@on_ranks(3)
+def test_sums_follow_the_rule_of_fp32(rank):
     """Copies of narrow floats are summed in fp32, unless the caller says otherwise."""
-    plan = needs.plan_of_indices(rank)
+    plan = OF_FIRST.plan_of_indices(rank)
     x, y = (torch.randn(plan.num_rows, 2).bfloat16().requires_grad_() for _ in range(2))
     for use_fp32 in (True, False):
         outs = plan(x, y, use_fp32=use_fp32)
@@ -102,13 +99,10 @@ def narrow(rank, needs):
         assert all(map(torch.equal, found, want))
 
 
-def test_sums_follow_the_rule_of_fp32(worlds):
-    worlds.run(3, narrow, of_first_rank(3))
-
-
-def forward_over_reverse(rank, needs):
+@on_ranks(3)
+def test_forward_over_reverse(rank):
     """The tangent of a gradient is that of separate calls."""
-    plan = needs.plan_of_indices(rank)
+    plan = OF_FIRST.plan_of_indices(rank)
     xs = [torch.randn(plan.num_rows, k, dtype=torch.float64) for k in (2, 3)]
     ts = [torch.randn_like(x) for x in xs]
 
@@ -125,13 +119,10 @@ def forward_over_reverse(rank, needs):
     torch.testing.assert_close(together, tangents(lambda *xs: [plan(x) for x in xs]))
 
 
-def test_forward_over_reverse(worlds):
-    worlds.run(3, forward_over_reverse, of_first_rank(3))
-
-
-def by_position(rank, needs):
+@on_ranks(3)
+def test_arguments_by_position(rank):
     """A dimension by position, and the rule of sums by name."""
-    plan = needs.plan_of_indices(rank)
+    plan = OF_FIRST.plan_of_indices(rank)
     x = torch.randn(2, plan.num_rows).bfloat16().requires_grad_()
     g = torch.randn(2, sum(plan.recv_counts)).bfloat16()
     for use_fp32 in (True, False):
@@ -139,37 +130,27 @@ def by_position(rank, needs):
         assert torch.equal(found, plan.adjoint(g, 1, use_fp32))
 
 
-def test_arguments_by_position(worlds):
-    worlds.run(3, by_position, of_first_rank(3))
-
-
-def compiled(rank, needs):
-    plan = needs.plan_of_indices(rank)
+@on_ranks(3)
+def test_compiled(rank):
+    plan = ALL_TO_ALL.plan_of_indices(rank)
     xs = [x.requires_grad_() for x in drawn(plan)]
     fast = torch.compile(lambda *xs: energy(plan(*xs)), fullgraph=True, backend="aot_eager")
     with varcomm.trace() as calls:
         got = torch.autograd.grad(fast(*xs), xs)
     torch.testing.assert_close(got, torch.autograd.grad(energy(plan(*xs)), xs))
-    return len(calls)
+    assert len(calls) == 2
 
 
-def test_compiled(worlds):
-    assert worlds.run(3, compiled, all_to_all_needs(3)) == [2] * 3
-
-
-def refused(rank, needs):
-    plan = needs.plan_of_indices(rank)
+@on_ranks(3)
+def test_refusals_before_any_message(rank):
+    plan = ALL_TO_ALL.plan_of_indices(rank)
     x, y, _ = drawn(plan)
     with varcomm.trace() as calls:
-        for second, kind in ((torch.cat([y, y[:1]]), ArgumentError), (None, ArgumentError)):
-            with pytest.raises(kind):
+        for second in (torch.cat([y, y[:1]]), None):
+            with pytest.raises(ArgumentError):
                 plan(x, y, second)
         with pytest.raises(ArgumentError):
             plan(x, y, dim=1)
         with pytest.raises(ArgumentError, match="1 more"):
             plan(x, 0, True, 1)
-    return list(calls)
-
-
-def test_refusals_before_any_message(worlds):
-    assert worlds.run(3, refused, all_to_all_needs(3)) == [[]] * 3
+    assert not calls

@@ -1,16 +1,17 @@
 """Plans made or called wrongly: type of the error, named argument, and ranks that raise."""
 
+import re
+
 import pytest
 import torch
 
 import varcomm
 from tests.plan.naive import all_to_all_needs, three_still_exchange
-from tests.worlds import on_ranks
+from tests.worlds import on_ranks, refused_alike
 from varcomm import (
     ArgumentError,
     DisagreementError,
     ExchangePlan,
-    VarcommError,
     indexed_all_to_all_v,
 )
 
@@ -57,50 +58,23 @@ WRONG = [
 ]
 
 
-def made_wrongly(rank):
-    """Make each plan wrongly on rank 1 alone."""
-    told = []
-    for right, wrong, _ in WRONG:
-        with pytest.raises(VarcommError) as caught:
-            (wrong if rank == 1 else RIGHT[right])()
-        told.append((type(caught.value), str(caught.value)))
-    return told, three_still_exchange(rank)
+@on_ranks(3)
+def test_a_plan_that_is_wrong_on_one_rank_is_refused_on_all(rank):
+    for right, wrong, word in WRONG:
+        call = wrong if rank == 1 else RIGHT[right]
+        refused_alike(ArgumentError, call, "refused on rank 1 of 3: ", word)
+    assert three_still_exchange(rank)
 
 
-def test_a_plan_that_is_wrong_on_one_rank_is_refused_on_all(worlds):
-    answers, after = zip(*worlds.run(3, made_wrongly), strict=True)
-    assert answers == (answers[0],) * 3
-    for (_, _, word), (kind, message) in zip(WRONG, answers[0], strict=True):
-        assert kind is ArgumentError, message
-        assert "refused on rank 1 of 3: " in message
-        assert word in message
-    assert after == (True,) * 3
-
-
-def disagreeing(rank):
-    told = []
+@on_ranks(3)
+def test_ranks_that_disagree(rank):
     expected = [ROW] * 3 if rank == 0 else [[2, 4, 1], ROW, ROW]
-    for call in (
-        indices(sizes=expected),
-        needed(torch.tensor([0]), (2, 1, 2) if rank == 2 else (2, 0, 3)),
-        indices(num_rows=2 - rank),
-    ):
-        with pytest.raises(VarcommError) as caught:
-            call()
-        told.append((type(caught.value), str(caught.value)))
-    return told, three_still_exchange(rank)
-
-
-def test_ranks_that_disagree(worlds):
-    answers, after = zip(*worlds.run(3, disagreeing), strict=True)
-    assert answers == (answers[0],) * 3
-    counts, sizes, first_of_many = answers[0]
-    assert counts[0] is sizes[0] is DisagreementError
-    assert "ranks [1, 2] have other sizes" in counts[1]
-    assert "ranks [2] have other sizes" in sizes[1]
-    assert first_of_many[0] is ArgumentError
-    assert "refused on rank 1 of 3 (and on 1 more: [2])" in first_of_many[1]
-    assert after == (True,) * 3
+    others = needed(torch.tensor([0]), (2, 1, 2) if rank == 2 else (2, 0, 3))
+    refused_alike(DisagreementError, indices(sizes=expected), "ranks [1, 2] have other sizes")
+    refused_alike(DisagreementError, others, "ranks [2] have other sizes")
+    first_of_many = "refused on rank 1 of 3 (and on 1 more: [2])"
+    refused_alike(ArgumentError, indices(num_rows=2 - rank), first_of_many)
+    assert three_still_exchange(rank)
 
 
 # with the operation that refuses, and the argument that it names
@@ -135,30 +109,25 @@ def test_a_wrong_call_is_refused_before_any_communication(rank):
     assert three_still_exchange(rank)
 
 
-def other_plans(rank):
+@on_ranks(3)
+def test_debug_compares_the_identities_of_plans(rank):
     """Two plans with the same counts; rank 1 calls the second."""
     sizes = [3] * 3
     first, second = (
         ExchangePlan.from_needed(torch.tensor([(3 * rank + 3 + k) % 9]), sizes) for k in (0, 1)
     )
-    alike = (first.send_counts, first.recv_counts) == (second.send_counts, second.recv_counts)
+    assert (first.send_counts, first.recv_counts) == (second.send_counts, second.recv_counts)
     plan = second if rank == 1 else first
     for call in (lambda: plan(torch.ones(3)), lambda: plan.adjoint(torch.ones(1))):
         with varcomm.debug(), pytest.raises(DisagreementError, match="ranks disagree on plan"):
             call()
     with varcomm.debug():
-        received = first(torch.arange(3.0) + 3 * rank).item()
+        assert first(torch.arange(3.0) + 3 * rank).item() == (3 * rank + 3) % 9
     of_state = ExchangePlan.from_state_dict(first.state_dict())
-    identities = first.identity, second.identity, of_state.identity
-    return alike, received, identities, first.to("cpu").identity == first.identity
-
-
-def test_debug_compares_the_identities_of_plans(worlds):
-    alike, received, identities, kept = zip(*worlds.run(3, other_plans), strict=True)
-    assert alike == kept == (True,) * 3
-    assert identities == (identities[0],) * 3
-    assert len({0, *identities[0]}) == 4
-    assert received == (3.0, 6.0, 0.0)
+    identities = torch.tensor([each.identity for each in (first, second, of_state)])
+    assert identities.unique().numel() == identities.count_nonzero() == 3
+    assert torch.equal(varcomm.all_gather_v(identities, [3] * 3), identities.repeat(3))
+    assert first.to("cpu").identity == first.identity
 
 
 # --- indexed_all_to_all_v, which is an exchange by a plan for one call
@@ -186,26 +155,21 @@ WRONG_INDEXED = [
 ]
 
 
-def compared(rank):
+@on_ranks(3)
+def test_debug_compares_calls(rank):
     """Inside debug(), a call that is wrong on one rank or between ranks is an error on all."""
-    plan, said = all_to_all_needs(3).plan_of_indices(rank), []
+    plan = all_to_all_needs(3).plan_of_indices(rank)
     x, sizes = torch.zeros(plan.num_rows, 2), [[1, 2, 1], ROWS, ROWS] if rank == 1 else [ROWS] * 3
     fewer, narrower = x[1:] if rank == 0 else x, x[:, : 2 - rank % 2]
-    for wrong in (lambda: plan(fewer), lambda: plan(narrower), call(sizes=sizes)):
-        with varcomm.debug(), pytest.raises(VarcommError) as caught:
+    counts = "indexed_all_to_all_v: rank 0 sends 1 rows to rank 1, which expects 2."
+    for wrong, word in (
+        (lambda: plan(fewer), "2 own rows"),
+        (lambda: plan(narrower), "ranks disagree on shape of a row"),
+        (call(sizes=sizes), counts),
+    ):
+        with varcomm.debug(), pytest.raises(DisagreementError, match=re.escape(word)):
             wrong()
-        said.append(str(caught.value).splitlines()[0])
-    return said, three_still_exchange(rank)
-
-
-def test_debug_compares_calls(worlds):
-    answers = worlds.run(3, compared)
-    assert answers == [answers[0]] * 3
-    (on_one, rows, counts), exchanged = answers[0]
-    assert "2 own rows" in on_one
-    assert "ranks disagree on shape of a row" in rows
-    assert counts == "indexed_all_to_all_v: rank 0 sends 1 rows to rank 1, which expects 2."
-    assert exchanged
+    assert three_still_exchange(rank)
 
 
 @on_ranks(3)

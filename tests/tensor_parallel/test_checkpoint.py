@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import varcomm
 from tests.tensor_parallel.twins import drawn
+from tests.worlds import on_ranks
 from varcomm import ArgumentError, ShardSizes
 from varcomm.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
@@ -115,8 +116,12 @@ def test_all_is_as_without_a_checkpoint(worlds, ranks, split, how):
     assert answers == [(True, True, True)] * ranks
 
 
-def keeping_different_tensors(rank):
-    """Only rank 0 keeps something after a collective that is no part of the graph."""
+@on_ranks(2, timeout=30)
+def test_all_ranks_run_the_function_to_its_end(rank):
+    """Only rank 0 keeps something after a collective that is no part of the graph.
+
+    With torch's early stop rank 1 would leave rank 0 waiting.
+    """
     weight = torch.full((2,), 2.0, requires_grad=True)
 
     def function(x):
@@ -126,15 +131,11 @@ def keeping_different_tensors(rank):
 
     y = checkpoint(function, torch.ones(2))
     y.sum().backward()
-    return weight.grad.tolist()
+    assert weight.grad.tolist() == [1.0 if rank else 64.0] * 2
 
 
-def test_all_ranks_run_the_function_to_its_end(worlds):
-    """With torch's early stop rank 1 would leave rank 0 waiting."""
-    assert worlds.run(2, keeping_different_tensors, timeout=30) == [[64.0] * 2, [1.0] * 2]
-
-
-def other_streams(rank):
+@on_ranks(1)
+def test_a_function_that_forks_others_when_it_is_run_again(rank):
     streams, runs = RandomStreams(7), []
 
     def function(x):
@@ -145,11 +146,5 @@ def other_streams(rank):
         return x.exp()
 
     y = checkpoint(function, torch.ones(1, requires_grad=True))
-    with pytest.raises(ArgumentError) as caught:
+    with pytest.raises(ArgumentError, match="checkpointed function forks streams in a later"):
         y.backward()
-    return str(caught.value)
-
-
-def test_a_function_that_forks_others_when_it_is_run_again(worlds):
-    (text,) = worlds.run(1, other_streams)
-    assert text.startswith("fork: a checkpointed function forks streams in a later run")

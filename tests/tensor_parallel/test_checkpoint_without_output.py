@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from tests.tensor_parallel.test_checkpoint import Layer, derivatives, splits
 from tests.tensor_parallel.twins import drawn
-from tests.worlds import WORLDS
+from tests.worlds import WORLDS, on_ranks
 from varcomm import ArgumentError
 from varcomm.tensor_parallel.checkpoint import CheckpointWithoutOutput, checkpoint
 
@@ -35,11 +35,29 @@ class Before(Layer):
             return self.used(x, keep.checkpoint(self, x))
 
 
-def compared(rank, sizes, around):
-    layer, twin = Before(sizes), Before(sizes)
-    forward = (lambda x: checkpoint(layer.freed, x)) if around else layer.freed
+class AsMegatron(Before):
+    """Without a block: between two calls."""
+
+    def freed(self, x):
+        keep = CheckpointWithoutOutput()
+        result = self.used(x, keep.checkpoint(self, x))
+        keep.discard_output_and_register_recompute(result)
+        return result
+
+
+WAYS = {
+    "in a block": (Before, lambda layer: layer.freed),
+    "without a block": (AsMegatron, lambda layer: layer.freed),
+    # which runs it again, and then the inner one
+    "within a checkpoint": (Before, lambda layer: lambda x: checkpoint(layer.freed, x)),
+}
+
+
+def compared(rank, sizes, way):
+    make, forward = WAYS[way]
+    layer, twin = make(sizes), Before(sizes)
     expected = derivatives(twin, twin.kept, twin.last)
-    found = derivatives(layer, forward, layer.last)
+    found = derivatives(layer, forward(layer), layer.last)
     return all(map(torch.equal, found, expected)), layer.runs
 
 
@@ -47,7 +65,22 @@ def compared(rank, sizes, around):
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_all_is_as_without(worlds, ranks, split):
     """Bit for bit, masks included; and each of the three backwards runs the function once."""
-    assert worlds.run(ranks, compared, splits(ranks)[split], False) == [(True, 4)] * ranks
+    assert worlds.run(ranks, compared, splits(ranks)[split], "in a block") == [(True, 4)] * ranks
+
+
+@pytest.mark.parametrize(("way", "runs"), [("within a checkpoint", 7), ("without a block", 4)])
+def test_other_ways(worlds, way, runs):
+    assert worlds.run(2, compared, (3, 4), way) == [(True, runs)] * 2
+
+
+@on_ranks(2)
+def test_without_a_block(rank):
+    """It needs no gradient, and no block around it."""
+    layer, x = AsMegatron((3, 4)), drawn(4, 3, 3)
+    with torch.no_grad():
+        layer.freed(x)
+    with CheckpointWithoutOutput() as keep, pytest.raises(ArgumentError, match="leave this call"):
+        keep.discard_output_and_register_recompute(keep.checkpoint(torch.exp, x))
 
 
 def views(x, apply, w):
@@ -95,36 +128,6 @@ def test_uses_of_outputs(forward, expected):
         y = forward(x, counted, w)
     assert all(map(torch.equal, pulled(y, x), plain))
     assert len(runs) == expected
-
-
-def test_within_a_checkpoint(worlds):
-    """The outer one runs it again, and then the inner one."""
-    assert worlds.run(2, compared, (3, 4), True) == [(True, 7)] * 2
-
-
-class AsMegatron(Before):
-    """Without a block: between two calls."""
-
-    def freed(self, x):
-        keep = CheckpointWithoutOutput()
-        result = self.used(x, keep.checkpoint(self, x))
-        keep.discard_output_and_register_recompute(result)
-        return result
-
-
-def as_megatron(rank, sizes):
-    layer, twin = AsMegatron(sizes), Before(sizes)
-    expected = derivatives(twin, twin.kept, twin.last)
-    found = derivatives(layer, layer.freed, layer.last)
-    with torch.no_grad():
-        layer.freed(drawn(4, 3, 3))
-    with CheckpointWithoutOutput() as keep, pytest.raises(ArgumentError, match="leave this call"):
-        keep.discard_output_and_register_recompute(keep.checkpoint(torch.exp, expected[0]))
-    return all(map(torch.equal, found, expected)), layer.runs
-
-
-def test_without_a_block(worlds):
-    assert worlds.run(2, as_megatron, (3, 4)) == [(True, 5)] * 2
 
 
 def memory(rank):

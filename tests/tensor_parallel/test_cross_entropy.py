@@ -167,17 +167,21 @@ def second_of(loss, logits, weight=None):
 def test_second_derivatives_at_minus_infinity(rank):
     """Second derivatives where a shard, or a class, has a probability of 0."""
     inf = torch.inf
-    whole = torch.tensor([[1.0, 2.0, -inf, -inf], [-inf, 0.5, 3.0, -inf]]).double()
-    sizes, target = [2, 2, 0], torch.tensor([0, 2])
+    whole = torch.tensor([[1.0, 2.0, -inf, -inf], [-inf, 0.5, 3.0, -inf], [-inf, -inf, 1.0, 2.0]])
+    whole, sizes, target = whole.double(), [2, 2, 0], torch.tensor([0, 2, 3])
     logits = whole.split(sizes, -1)[rank].clone().requires_grad_()
     loss = vocab_parallel_cross_entropy(logits, target, sizes, reduction="sum")
     first, own = second_of(loss, logits)
     (second,) = torch.autograd.grad(reduce_from_tensor_model_parallel_region(own), logits)
     whole.requires_grad_()
-    of_first, total = second_of(F.cross_entropy(whole, target, reduction="sum"), whole)
+    expected = F.cross_entropy(whole, target, reduction="sum")
+    of_first, total = second_of(expected, whole)
     (of_second,) = torch.autograd.grad(total, whole)
-    pairs = ((first, of_first), (second, of_second))
-    assert all(torch.allclose(got, x.split(sizes, -1)[rank], 1e-12) for got, x in pairs)
+    assert torch.allclose(loss, expected, 1e-12)
+    assert all(
+        torch.allclose(got, x.split(sizes, -1)[rank], 1e-12)
+        for got, x in ((first, of_first), (second, of_second))
+    )
 
 
 @on_ranks(2)

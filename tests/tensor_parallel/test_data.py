@@ -1,6 +1,5 @@
 """A batch of the first rank, on all ranks."""
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -22,37 +21,25 @@ def batch(dtype):
     return made | {"turned": (turned * 9).to(dtype), "unasked": torch.zeros(1)}
 
 
-def received(rank, keys):
-    dtypes = torch.int64, torch.float32, torch.bfloat16, torch.complex64
-    return [right for dtype in dtypes for right in received_as(rank, keys, dtype)]
-
-
-def received_as(rank, keys, dtype):
+@on_ranks(*WORLDS)
+def test_all_ranks_get_what_the_first_has(rank):
     """Elsewhere the data are not looked at: rank 1 has others under the same names."""
-    own = batch(dtype) if rank == 0 else {"plain": torch.zeros(9)} if rank == 1 else None
-    got = broadcast_data(keys, own, dtype)
-    expected = batch(dtype)
-    assert list(got) == list(keys)
-    return [
-        got[key].shape == expected[key].shape
-        and got[key].dtype == dtype
-        and got[key].is_contiguous()
-        and torch.equal(got[key], expected[key])
-        for key in keys
-    ]
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_all_ranks_get_what_the_first_has(worlds, ranks):
     keys = ["turned", *SHAPES]
-    assert worlds.run(ranks, received, keys) == [[True] * 4 * len(keys)] * ranks
+    for dtype in (torch.int64, torch.float32, torch.bfloat16, torch.complex64):
+        own = batch(dtype) if rank == 0 else {"plain": torch.zeros(9)} if rank == 1 else None
+        got, expected = broadcast_data(keys, own, dtype), batch(dtype)
+        assert list(got) == keys
+        for key, value in got.items():
+            assert (value.dtype, value.is_contiguous()) == (dtype, True)
+            assert torch.equal(value, expected[key])
 
 
-def apart(rank):
+@on_ranks(3)
+def test_results_are_tensors_of_their_own(rank):
     """In a group without rank 0, results do not share versions or memory with other tensors."""
     group = dist.new_group([1, 2])
     if rank == 0:
-        return (False, [1.0] * 2, [1.0] * 2, [1.0] * 2)
+        return
     x = torch.ones(2, requires_grad=True)
     own = {"a": x, "b": torch.ones(2)} if rank == 1 else None
     got = broadcast_data(["a", "b"], own, torch.float32, group)
@@ -60,11 +47,8 @@ def apart(rank):
     product = weight * got["a"]
     got["b"].zero_()
     product.sum().backward()
-    return got["a"].requires_grad, weight.grad.tolist(), x.detach().tolist(), got["a"].tolist()
-
-
-def test_results_are_tensors_of_their_own(worlds):
-    assert worlds.run(3, apart) == [(False, [1.0] * 2, [1.0] * 2, [1.0] * 2)] * 3
+    assert not got["a"].requires_grad
+    assert all(value.eq(1).all() for value in (weight.grad, x, got["a"]))
 
 
 @on_ranks(2)
@@ -75,15 +59,10 @@ def test_keys_of_any_kind(rank):
     assert all(torch.equal(got[key], data[key]) for key in data)
 
 
-def traffic(rank):
+@on_ranks(3)
+def test_one_message_of_data(rank):
+    """The 16 floats, beside the agreement."""
     own = {"a": torch.zeros(5, 3), "b": torch.zeros(())} if rank == 0 else None
     with varcomm.trace() as calls:
         broadcast_data(["a", "b"], own, torch.float32)
-    return [(call.sent, call.received) for call in calls]
-
-
-def test_one_message_of_data(worlds):
-    """The 16 floats, beside the agreement."""
-    first, *others = worlds.run(3, traffic)
-    assert first == [(128, 0)]
-    assert others == [[(0, 64)]] * 2
+    assert [(call.sent, call.received) for call in calls] == [(0, 64) if rank else (128, 0)]

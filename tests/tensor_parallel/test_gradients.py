@@ -70,19 +70,16 @@ def test_as_in_one_process(worlds, sizes, norm_type):
     assert answers == [(True, answers[0][1], True)] * len(sizes)
 
 
-def in_narrow(rank, dtype):
-    """The norm of narrow gradients is that of the same numbers in fp64, to what fp32 rounds."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@on_ranks(2)
+def test_narrow_gradients_are_summed_in_fp32(rank, dtype):
     own = sharded(dtype, [4, 3])
     exact = torch.cat([g.double().reshape(-1) for g in whole_gradients(dtype)]).norm()
     norm = grad_norm(own)
-    return norm.dtype, abs(norm.item() / exact.item() - 1) < 1e-6, clip_grad_norm_(own, 0.1).item()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_gradients_are_summed_in_fp32(worlds, dtype):
-    first, second = worlds.run(2, in_narrow, dtype)
-    assert first == second
-    assert first[:2] == (DOUBLE, True)
+    assert norm.dtype == DOUBLE
+    assert abs(norm.item() / exact.item() - 1) < 1e-6
+    clipped = clip_grad_norm_(own, 0.1)
+    assert varcomm.all_gather_v(clipped[None], [1, 1]).unique().numel() == 1
 
 
 @on_ranks(3)
@@ -106,14 +103,13 @@ def test_what_is_not_finite(rank, value, norm_type):
     twin = nn.Parameter(torch.zeros(4))
     twin.grad = torch.tensor([1.0, 1.0, 1.0, value])
     expected = torch.nn.utils.clip_grad_norm_([twin], 1.0, norm_type)
-    same = torch.testing.assert_close(norm.float(), expected, equal_nan=True)
+    torch.testing.assert_close(norm.float(), expected, equal_nan=True)
     torch.testing.assert_close(weight.grad, twin.grad[2 * rank :][:2], equal_nan=True)
     assert untouched == 1.0
-    assert same is None
 
 
-def in_main_grad(rank):
-    """The recipe of docs/coming_from/megatron.md: gradients added up in another dtype."""
+@on_ranks(2)
+def test_gradients_in_main_grad(rank):
     layer = ColumnParallelLinear(8, 4, bias=False, dtype=torch.bfloat16)
     layer.weight.main_grad = torch.zeros(layer.weight.shape)
 
@@ -125,15 +121,9 @@ def in_main_grad(rank):
     for _ in range(2):
         layer(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
     norm = clip_grad_norm_(layer, 1.0)
-    return norm.item(), layer.weight.grad, layer.weight.main_grad.norm().item()
-
-
-def test_gradients_in_main_grad(worlds):
-    whole = 4.0 * 32**0.5
-    for norm, grad, left in worlds.run(2, in_main_grad):
-        assert norm == pytest.approx(whole)
-        assert grad is None
-        assert left == pytest.approx(0.5**0.5)  # of each rank's half
+    assert norm.item() == pytest.approx(4.0 * 32**0.5)
+    assert layer.weight.grad is None
+    assert layer.weight.main_grad.norm() == pytest.approx(0.5**0.5)  # of each rank's half
 
 
 @on_ranks(3)

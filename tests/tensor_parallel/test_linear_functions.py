@@ -98,22 +98,18 @@ def test_autocast(rank):
     assert weight.grad.dtype == torch.float32
 
 
-def narrow_sums(rank, ranks):
-    """Gradients of bf16 are summed in fp32 and rounded once, unless use_fp32 is False."""
+@on_ranks(3)
+def test_sums_of_narrow_floats(rank):
+    """Gradients of bf16 are summed in fp32 and rounded once, unless use_fp32 is False.
+
+    1 + 2^-8 rounds to 1 in bf16, so one after the other the small ones are lost.
+    """
     x = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.full((1, 1), 1.0 if rank == 0 else 2.0**-8, dtype=torch.bfloat16)
-    sums = []
-    for use_fp32 in (True, False):
+    for use_fp32, total in ((True, 1 + 2 * 2.0**-8), (False, 1.0)):
         y = column_parallel_linear(x, weight, use_fp32=use_fp32)
-        sums.append(torch.autograd.grad(y, x, torch.ones_like(y))[0].item())
-        sums.append(row_parallel_linear(x, weight, use_fp32=use_fp32).item())
-    return sums
-
-
-def test_sums_of_narrow_floats(worlds):
-    # 1 + 2^-8 rounds to 1 in bf16, so one after the other the small ones are lost
-    exact, lost = 1.0 + 2 * 2.0**-8, 1.0
-    assert worlds.run(3, narrow_sums, 3) == [[exact, exact, lost, lost]] * 3
+        assert torch.autograd.grad(y, x, torch.ones_like(y))[0] == total
+        assert row_parallel_linear(x, weight, use_fp32=use_fp32) == total
 
 
 class Products(TorchDispatchMode):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.ops.comparing import Failures, assert_none
+from tests.ops.comparing import Failures
 from tests.worlds import on_ranks
 from varcomm import ArgumentError
 from varcomm.tensor_parallel import (
@@ -60,9 +60,21 @@ def made(tied):
     return Model(tied).double()
 
 
-def trained(rank, tied, in_parts, dim=0):
+@pytest.mark.parametrize(
+    ("ranks", "tied", "in_parts", "dim"),
+    [
+        (1, False, False, 0),
+        (3, True, False, 0),
+        (3, False, True, 0),
+        (3, False, True, 1),
+        pytest.param(2, True, True, 1, marks=pytest.mark.slow),
+        pytest.param(2, True, True, 0, marks=pytest.mark.slow),
+        pytest.param(5, False, False, 0, marks=pytest.mark.slow),
+    ],
+)
+@on_ranks()
+def test_a_step_is_that_of_one_process(rank, ranks, tied, in_parts, dim):
     """A step gives the loss and gradients of one process; `dim` is the sequence's."""
-    ranks = torch.distributed.get_world_size()
     ids = torch.randint(VOCABULARY, (6, 2), generator=torch.Generator().manual_seed(1))
     ids = ids.T if dim else ids
     one, model = made(tied), made(tied)
@@ -87,23 +99,8 @@ def trained(rank, tied, in_parts, dim=0):
     return failures
 
 
-@pytest.mark.parametrize(
-    ("ranks", "tied", "in_parts", "dim"),
-    [
-        (1, False, False, 0),
-        (3, True, False, 0),
-        (3, False, True, 0),
-        (3, False, True, 1),
-        pytest.param(2, True, True, 1, marks=pytest.mark.slow),
-        pytest.param(2, True, True, 0, marks=pytest.mark.slow),
-        pytest.param(5, False, False, 0, marks=pytest.mark.slow),
-    ],
-)
-def test_a_step_is_that_of_one_process(worlds, ranks, tied, in_parts, dim):
-    assert_none(worlds.run(ranks, trained, tied, in_parts, dim))
-
-
-def cut(rank):
+@on_ranks(2)
+def test_heads_stay_whole(rank):
     """Names of attention decide: a module with head_dim, whose projections keep whole heads."""
     torch.manual_seed(0)
     model = nn.Module()
@@ -114,11 +111,7 @@ def cut(rank):
         ColumnParallelLinear(4, 12, sizes=[7, 5], multiple_of=4)
     whole = {"multiple_of": 4}
     parallelize(model, {"q_proj": partial(ColumnParallelLinear.from_linear, **whole)})
-    return model.q_proj.weight.shape[0]
-
-
-def test_heads_stay_whole(worlds):
-    assert worlds.run(2, cut) == [8, 4]
+    assert len(model.q_proj.weight) == [8, 4][rank]
 
 
 @on_ranks(2)
@@ -153,12 +146,9 @@ def test_a_layer_that_a_later_plan_changes_in_place(rank):
     assert model(x).shape == x.shape
 
 
-def summed_already(rank):
+@on_ranks(2)
+def test_nothing_is_changed_where_a_later_one_is_refused(rank):
     model = nn.Sequential(nn.LayerNorm(4), sequence_parallel(nn.LayerNorm(4)))
     with pytest.raises(ArgumentError, match="summed already"):
         parallelize(model, {"0": "sequence", "1": "sequence"})
-    return type(model[0]) is nn.LayerNorm
-
-
-def test_nothing_is_changed_where_a_later_one_is_refused(worlds):
-    assert worlds.run(2, summed_already) == [True, True]
+    assert type(model[0]) is nn.LayerNorm

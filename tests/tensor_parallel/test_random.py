@@ -5,7 +5,7 @@ import io
 import pytest
 import torch
 
-from tests.worlds import WORLDS
+from tests.worlds import WORLDS, on_ranks
 from varcomm import ArgumentError
 from varcomm.tensor_parallel.checkpoint import checkpoint
 from varcomm.tensor_parallel.random import RandomStreams
@@ -51,8 +51,9 @@ def test_seed_0_on_rank_1_is_not_seed_1_on_rank_0(worlds):
     assert len({*sharded, *per_rank[0][:12]}) == 4 * 12
 
 
-def around(rank):
-    """Default generators are as they were, and give numbers that have nothing to do with it."""
+@on_ranks(2)
+def test_default_generators_are_left_as_they_were(rank):
+    """They are as they were, and give numbers that have nothing to do with the streams."""
     streams = RandomStreams(7)
     torch.manual_seed(3)
     expected = torch.rand(4).tolist()
@@ -61,15 +62,8 @@ def around(rank):
         torch.rand(5)
         with streams.fork("replicated"):
             inner = torch.rand(3).tolist()
-        outer = torch.rand(2).tolist()
-    again = RandomStreams(7)
-    return expected == torch.rand(4).tolist(), inner == draw(again, "replicated", 3), outer
-
-
-def test_default_generators_are_left_as_they_were(worlds):
-    first, second = worlds.run(2, around)
-    assert first[:2] == second[:2] == (True, True)
-    assert first[2] != second[2]
+    assert expected == torch.rand(4).tolist()
+    assert inner == draw(RandomStreams(7), "replicated", 3)
 
 
 def saved_and_loaded(rank):
@@ -94,8 +88,11 @@ def test_states_can_be_saved_and_restored(worlds):
     assert experts[0] == experts[1] != experts[2]
 
 
-def as_torch_computes_anew(rank, nesting, use_reentrant):
-    """Also where torch's checkpoint is around one of varcomm's, or inside one."""
+@pytest.mark.parametrize("nesting", ["alone", "around", "inside"])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@on_ranks(1)
+def test_torchs_own_checkpoint_is_refused(rank, nesting, use_reentrant):
+    """It puts default generators back, not streams, and gradients would be of another mask."""
     streams = RandomStreams(7)
 
     def dropped(x):
@@ -114,32 +111,3 @@ def as_torch_computes_anew(rank, nesting, use_reentrant):
     y = calls[nesting](x).sum()
     with pytest.raises(ArgumentError, match=r"torch\.utils\.checkpoint"):
         y.backward()
-
-
-@pytest.mark.parametrize("nesting", ["alone", "around", "inside"])
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_torchs_own_checkpoint_is_refused(worlds, nesting, use_reentrant):
-    """It puts default generators back, not streams, and gradients would be of another mask."""
-    worlds.run(1, as_torch_computes_anew, nesting, use_reentrant)
-
-
-def nested(rank):
-    """Return the gradients of nested checkpoints, and those without a checkpoint."""
-
-    def step(run):
-        streams = RandomStreams(7)
-
-        def dropped(x):
-            with streams.fork("sharded"):
-                return torch.nn.functional.dropout(x.exp(), 0.5)
-
-        x = torch.ones(30, requires_grad=True)
-        run(lambda x: run(dropped, x).sin(), x).sum().backward()
-        return x.grad
-
-    return step(checkpoint), step(lambda function, x: function(x))
-
-
-def test_nested_checkpoints_draw_the_same_numbers(worlds):
-    ((of_checkpoints, plain),) = worlds.run(1, nested)
-    assert torch.equal(of_checkpoints, plain)
