@@ -10,6 +10,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.worlds import on_ranks, refused_alike
 from varcomm import ArgumentError, ShardSizes
 
 
@@ -109,8 +110,8 @@ def test_a_tuple_among_tuples():
         assert (again, again.total, again.offsets) == (sizes, 8, (0, 3, 3))
 
 
-def collected(rank):
-    ranks = dist.get_world_size()
+@on_ranks(1, 3)
+def test_from_local(rank, ranks):
     for kind in (int, np.int32):
         sizes = ShardSizes.from_local(kind(7 * rank % 5))
         assert sizes == tuple(7 * other % 5 for other in range(ranks))
@@ -119,11 +120,5 @@ def collected(rank):
         group = dist.new_group([1, 2])  # in which they are 0 and 1
         assert rank == 0 or ShardSizes.from_local(10 * rank, group) == (10, 20)
         dist.barrier()
-    with pytest.raises(ArgumentError, match="refused on rank 0") as caught:
-        ShardSizes.from_local(-1 if rank == 0 else 4)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_from_local(worlds, ranks):
-    assert len({*worlds.run(ranks, collected)}) == 1
+    wrong = -1 if rank == 0 else 4
+    refused_alike(ArgumentError, lambda: ShardSizes.from_local(wrong), "refused on rank 0")

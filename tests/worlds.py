@@ -42,6 +42,11 @@ def _call(rank, module, name, values):
     return getattr(import_module(module), name).check(rank, **values)
 
 
+def group_of_one():
+    """Return a group of this rank alone, for the results of one process."""
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
 def refused_alike(kind, call, *words, match=None):
     """Call on all ranks; assert that all raise the same error, which is of a kind and has words."""
     with pytest.raises(kind, match=match) as caught:

@@ -1,23 +1,19 @@
 """Asynchronous saves: the state when they began, complete or not at all."""
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import varcomm
+from tests.transport.processes import finished
 from varcomm import ArgumentError, CommunicationError, DisagreementError, GroupError
 from varcomm.checkpoint import PerRank, RowsById, load, read, save
 from varcomm.sharding import Sharded, ShardSpec
-
-ROOT = Path(__file__).parents[2]
 
 
 class Held:
@@ -136,8 +132,7 @@ if "fail" in sys.argv:
 
 @pytest.mark.parametrize("more", [["fail"], pytest.param([], marks=pytest.mark.slow)])
 def test_the_interpreter_waits_and_an_error_is_logged(tmp_path, more):
-    command = [sys.executable, "-c", UNSEEN, tmp_path, *more]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    done = finished("-c", UNSEEN, tmp_path, *more)
     said = f"checkpoint.save to {tmp_path} with async_=True: rank-00000.safetensors cannot be"
     assert done.returncode == 0
     assert done.stderr.startswith(said) if more else not done.stderr

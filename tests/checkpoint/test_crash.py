@@ -1,20 +1,13 @@
 """A killed save leaves the earlier checkpoint, or the new one, whole."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.transport.processes import finished
 
 
 def run(how, folder, *more):
     """The content of the folder after each killed save: (before, the killed one, found)."""
-    command = [sys.executable, "-m", "tests.checkpoint.killed", how, folder, *map(str, more)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    done = finished("-m", "tests.checkpoint.killed", how, folder, *map(str, more))
     assert done.returncode == 0, done.stderr
     found = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
     killed = [one for one in found if len(one) == 3]

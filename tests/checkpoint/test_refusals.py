@@ -109,7 +109,9 @@ def test_what_cannot_be_saved(rank, tmp_path):
     assert read(folder)["y"].tolist() == [5, 5]
 
 
-def folders(rank, folder):
+@on_ranks(3)
+def test_folders(rank, tmp_path):
+    folder = tmp_path
     (folder / "file").touch()
     (folder / "empty").mkdir(exist_ok=True)
     (folder / f"machine {rank}").mkdir()
@@ -138,11 +140,10 @@ def folders(rank, folder):
             save({f"x{n}": torch.ones(100) for n in range(4)}, "here")
     finally:
         os.chdir(before)
-    return [path.name for path in (folder / f"machine {rank}").iterdir()]
+    assert not list((folder / f"machine {rank}").iterdir())
 
 
-def test_folders(worlds, tmp_path):
-    assert worlds.run(3, folders, tmp_path) == [[], [], []]
+def test_without_a_world(tmp_path):
     with pytest.raises(ArgumentError, match=r"^checkpoint.read: there is no .*none"):
         read(tmp_path / "none")
     with pytest.raises(GroupError, match="not initialised"):
@@ -164,9 +165,11 @@ def test_other_files_stay(tmp_path):
     assert len(names) == len(mine) + 2
 
 
-def full(rank, folder):
+@on_ranks(3)
+def test_a_full_disk(rank, tmp_path):
     """Files of one rank may not become longer than its limit."""
-    x = torch.zeros(200_000)
+    folder, x = tmp_path, torch.zeros(200_000)
+    save({"before": 1}, folder)
     if rank == 1:
         old = resource.getrlimit(resource.RLIMIT_FSIZE)
         handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -182,13 +185,8 @@ def full(rank, folder):
             resource.setrlimit(resource.RLIMIT_FSIZE, old)
             signal.signal(signal.SIGXFSZ, handler)
     save({"after": torch.ones(3)}, folder / "other")  # ranks are in step
-    return sorted(path.name for path in folder.iterdir())
-
-
-def test_a_full_disk(worlds, tmp_path):
-    save({"before": 1}, tmp_path)
-    assert worlds.run(3, full, tmp_path) == [["checkpoint.json", "other"]] * 3
-    assert read(tmp_path) == {"before": 1}
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint.json", "other"]
+    assert read(folder) == {"before": 1}
 
 
 def failing(patch, name, number):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.worlds import on_ranks
 from varcomm.checkpoint import load, read, save
 from varcomm.sharding import Box, Sharded, ShardSpec
 from varcomm.sizes import ShardSizes
@@ -85,8 +86,10 @@ def test_saved_on_some_ranks_and_loaded_on_others(worlds, tmp_path, before, afte
             assert torch.equal(bits(copy), bits(whole)), name
 
 
-def writers(rank, folder):
+@on_ranks(3)
+def test_what_each_rank_writes(rank, tmp_path):
     """Empty shards write nothing; a box on two ranks is written once; the load is evened out."""
+    folder = tmp_path
     sizes = [4, 0, 0]
     save({"w": Sharded.of(torch.zeros(sizes[rank], 2), ShardSpec.of(sizes))}, folder / "empty")
     boxes = [Box((rank // 2 * 2, 0), torch.full((2, 3), float(rank // 2)))]
@@ -100,17 +103,13 @@ def writers(rank, folder):
     target = torch.zeros(3, spec.local)
     load({"w": Sharded.of(target, spec)}, folder / "flat")
     assert torch.equal(target, spec.shard(torch.arange(12.0).view(3, 4)))
-
-
-def test_what_each_rank_writes(worlds, tmp_path):
-    worlds.run(3, writers, tmp_path)
     empty, copies, even = (
-        {path.stem[-1]: path.stat().st_size for path in (tmp_path / name).rglob("rank-*")}
+        {path.stem[-1]: path.stat().st_size for path in (folder / name).rglob("rank-*")}
         for name in ("empty", "copies", "even")
     )
     assert [*empty] == ["0"]
     assert sorted(copies) == ["0", "2"]
-    assert read(tmp_path / "copies")["w"].tolist() == [[0.0] * 3] * 2 + [[1.0] * 3] * 2
+    assert read(folder / "copies")["w"].tolist() == [[0.0] * 3] * 2 + [[1.0] * 3] * 2
     assert len(even) == 3
     assert max(even.values()) < 1.01 * min(even.values())
 

@@ -1,17 +1,17 @@
 """``load_safetensors``: shards from files of other tools, without a rank that reads it all."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import varcomm as vc
-from tests.worlds import WORLDS
+from tests.checkpoint.of_other_tools import write
+from tests.worlds import WORLDS, on_ranks
 from varcomm import ArgumentError, DisagreementError
 from varcomm.checkpoint import full_state_dict, load_safetensors, save
 from varcomm.sharding import ShardSpec, mark
@@ -52,20 +52,6 @@ def sharded(device="meta", dtype=None):
     return model
 
 
-def write(folder, tensors, files=1):
-    folder.mkdir()
-    if files == 1:
-        return save_file(tensors, folder / "model.safetensors")
-    weight_map, names = {}, list(tensors)
-    for number in range(files):
-        file = f"model-{number + 1:05}-of-{files:05}.safetensors"
-        some = names[number::files]
-        save_file({name: tensors[name] for name in some}, folder / file)
-        weight_map |= dict.fromkeys(some, file)
-    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
 def whole(drop=()):
     tensors = {name: value.clone() for name, value in made().state_dict().items()}
     return {name: value for name, value in tensors.items() if name not in drop}
@@ -78,12 +64,31 @@ def check(model, expected):
         assert torch.equal(found[name], value), name
 
 
-def loaded(rank, folder):
-    expected = made().state_dict()
+@pytest.fixture
+def files(tmp_path):
+    """Folders of files by what is in them."""
+    write(tmp_path / "one", whole())
+    write(tmp_path / "without copies", whole(drop=["embedding.weight"]))
+    write(tmp_path / "two", whole(drop=["head.weight"]), files=2)
+    renamed = {f"m.{name}": value for name, value in whole(drop=["head.weight"]).items()}
+    write(tmp_path / "renamed", renamed)
+    write(tmp_path / "less", whole(drop=["up.weight"]) | {"more": torch.ones(1)})
+    write(tmp_path / "unused", whole() | {"more": torch.ones(1)})
+    write(tmp_path / "differ", whole() | {"head.weight": torch.ones(11, 4)})
+    write(tmp_path / "cut", whole())
+    path = tmp_path / "cut" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+    save({"model": made()}, tmp_path / "ours")
+    return tmp_path
+
+
+@on_ranks(*WORLDS)
+def test_each_rank_reads_its_slices(rank, files):
+    folder, expected = files, made().state_dict()
     for where, device in (
         ("two", "meta"),
-        ("one", "cpu"),
-        ("both", "meta"),
+        ("without copies", "cpu"),
+        ("one", "meta"),
         ("two/model.safetensors.index.json", "cpu"),
     ):
         model = sharded(device)
@@ -102,26 +107,19 @@ def loaded(rank, folder):
     check(model, made().to(torch.bfloat16).state_dict())
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_each_rank_reads_its_slices(worlds, tmp_path, ranks):
-    write(tmp_path / "one", whole(drop=["embedding.weight"]))
-    write(tmp_path / "two", whole(drop=["head.weight"]), files=2)
-    write(tmp_path / "both", whole())
-    write(
-        tmp_path / "renamed", {f"m.{name}": value for name, value in whole(["head.weight"]).items()}
-    )
-    worlds.run(ranks, loaded, tmp_path)
-
-
-def under_fully_shard(rank, folder):
+@on_ranks(3)
+def test_a_model_on_meta_under_fully_shard(rank, tmp_path):
+    torch.manual_seed(1)
+    alone = nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 4))
+    if rank == 0:
+        write(tmp_path / "x", alone.state_dict())
+    dist.barrier()
     mesh, x = init_device_mesh("cpu", (3,)), torch.ones(2, 4)
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 4))
     for layer in (*model, model):
         fully_shard(layer, mesh=mesh)
-    load_safetensors(model, folder)
-    torch.manual_seed(1)
-    alone = nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 4))
+    load_safetensors(model, tmp_path / "x")
     check(model, alone.state_dict())
     torch.testing.assert_close(model(x), alone(x))
     model(x).sum().backward()
@@ -129,13 +127,9 @@ def under_fully_shard(rank, folder):
     torch.testing.assert_close(model[0].weight.grad.full_tensor(), alone[0].weight.grad)
 
 
-def test_a_model_on_meta_under_fully_shard(worlds, tmp_path):
-    torch.manual_seed(1)
-    write(tmp_path / "x", nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 4)).state_dict())
-    worlds.run(3, under_fully_shard, tmp_path / "x")
-
-
-def refused(rank, folder):
+@on_ranks(3)
+def test_refusals(rank, files):
+    folder = files
     with torch.device("meta"):
         rotary = made()
         rotary.register_buffer("angles", torch.zeros(3), persistent=False)
@@ -179,19 +173,6 @@ def refused(rank, folder):
     model = made(0)
     load_safetensors(model, folder / "unused", strict=False)
     check(model, made().state_dict())
-
-
-def test_refusals(worlds, tmp_path):
-    write(tmp_path / "one", whole())
-    write(tmp_path / "two", whole(), files=2)
-    write(tmp_path / "less", whole(drop=["up.weight"]) | {"more": torch.ones(1)})
-    write(tmp_path / "unused", whole() | {"more": torch.ones(1)})
-    write(tmp_path / "differ", whole() | {"head.weight": torch.ones(11, 4)})
-    write(tmp_path / "cut", whole())
-    path = tmp_path / "cut" / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-5])
-    save({"model": made()}, tmp_path / "ours")
-    worlds.run(3, refused, tmp_path)
 
 
 def memory(rank, folder):

@@ -1,17 +1,13 @@
 """The command `bench`, at sizes that show nothing about speed."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.transport.processes import torchrun
 from varcomm.cli.main import main
 from varcomm.cli.workload import OPERATIONS
 
-ROOT = Path(__file__).parents[2]
 COLUMNS = "operation pass ranks dtype bytes shards us algbw busbw wire"
 SOME = "all_gather_v,indexed_all_to_all_v,halo"
 ALL = ",".join(OPERATIONS)
@@ -60,18 +56,8 @@ def test_table_and_file(worlds, operations, engine, tmp_path, capsys):
 @pytest.mark.slow
 def test_ranks_of_a_job(tmp_path):
     file = tmp_path / "run.json"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [
-            *(*launcher, "-m", "varcomm", "bench", "--operations", "gather_v"),
-            *("--repeat", "1", "--sizes", "768", "--json", str(file)),
-        ],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    bench = "-m", "varcomm", "bench", "--operations", "gather_v", "--repeat", "1"
+    done = torchrun(*bench, "--sizes", "768", "--json", str(file))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("operation") == 1
     assert {result["world"] for result in results(file)} == {2}

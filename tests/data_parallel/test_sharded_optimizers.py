@@ -212,10 +212,14 @@ def test_bytes_are_those_of_the_bound(worlds, ranks):
             assert received == [others * (n + own) * width, (numbers - n) * width]
 
 
-def on_a_mesh(rank, sizes):
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", ["balanced", "whole-parameters"])
+@on_ranks(4)
+def test_data_x_tensor_mesh(rank, sizes):
     """Pieces along the data axis of parameters that are sharded unevenly along the other.
 
-    Return the number of elements in the states, which are those of one process.
+    States are those of one process: two per element, and for the last bias, which is replicated, on
+    both.
     """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     data = mesh["data"].get_local_rank()
@@ -245,15 +249,8 @@ def on_a_mesh(rank, sizes):
                 ends = zip(box.offsets, box.tensor.shape, strict=True)
                 close(box.tensor, expected[tuple(slice(o, o + n) for o, n in ends)], 1e-9)
                 elements += box.tensor.numel()
-    return elements
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", ["balanced", "whole-parameters"])
-def test_data_x_tensor_mesh(worlds, sizes):
-    """Two states for each element, and for the last bias, which is replicated, on both."""
     numbers = 3 * 7 + 7 + 7 * 3 + 3
-    assert sum(worlds.run(4, on_a_mesh, sizes)) == 2 * (numbers + 3)
+    assert varcomm.all_reduce(torch.tensor(elements)) == 2 * (numbers + 3)
 
 
 # Narrow parameters
@@ -282,8 +279,12 @@ def gradients_of(model, step, ranks):
     return list(zip(*found, strict=True))
 
 
-def trained_narrow(rank, ranks):
-    """Twenty steps beside one process that casts gradients before it adds them."""
+@on_ranks(*SOME)
+def test_training_with_masters_is_that_of_one_process_bit_for_bit(rank, ranks):
+    """Twenty steps beside one process that casts gradients before it adds them.
+
+    They send two bytes per number in both directions, and the flags.
+    """
     model, twin = twins(model_of)
     own = ShardedGradients(model, adamw, bucket_bytes=60)
     masters = [nn.Parameter(p.detach().float()) for p in twin.parameters()]
@@ -306,14 +307,8 @@ def trained_narrow(rank, ranks):
     for name, piece in own.pieces.items():
         assert piece.value.dtype == torch.float32
         assert torch.equal(piece.value, whole[name].view(-1)[piece.start : piece.stop])
-    return sum(call.sent for call in calls)
-
-
-@pytest.mark.parametrize("ranks", SOME)
-def test_training_with_masters_is_that_of_one_process_bit_for_bit(worlds, ranks):
-    """And twenty steps send two bytes per number in both directions, and the flags."""
-    sent = sum(worlds.run(ranks, trained_narrow, ranks))
-    numbers = sum(p.numel() for p in model_of().parameters())
+    sent = varcomm.all_reduce(torch.tensor(sum(call.sent for call in calls))).item()
+    numbers = sum(p.numel() for p in model.parameters())
     # one flag for each of four parameters in each of the other pieces
     least = 2 * 20 * 2 * (ranks - 1) * numbers
     assert least <= sent <= least + 20 * 2 * ranks * (ranks - 1) * 4

@@ -1,13 +1,11 @@
 """A rank is killed, stopped, cut off, or fails: the others name it within the timeout."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from tests.faults.stage import problem
+from tests.transport.processes import finished
 
 FIRST = ("kill in forward on 1 after 0 rounds", "fail in partition on 1 after 0 rounds")
 SCENES = (  # each fault once, each place once; `make fuzz` plays all combinations
@@ -23,13 +21,7 @@ SCENES = (  # each fault once, each place once; `make fuzz` plays all combinatio
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("scenes", [FIRST, pytest.param(SCENES, marks=pytest.mark.slow)])
 def test_the_others_name_the_rank(scenes):
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.faults.stage", *scenes],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    done = finished("-m", "tests.faults.stage", *scenes, timeout=200)
     assert done.returncode == 0, done.stderr
     played = dict(map(json.loads, done.stdout.splitlines()))
     assert {scene: problem(scene, said) for scene, said in played.items()} == dict.fromkeys(

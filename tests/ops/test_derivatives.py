@@ -5,7 +5,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 
 import varcomm
-from tests.ops.comparing import LAYOUTS, Failures, assert_none, twin_gradients
+from tests.ops.comparing import LAYOUTS, Failures, twin_gradients
 from tests.ops.primitives import PATTERNS, PRIMITIVES, SPLITS, case, random
 from tests.worlds import WORLDS, on_ranks
 from varcomm.testing import dot_test, gradcheck, gradgradcheck
@@ -102,7 +102,7 @@ def test_results_are_recorded_on_all_ranks_or_on_none(rank):
     return failures
 
 
-def check_derivatives(rank, name, ranks, pattern, dtype, fast_mode):
+def check_derivatives(rank, name, ranks, pattern, dtype=torch.float64, fast_mode=True):
     c = case(name, pattern, ranks, DIMS[pattern], rest=(2,))
     op = c.bind()
 
@@ -115,17 +115,17 @@ def check_derivatives(rank, name, ranks, pattern, dtype, fast_mode):
 
 @pytest.mark.parametrize(("ranks", "pattern"), SPLITS)
 @pytest.mark.parametrize("name", PRIMITIVES)
-def test_first_and_second_derivatives(worlds, name, ranks, pattern):
-    done = worlds.run(ranks, check_derivatives, name, ranks, pattern, torch.float64, True)
-    assert done == [None] * ranks
+@on_ranks()
+def test_first_and_second_derivatives(rank, name, ranks, pattern):
+    check_derivatives(rank, name, ranks, pattern)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 @pytest.mark.parametrize("name", PRIMITIVES)
-def test_derivatives_coordinate_by_coordinate(worlds, name, dtype):
-    done = worlds.run(3, check_derivatives, name, 3, "off by one", dtype, False)
-    assert done == [None] * 3
+@on_ranks(3)
+def test_derivatives_coordinate_by_coordinate(rank, name, dtype):
+    check_derivatives(rank, name, 3, "off by one", dtype, fast_mode=False)
 
 
 def tangents_of_twin(c, dtype):
@@ -215,5 +215,6 @@ ORDERS = [
 
 
 @pytest.mark.parametrize(("name", "order", "kind"), ORDERS)
-def test_higher_derivatives_where_rank_0_has_another_loss(worlds, name, order, kind):
-    assert_none(worlds.run(3, check_order, name, 3, order, kind))
+@on_ranks(3)
+def test_higher_derivatives_where_rank_0_has_another_loss(rank, name, order, kind):
+    return check_order(rank, name, 3, order, kind)

@@ -14,7 +14,7 @@ from tests.tensor_parallel.twins import (
     drawn,
     split,
 )
-from tests.worlds import on_ranks
+from tests.worlds import group_of_one, on_ranks
 from varcomm import ShardSizes
 from varcomm.sharding import shard_spec
 from varcomm.tensor_parallel.attention import ParallelAttention, attention
@@ -187,14 +187,6 @@ def test_as_in_one_process(rank, pattern):
     return compare_all(cases(torch.distributed.get_world_size(), pattern))
 
 
-def shared_out(rank, heads, kv_heads):
-    torch.manual_seed(3)
-    layer = ParallelAttention(heads * WIDTH, heads, kv_heads, dtype=torch.float64)
-    x = drawn(1, 5, 2, heads * WIDTH)
-    specs = [shard_spec(weight) for weight in (layer.qkv.weight, layer.out.weight)]
-    return list(layer.sizes), [spec.ranges(rank) for spec in specs], layer(x)
-
-
 @pytest.mark.parametrize(
     ("ranks", "heads", "kv_heads", "sizes"),
     [
@@ -204,34 +196,29 @@ def shared_out(rank, heads, kv_heads):
         (3, 10, 5, [2, 2, 1]),
     ],
 )
-def test_any_number_of_heads_and_ranks(worlds, ranks, heads, kv_heads, sizes):
+@on_ranks()
+def test_any_number_of_heads_and_ranks(rank, heads, kv_heads, sizes):
     """Weights depend on the seed alone, and so does the result; heads follow their group."""
-    alone = worlds.run(1, shared_out, heads, kv_heads)[0][2]
-    groups = kv_heads or heads
-    each = heads // groups * WIDTH
-    answers = worlds.run(ranks, shared_out, heads, kv_heads)
-    for rank, (got, (qkv, out), result) in enumerate(answers):
-        own = ShardSizes(sizes).range(rank)
-        keys = [(heads + n * groups + own.start) * WIDTH for n in (0, 1)]
-        assert got == sizes
-        assert out == [(own.start * each, own.stop * each)]
-        assert qkv == [*out, *((start, start + len(own) * WIDTH) for start in keys)]
-        torch.testing.assert_close(result, alone, **BOUND)
+    x, groups = drawn(1, 5, 2, heads * WIDTH), kv_heads or heads
+    alone, layer = layers_of(heads, kv_heads)
+    each, own = heads // groups * WIDTH, ShardSizes(sizes).range(rank)
+    keys = [(heads + n * groups + own.start) * WIDTH for n in (0, 1)]
+    out = [(own.start * each, own.stop * each)]
+    assert list(layer.sizes) == sizes
+    assert shard_spec(layer.out.weight).ranges(rank) == out
+    starts = [(start, start + len(own) * WIDTH) for start in keys]
+    assert shard_spec(layer.qkv.weight).ranges(rank) == [*out, *starts]
+    torch.testing.assert_close(layer(x), alone(x), **BOUND)
 
 
-def replicated(rank, heads, kv_heads):
-    """Several ranks read one head of keys: outputs and gradients are those of one process."""
-    torch.manual_seed(3)
-    layer = ParallelAttention(heads * WIDTH, heads, kv_heads, dtype=torch.float64)
-    idle = ParallelAttention(
-        heads * WIDTH, heads, kv_heads, dtype=torch.float64, replicate_kv=False
-    )
-    x = drawn(1, 5, 2, heads * WIDTH).requires_grad_()
-    y = layer(x)
-    (y * drawn(2, *y.shape)).sum().backward()
-    gradients = [shard_spec(p).gather(p.grad) for p in (layer.qkv.weight, layer.out.weight)]
-    sizes = layer.heads.queries, layer.sizes, idle.heads.queries
-    return [list(each) for each in sizes], [y.detach(), x.grad, *gradients]
+def layers_of(heads, kv_heads, **options):
+    """A layer of one process, and the same on ranks."""
+    layers = []
+    for group in (group_of_one(), None):
+        torch.manual_seed(3)
+        sizes = heads * WIDTH, heads, kv_heads
+        layers.append(ParallelAttention(*sizes, group=group, dtype=torch.float64, **options))
+    return layers
 
 
 @pytest.mark.parametrize(
@@ -244,9 +231,16 @@ def replicated(rank, heads, kv_heads):
         ),
     ],
 )
-def test_ranks_that_read_one_head_of_keys(worlds, ranks, heads, kv_heads, sizes):
-    ((_, expected),) = worlds.run(1, replicated, heads, kv_heads)
-    for got, found in worlds.run(ranks, replicated, heads, kv_heads):
-        assert got == sizes
-        for value, alone in zip(found, expected, strict=True):
-            torch.testing.assert_close(value, alone, **BOUND)
+@on_ranks()
+def test_ranks_that_read_one_head_of_keys(rank, heads, kv_heads, sizes):
+    """Outputs and gradients are those of one process."""
+    idle, found = layers_of(heads, kv_heads, replicate_kv=False)[1], []
+    alone, layer = layers_of(heads, kv_heads)
+    for each in (alone, layer):
+        x = drawn(1, 5, 2, heads * WIDTH).requires_grad_()
+        y = each(x)
+        (y * drawn(2, *y.shape)).sum().backward()
+        gradients = [shard_spec(p).gather(p.grad) for p in (each.qkv.weight, each.out.weight)]
+        found.append([y.detach(), x.grad, *gradients])
+    assert [[*layer.heads.queries], [*layer.sizes], [*idle.heads.queries]] == sizes
+    torch.testing.assert_close(*found, **BOUND)

@@ -1,9 +1,8 @@
 """Compiled tensor-parallel layers in use: other sizes, overlap, bytes, autocast, debugging."""
 
-import re
-
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._dynamo.exc import Unsupported
 
@@ -87,53 +86,39 @@ def differences(expected, got, parameters):
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(*pairs, strict=True))
 
 
-def by_inductor(rank):
+@pytest.mark.slow
+@on_ranks(2, timeout=300)
+def test_inductor_keeps_the_order_of_calls(rank):
+    """It fuses what is between, and rounds narrow floats once where torch does twice."""
     torch.manual_seed(0)
     block, given = Block(in_parts=True), text(5)
-    compiled, calls = Compiled(block, "inductor"), []
-    for fn in (compiled, block):
-        with varcomm.trace() as traced:
-            block.gradients(fn(*given))
-        calls.append([call.name for call in traced])
-    wide = differences(block(*given), compiled(*given), block.parameters())
+    compiled, names = Compiled(block, "inductor"), [None] * 2
+    with varcomm.trace() as calls:
+        block.gradients(compiled(*given))
+    dist.all_gather_object(names, [call.name for call in calls])
+    assert names[0] == names[1]
+    assert len(calls) > 10
+    assert differences(block(*given), compiled(*given), block.parameters()) < 1e-12
     layers = ColumnParallelLinear(HIDDEN, 11), nn.Tanh(), RowParallelLinear(11, 3)
     mlp, x = nn.Sequential(*layers).bfloat16(), drawn(0, 5, HIDDEN, dtype=torch.bfloat16)
     rounded = Compiled(mlp, "inductor")(x).sin().sum()
-    return calls, wide, differences(mlp(x).sin().sum(), rounded, mlp.parameters())
+    assert differences(mlp(x).sin().sum(), rounded, mlp.parameters()) < 0.05
 
 
-@pytest.mark.slow
-def test_inductor_keeps_the_order_of_calls(worlds):
-    """It fuses what is between, and rounds narrow floats once where torch does twice."""
-    (first, *_), (second, *_) = found = worlds.run(2, by_inductor, timeout=300)
-    (compiled, _), (others, _) = first, second
-    assert compiled == others
-    assert len(compiled) > 10
-    for _, wide, rounded in found:
-        assert wide < 1e-12
-        assert rounded < 0.05
-
-
-def wrong_values(rank):
+@on_ranks(2)
+def test_wrong_ids_and_targets_are_found_when_the_graph_runs(rank):
     torch.manual_seed(0)
     block, (ids, targets) = Block(), text(5)
-    compiled, messages = Compiled(block), []
-    for given in [(ids + VOCABULARY, targets), (ids, targets - VOCABULARY)]:
-        try:
+    compiled = Compiled(block)
+    for given, words in (
+        ((ids + VOCABULARY, targets), r"parallel_embedding.*out of range for 17 embeddings"),
+        ((ids, targets - VOCABULARY), r"target\[0, 0\] is -\d+, which is not a class"),
+    ):
+        with pytest.raises(ArgumentError, match=words):
             compiled(*given)
-        except ArgumentError as error:
-            messages.append(str(error))
-    return messages, compiled.graphs, float(compiled(ids, targets))
-
-
-def test_wrong_ids_and_targets_are_found_when_the_graph_runs(worlds):
-    found = worlds.run(2, wrong_values)
-    assert len({loss for *_, loss in found}) == 1
-    for messages, count, _ in found:
-        ids, targets = messages
-        assert re.search(r"parallel_embedding.*out of range for 17 embeddings", ids)
-        assert re.search(r"target\[0, 0\] is -\d+, which is not a class", targets)
-        assert count == 1
+    assert compiled.graphs == 1
+    loss = compiled(ids, targets).detach()[None]
+    assert varcomm.all_gather_v(loss, [1, 1]).unique().numel() == 1
 
 
 def in_stream(x, streams):
@@ -146,38 +131,22 @@ def without_output(x):
         return keep.checkpoint(torch.sin, x) * x
 
 
-def refused(rank):
-    """Why each cannot be in one graph; whether it is right in several."""
-    x = leaf(drawn(0, 2, 3))
-    streams, reasons = RandomStreams(7), {}
-    for name, fn in {
-        "gather": lambda: tp.gather_from_tensor_model_parallel_region(x * 2),
-        "all_to_all": lambda: tp.all_to_all(x * 2),
-        "fork": lambda: in_stream(x * 2, streams),
-        "checkpoint": lambda: tp.checkpoint(torch.sin, x * 2),
-        "without output": lambda: without_output(x * 2),
-    }.items():
-        try:
+@pytest.mark.slow
+@on_ranks(2)
+def test_what_breaks_a_graph_says_why(rank):
+    """Why each cannot be in one graph; it is right in several."""
+    x, streams = leaf(drawn(0, 2, 3)), RandomStreams(7)
+    for fn, reason in (
+        (lambda: tp.gather_from_tensor_model_parallel_region(x * 2), "pass sizes"),
+        (lambda: tp.all_to_all(x * 2), "output_split_sizes"),
+        (lambda: in_stream(x * 2, streams), "compile inside of its block"),
+        (lambda: tp.checkpoint(torch.sin, x * 2), "compile inside of it"),
+        (lambda: without_output(x * 2), "compile inside of it"),
+    ):
+        with pytest.raises(Unsupported, match=rf"\(reason: .*{reason}"):
             Compiled(fn)()
-        except Unsupported as error:
-            reasons[name] = re.search(r"\(reason: (.*)\)", str(error)).group(1)
         torch._dynamo.reset()
         states = streams.state_dict()
         broken = torch.compile(fn, backend="aot_eager")()
         streams.load_state_dict(states)
         torch.testing.assert_close(broken, fn(), rtol=1e-12, atol=1e-12)
-    return reasons
-
-
-@pytest.mark.slow
-def test_what_breaks_a_graph_says_why(worlds):
-    words = {
-        "gather": "pass sizes",
-        "all_to_all": "output_split_sizes",
-        "fork": "compile inside of its block",
-        "checkpoint": "compile inside of it",
-        "without output": "compile inside of it",
-    }
-    for reasons in worlds.run(2, refused):
-        assert reasons.keys() == words.keys()
-        assert all(words[name] in reason for name, reason in reasons.items())

@@ -34,27 +34,30 @@ def peak_of(fn):
     return peak, result
 
 
-def of_logits(rank, dtype, options):
-    sizes = [15_000, 25_000]
-    logits = torch.randn(TOKENS, sizes[rank], dtype=dtype).requires_grad_()
-    target, options = targets(TOKENS, classes=CLASSES), {"reduction": "sum", **options}
-    forward, loss = peak_of(lambda: vocab_parallel_cross_entropy(logits, target, sizes, **options))
-    backward, _ = peak_of(loss.backward)
-    return forward, backward - logits.nbytes
-
-
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
 )
-def test_beside_logits_and_their_gradient_a_few_numbers_a_token(worlds, dtype):
+@on_ranks(2)
+def test_beside_logits_and_their_gradient_a_few_numbers_a_token(rank, dtype):
+    sizes, target = [15_000, 25_000], targets(TOKENS, classes=CLASSES)
     rich = {"label_smoothing": 0.1, "z_loss": 0.1, "weight": class_weights(CLASSES)}
     for options in ({}, rich):
+        logits = torch.randn(TOKENS, sizes[rank], dtype=dtype).requires_grad_()
+        given = {"reduction": "sum", **options}
+        forward, loss = peak_of(
+            lambda x=logits, given=given: vocab_parallel_cross_entropy(x, target, sizes, **given)
+        )
+        backward, _ = peak_of(loss.backward)
         weights = 2 * 4 * CLASSES if options else 0  # as fp32, which is once for all tokens
-        for peaks in worlds.run(2, of_logits, dtype, options):
-            assert max(peaks) <= 2 * CHUNK + FEW + weights
+        assert max(forward, backward - logits.nbytes) <= 2 * CHUNK + FEW + weights
 
 
-def of_hidden(rank):
+@on_ranks(2)
+def test_logits_of_hidden_states_never_exist(rank):
+    """Of logits of 123 MB, a chunk of 2 MB and its temporaries; the head's gradient once.
+
+    When the gradients of hidden states are summed there is the rank's own, both, and the sum.
+    """
     hidden = torch.randn(2 * TOKENS, WIDTH).requires_grad_()
     head = torch.randn(30_000, WIDTH).requires_grad_()
     target, sizes = targets(2 * TOKENS, classes=60_000), [30_000] * 2
@@ -62,17 +65,9 @@ def of_hidden(rank):
         lambda: linear_cross_entropy(hidden, head, target, sizes, reduction="sum")
     )
     backward, _ = peak_of(loss.backward)
-    return forward, backward - head.nbytes, hidden.nbytes
-
-
-def test_logits_of_hidden_states_never_exist(worlds):
-    """Of logits of 123 MB, a chunk of 2 MB and its temporaries; the head's gradient once.
-
-    When the gradients of hidden states are summed there is the rank's own, both, and the sum.
-    """
-    for forward, backward, hidden in worlds.run(2, of_hidden):
-        assert forward <= 2 * CHUNK + 2 * FEW + hidden
-        assert backward <= max(3 * CHUNK, 3 * hidden) + hidden + 2 * FEW
+    assert forward <= 2 * CHUNK + 2 * FEW + hidden.nbytes
+    most = max(3 * CHUNK, 3 * hidden.nbytes) + hidden.nbytes + 2 * FEW
+    assert backward - head.nbytes <= most
 
 
 @on_ranks(2)
@@ -94,36 +89,36 @@ def test_what_is_kept_for_backward(rank):
     loss.backward()
 
 
-def sent(rank, dtype):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@on_ranks(3)
+def test_one_collective_in_forward_and_none_in_backward(rank, dtype):
+    """Three numbers per token go to every other rank."""
     sizes = [8, 8, 7]
     logits = drawn(0, 6, 23, dtype=dtype).split(sizes, -1)[rank].clone().requires_grad_()
     options = {"label_smoothing": 0.1, "weight": class_weights(23), "z_loss": 0.1}
     target = targets(6, classes=23)
-    found = traced(lambda: vocab_parallel_cross_entropy(logits, target, sizes, **options))
-    return [[(call.name, call.sent) for call in calls] for calls in found]
+    forward, backward = traced(
+        lambda: vocab_parallel_cross_entropy(logits, target, sizes, **options)
+    )
+    nbytes = 3 * 6 * max(4, dtype.itemsize) * 2
+    assert [(call.name, call.sent) for call in forward] == [("replicated_gather", nbytes)]
+    assert not backward
 
 
-def test_one_collective_in_forward_and_none_in_backward(worlds):
-    """Three numbers per token go to every other rank."""
-    for dtype in (torch.float64, torch.bfloat16):
-        told = [("replicated_gather", 3 * 6 * max(4, dtype.itemsize) * 2)]
-        assert worlds.run(3, sent, dtype) == [[told, []]] * 3
-
-
-def sent_from_hidden(rank, sequence):
+@pytest.mark.parametrize("sequence", [False, True])
+@on_ranks(3)
+def test_what_travels_of_hidden_states(rank, sequence):
+    """Three numbers per token, and hidden's gradient; hidden itself if each rank has a part."""
     rows = [1, 0, 4]
     hidden = drawn(0, 5, 3).split(rows)[rank] if sequence else drawn(0, 5, 3)
     inputs = [hidden.clone().requires_grad_(), drawn(1, [2, 5, 4][rank], 3).requires_grad_()]
     options = {"sequence_sizes": rows if sequence else None}
     found = traced(lambda: linear_cross_entropy(*inputs, targets(5), [2, 5, 4], **options))
-    return [[(call.name, call.received) for call in calls] for calls in found]
-
-
-def test_what_travels_of_hidden_states(worlds):
-    """Three numbers per token, and hidden's gradient; hidden itself if each rank has a part."""
+    found = [[(call.name, call.received) for call in calls] for calls in found]
     told, width = ("replicated_gather", 3 * 5 * 8 * 2), 3 * 8
-    expected = [[told], [("replicated_sum", 2 * 5 * width)]]
-    assert worlds.run(3, sent_from_hidden, False) == [expected] * 3
-    for rows, found in zip((1, 0, 4), worlds.run(3, sent_from_hidden, True), strict=True):
-        gathered, scattered = (5 - rows) * width, 2 * rows * width
-        assert found == [[("all_gather_v", gathered), told], [("reduce_scatter_v", scattered)]]
+    gathered, scattered = (5 - rows[rank]) * width, 2 * rows[rank] * width
+    assert found == (
+        [[("all_gather_v", gathered), told], [("reduce_scatter_v", scattered)]]
+        if sequence
+        else [[told], [("replicated_sum", 2 * 5 * width)]]
+    )

@@ -40,8 +40,20 @@ def sharded(dtype, sizes):
     ]
 
 
-def compared(rank, sizes, norm_type):
-    """Clip the shards and the whole; return the norm, and whether it is the one before."""
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "norm_type"),
+    [
+        (1, [7], 2.0),
+        (3, [0, 4, 3], 1.0),
+        (3, [0, 0, 7], math.inf),
+        (3, [3, 2, 2], 0.5),
+        pytest.param(2, [0, 7], 3, marks=pytest.mark.slow),
+        pytest.param(5, [2, 2, 1, 1, 1], 2.0, marks=pytest.mark.slow),
+    ],
+)
+@on_ranks()
+def test_as_in_one_process(rank, ranks, sizes, norm_type):
+    """Clip the shards and the whole; the norm is the one before, and the same on all ranks."""
     own, by_column = sharded(DOUBLE, sizes), ShardSpec.of(sizes, 1)
     twin = [parameter(gradient) for gradient in whole_gradients(DOUBLE)]
     before = grad_norm(own, norm_type)
@@ -51,23 +63,9 @@ def compared(rank, sizes, norm_type):
     gathered = [ShardSpec.of(sizes).gather(own[0].grad), by_column.gather(own[1].grad), own[2].grad]
     for mine, one in zip(gathered, twin, strict=True):
         torch.testing.assert_close(mine, one.grad, rtol=1e-12, atol=0)
-    return torch.equal(before, norm), norm.item(), own[3].grad is None
-
-
-@pytest.mark.parametrize(
-    ("sizes", "norm_type"),
-    [
-        ([7], 2.0),
-        ([0, 4, 3], 1.0),
-        ([0, 0, 7], math.inf),
-        ([3, 2, 2], 0.5),
-        pytest.param([0, 7], 3, marks=pytest.mark.slow),
-        pytest.param([2, 2, 1, 1, 1], 2.0, marks=pytest.mark.slow),
-    ],
-)
-def test_as_in_one_process(worlds, sizes, norm_type):
-    answers = worlds.run(len(sizes), compared, sizes, norm_type)
-    assert answers == [(True, answers[0][1], True)] * len(sizes)
+    assert torch.equal(before, norm)
+    assert varcomm.all_gather_v(norm[None], [1] * ranks).unique().numel() == 1
+    assert own[3].grad is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -36,7 +36,8 @@ def test_inputs_of_any_rank(rank):
     return failures
 
 
-def moved_and_kept(rank, ranks):
+@on_ranks(3, pytest.param(2, marks=pytest.mark.slow))
+def test_what_travels_and_is_kept_is_the_least_possible(rank, ranks):
     """Elements that each way receives, forward and backward, and shapes that its graph keeps."""
     sequence = sizes = split("uneven", ranks)
     weight = torch.ones(sizes[rank], IN, requires_grad=True)
@@ -59,29 +60,22 @@ def moved_and_kept(rank, ranks):
             lambda t, shapes=shapes: shapes.append(tuple(t.shape)) or t, lambda t: t
         ):
             way()
-    return told, {name: [shape for shape in kept[name] if shape != (0,)] for name in kept}
-
-
-@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.slow)])
-def test_what_travels_and_is_kept_is_the_least_possible(worlds, ranks):
-    sequence = split("uneven", ranks)
-    for rank, (told, kept) in enumerate(worlds.run(ranks, moved_and_kept, ranks)):
-        own, length = sequence[rank], sum(sequence)
-        others, parts = (length - own) * IN, (ranks - 1) * own
-        assert told == {
-            "column": [others, others + parts * IN],
-            "column, kept": [others, parts * IN],
-            "column, frozen": [others, parts * IN],
-            "column, no gradient of the input": [others, 0],
-            "row": [parts * OUT, (length - own) * OUT],
-        }
-        assert kept == {
-            "column": [(own, IN), (own, IN)],  # input and weight, which has as many rows
-            "column, kept": [(IN, own), (length, IN)],
-            "column, frozen": [(IN, own)],
-            "column, no gradient of the input": [(length, IN)],
-            "row": [(own, OUT), (length, own)],
-        }
+    own, length = sequence[rank], sum(sequence)
+    others, parts = (length - own) * IN, (ranks - 1) * own
+    assert told == {
+        "column": [others, others + parts * IN],
+        "column, kept": [others, parts * IN],
+        "column, frozen": [others, parts * IN],
+        "column, no gradient of the input": [others, 0],
+        "row": [parts * OUT, (length - own) * OUT],
+    }
+    assert {name: [shape for shape in kept[name] if shape != (0,)] for name in kept} == {
+        "column": [(own, IN), (own, IN)],  # input and weight, which has as many rows
+        "column, kept": [(IN, own), (length, IN)],
+        "column, frozen": [(IN, own)],
+        "column, no gradient of the input": [(length, IN)],
+        "row": [(own, OUT), (length, own)],
+    }
 
 
 @on_ranks(2)

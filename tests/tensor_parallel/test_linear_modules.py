@@ -12,9 +12,10 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional
 
+import varcomm
 from tests.ops.comparing import Failures
 from tests.tensor_parallel.twins import REPLICATED, SPLITS, Sharded, compare_all, drawn, split
-from tests.worlds import WORLDS, on_ranks
+from tests.worlds import WORLDS, group_of_one, on_ranks
 from varcomm import GroupError
 from varcomm.tensor_parallel import (
     ColumnParallelLinear,
@@ -143,11 +144,11 @@ def test_from_linear_to_linear(rank, kind):
     return failures
 
 
-def whole_of(rank, kind, same_seed):
+def whole_of(kind, seed, group=None):
     """The whole weight and bias as they are drawn, gathered."""
-    torch.manual_seed(7 if same_seed or rank == 0 else rank)
-    first = kind(300, 70, init=lambda t, g: t.normal_(generator=g))
-    second = kind(70, 300, dtype=torch.bfloat16)
+    torch.manual_seed(seed)
+    first = kind(300, 70, init=lambda t, g: t.normal_(generator=g), group=group)
+    second = kind(70, 300, dtype=torch.bfloat16, group=group)
     return [p.detach() for layer in (first, second) for p in layer.to_linear().parameters()]
 
 
@@ -169,32 +170,33 @@ INITS = {
 }
 
 
-def with_each_init(rank):
+def with_each_init(group=None):
     """The whole weights of layers, and whether torch's generator is as it was."""
     found = []
     for init in INITS.values():
         torch.manual_seed(7)
-        layers = [kind(30, 70, init=init) for kind in KINDS]
-        table = VocabParallelEmbedding(50, 3, init=init)
+        layers = [kind(30, 70, init=init, group=group) for kind in KINDS]
+        table = VocabParallelEmbedding(50, 3, init=init, group=group)
         found += [layer.to_linear().weight.detach() for layer in layers]
         found += [table.to_embedding().weight.detach(), torch.rand(1)]
     return found
 
 
-def test_init_functions_of_torch_and_megatron(worlds):
-    expected = worlds.run(1, with_each_init)[0]
-    for found in worlds.run(3, with_each_init):
-        assert all(map(torch.equal, found, expected))
+@on_ranks(3)
+def test_init_functions_of_torch_and_megatron(rank):
+    expected = with_each_init(group_of_one())
+    assert all(map(torch.equal, with_each_init(), expected))
     deviations = [expected[4 * place].std().item() for place in range(len(INITS))]
     assert deviations == pytest.approx([1, 0.5, 2, 2, 12**-0.5, 0], rel=0.05)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_initial_weights_do_not_depend_on_the_ranks(worlds, kind):
-    expected = worlds.run(1, whole_of, kind, True)[0]
-    for same_seed in (True, False):
-        for found in worlds.run(3, whole_of, kind, same_seed):
-            assert all(map(torch.equal, found, expected))
+@on_ranks(3)
+def test_initial_weights_do_not_depend_on_the_ranks(rank, kind):
+    """The seed of rank 0 counts."""
+    expected = whole_of(kind, 7, group_of_one())
+    for seed in (7, 7 + rank):
+        assert all(map(torch.equal, whole_of(kind, seed), expected))
     weight, bias, narrow, other = (tensor.double() for tensor in expected)
     assert abs(weight.std() - 1) < 0.02
     assert narrow.abs().max() == pytest.approx(70**-0.5, rel=0.01)
@@ -235,18 +237,16 @@ def test_marks_stay_with_parameters(rank):
     return failures
 
 
-def first_members(rank):
+@on_ranks(3)
+def test_group_without_rank_0(rank):
     """The group's first rank draws, which is not the world's."""
     group = dist.new_group([1, 2])
     if rank == 0:
-        return None
+        return
     torch.manual_seed(rank)
     layer = ColumnParallelLinear(IN, OUT, group=group)
     torch.manual_seed(1)
-    return layer.to_linear().weight.tolist(), resolve(layer.group.process_group).rank
-
-
-def test_group_without_rank_0(worlds):
-    none, first, second = worlds.run(3, first_members)
-    assert none is None
-    assert (first[0], first[1], second[1]) == (second[0], 0, 1)
+    weight = layer.to_linear().weight.detach()
+    every = varcomm.all_gather_v(weight[None], [1, 1], group=group)
+    assert torch.equal(every[0], every[1])
+    assert resolve(layer.group.process_group).rank == rank - 1

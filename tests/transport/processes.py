@@ -27,6 +27,24 @@ def pids_of(ranks):
     return ranks.run(lambda rank: os.getpid())
 
 
+def finished(*words, launcher=(), timeout=80, **environ):
+    """Run Python, which finds varcomm and these tests; return its exit status and its output."""
+    ours = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*launcher, sys.executable, *words],
+        env=os.environ | ours | environ,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def torchrun(*words, ranks=2):
+    """Run Python on ranks that torchrun starts."""
+    run = "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"
+    return finished(*run, *words, timeout=100)
+
+
 def script(tmp_path, code, **options):
     """Start `code` as a script of its own that finds varcomm."""
     path = tmp_path / "script.py"

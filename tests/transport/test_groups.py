@@ -54,7 +54,8 @@ def test_subgroups_and_another_order(rank):
     return failures
 
 
-def in_meshes(rank):
+@on_ranks(3)
+def test_meshes(rank):
     line = init_device_mesh("cpu", (3,), mesh_dim_names=("dp",))
     grid = init_device_mesh("cpu", (1, 3), mesh_dim_names=("dp", "tp"))
     shard = torch.full((rank + 1,), rank)
@@ -69,7 +70,8 @@ def in_meshes(rank):
     assert turned.tolist() == [0, 2, 1]
 
 
-def refused(rank):
+@on_ranks(3)
+def test_refusals(rank):
     part, two = dist.new_group([1, 2]), DeviceMesh("cpu", [1, 2])
     turned, one = DeviceMesh("cpu", [0, 2, 1]), torch.tensor(1)
     named = init_device_mesh("cpu", (1, 3), mesh_dim_names=("dp", "tp"))
@@ -89,9 +91,7 @@ def refused(rank):
     assert varcomm.all_reduce(one).item() == 3
 
 
-def test_meshes_and_refusals(worlds):
-    worlds.run(3, in_meshes)
-    worlds.run(3, refused)
+def test_without_a_world():
     assert not dist.is_initialized()  # the tests run outside the ranks
     for call in (
         lambda: varcomm.all_reduce(torch.ones(1)),
@@ -130,7 +130,8 @@ def offers(group):
     return found
 
 
-def used_again(rank):
+@on_ranks(3)
+def test_lanes_are_used_again(rank):
     world = resolve(None)
     first, second = (take_lane(world, offers(world)) for _ in range(2))
     lane = first.group()
@@ -150,8 +151,12 @@ def used_again(rank):
     assert first.number != second.number
 
 
-def in_parts(rank):
-    """Ranks are in different numbers of groups; each lane is made by its members alone."""
+@on_ranks(3)
+def test_lanes_in_parts(rank):
+    """Ranks are in different numbers of groups; each lane is made by its members alone.
+
+    Lanes of the same ranks are numbered together, and used again for another group of them.
+    """
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [0, 1])]
     found = []
     for place in (0, 1, 0, 2):
@@ -167,10 +172,12 @@ def in_parts(rank):
             lane.give_back()
     if rank < 2:
         assert share("test", lambda: rank, aside(resolve(groups[2]))) == [0, 1]
-    return found
+    first, last = (0, 11), (0, 110)
+    assert found == [[first] * 3, [first, last, first, first], [last]][rank]
 
 
-def in_a_bound_world(rank):
+@on_ranks(3)
+def test_a_lane_in_a_bound_world(rank):
     """A part of the ranks makes a lane, without a split of the world by all of its ranks."""
     part = dist.new_group([0, 2])
     world, gpu = dist.group.WORLD, torch.device("cuda", rank)
@@ -191,7 +198,8 @@ def in_a_bound_world(rank):
     assert not splits
 
 
-def beside(rank):
+@on_ranks(3)
+def test_a_thread_beside(rank):
     """A thread shares on the second group while this one sums on the first."""
     other, found = aside(resolve(None)), []
     thread = threading.Thread(
@@ -205,12 +213,6 @@ def beside(rank):
     assert aside(resolve(None)) is other
 
 
-def test_auxiliary_groups(worlds):
-    worlds.run(3, used_again)
-    worlds.run(3, beside)
-    worlds.run(3, in_a_bound_world)
-    alone = worlds.run(1, lambda rank: take_lane(resolve(None), [free_lanes(resolve(None))]))
-    assert alone == [None]
-    # lanes of the same ranks are numbered together, and used again for another group of them
-    first, last = (0, 11), (0, 110)
-    assert worlds.run(3, in_parts) == [[first] * 3, [first, last, first, first], [last]]
+@on_ranks(1)
+def test_one_rank_needs_no_lane(rank):
+    assert take_lane(resolve(None), [free_lanes(resolve(None))]) is None

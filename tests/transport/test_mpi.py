@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -15,7 +14,7 @@ import torch.distributed as dist
 
 import varcomm
 from tests.transport.groups import ordered_group
-from tests.transport.processes import all_end, script
+from tests.transport.processes import all_end, finished, script
 from varcomm.errors import CommunicationError, LaunchError
 from varcomm.transport.engine import Route, broadcast_route
 from varcomm.transport.engines.choose import engine_for, prepared
@@ -188,14 +187,7 @@ def start(tmp_path):
     def run(launcher, code, **environ):
         path = tmp_path / f"script{len(list(tmp_path.iterdir()))}.py"
         path.write_text(code)
-        ours = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-        return subprocess.run(
-            [*launcher, sys.executable, path],
-            env=os.environ | ours | environ,
-            capture_output=True,
-            text=True,
-            timeout=80,
-        )
+        return finished(path, launcher=launcher, **environ)
 
     return run
 

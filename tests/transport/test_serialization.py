@@ -5,9 +5,9 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.transport.groups import ordered_group
+from tests.worlds import on_ranks
 from varcomm.transport.agreement import all_gather_object
 from varcomm.transport.group import resolve
 from varcomm.transport.serialization import from_bytes, to_bytes
@@ -66,20 +66,13 @@ def test_refusals(monkeypatch):
 FITS = 1024 - 8 - len(to_bytes("." * 1000)) + 1000
 
 
-def shared(rank, lengths):
-    found = [all_gather_object(str(rank) * some[rank % 3], resolve(None)) for some in lengths]
-    if dist.get_world_size() == 3:
-        pair = ordered_group([2, 1])
-        if rank:
-            found.append(all_gather_object({"text": "x" * 2000 * rank}, resolve(pair)))
-    return found
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_values_of_all_ranks(worlds, ranks):
+@on_ranks(1, 3)
+def test_values_of_all_ranks(rank, ranks):
     """In one message per rank, or in two if one value is long."""
-    lengths = [(0, 0, 0), (FITS, 5, FITS), (FITS, FITS + 1, 0), (100_000, FITS + 1, 30_000)]
-    expected = [[str(r) * some[r % 3] for r in range(ranks)] for some in lengths]
-    pair = [{"text": "x" * 4000}, {"text": "x" * 2000}]
-    for rank, found in enumerate(worlds.run(ranks, shared, lengths)):
-        assert found == ([*expected, pair] if rank else expected)
+    for some in ((0, 0, 0), (FITS, 5, FITS), (FITS, FITS + 1, 0), (100_000, FITS + 1, 30_000)):
+        found = all_gather_object(str(rank) * some[rank], resolve(None))
+        assert found == [str(r) * some[r] for r in range(ranks)]
+    pair = ordered_group([2, 1]) if ranks == 3 else None
+    if rank:
+        found = all_gather_object({"text": "x" * 2000 * rank}, resolve(pair))
+        assert found == [{"text": "x" * 4000}, {"text": "x" * 2000}]

@@ -2,8 +2,6 @@
 
 import os
 import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -11,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.transport.processes import script
+from tests.transport.processes import script, torchrun
 from varcomm.errors import LaunchError
 from varcomm.transport.environment import Place
 from varcomm.transport.world import join, meeting_store
@@ -56,17 +54,10 @@ def test_one_rank_without_a_launcher(tmp_path, code, printed):
         assert parent.communicate(timeout=60) == (printed, "")
 
 
-def torchrun(tmp_path, code, *options):
+def printed_by_ranks(tmp_path, code, *options):
     path = tmp_path / "script.py"
     path.write_text(code)
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*start, *options, path],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=80,
-    )
+    done = torchrun(*options, path)
     assert done.returncode == 0, done.stderr
     return sorted(done.stdout.split())
 
@@ -87,12 +78,12 @@ dist.barrier()
 
 
 def test_ranks_of_torchrun(tmp_path):
-    assert torchrun(tmp_path, TOTAL) == ["0:0/2/0:3", "0:1/2/1:3"]
+    assert printed_by_ranks(tmp_path, TOTAL) == ["0:0/2/0:3", "0:1/2/1:3"]
 
 
 @pytest.mark.slow
 def test_ranks_that_torchrun_starts_again(tmp_path):
-    found = torchrun(tmp_path, TOTAL + DIES, "--max-restarts=1")
+    found = printed_by_ranks(tmp_path, TOTAL + DIES, "--max-restarts=1")
     assert found == [f"{start}:{rank}/2/{rank}:3" for start in (0, 1) for rank in (0, 1)]
 
 

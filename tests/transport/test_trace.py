@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import varcomm
 from tests.transport.groups import ordered_group
+from tests.worlds import on_ranks
 from varcomm import Call, Traffic
 
 SIZES = [2, 1, 0]
@@ -17,7 +18,8 @@ def seen(calls):
     return [(call.name, call.sent, call.received) for call in calls]
 
 
-def nested(rank):
+@on_ranks(3)
+def test_nested_traces(rank):
     """The outer trace contains the calls of the inner ones."""
     x = torch.ones(SIZES[rank])
     with varcomm.trace() as outer:
@@ -37,7 +39,8 @@ def nested(rank):
     assert found == [[gathered, reduced, sent], [], [reduced], [sent]]
 
 
-def of_adjoints(rank):
+@on_ranks(3)
+def test_adjoints(rank):
     """A backward has the name of the adjoint, in another thread too."""
     x = torch.ones(SIZES[rank], dtype=torch.float64, requires_grad=True)
     y = varcomm.all_reduce(torch.ones(1, requires_grad=True))
@@ -58,11 +61,6 @@ def of_adjoints(rank):
         pairs = [[(32, 8), (16, 0), (16, 0)], [(16, 16), (0, 8), (0, 16)]][rank]
         expected = [pair for sent, got in pairs for pair in ((sent, got), (got, sent))]
         assert [call[1:] for call in seen(calls)[:-1]] == expected
-
-
-def test_calls(worlds):
-    worlds.run(3, nested)
-    worlds.run(3, of_adjoints)
 
 
 def among_some(rank):
