@@ -48,7 +48,7 @@ def group_of_one():
 
 
 def refused_alike(kind, call, *words, match=None):
-    """Call on all ranks; assert that all raise the same error, which is of a kind and has words."""
+    """Call on all ranks; assert that all raise the same error of a kind, with words; return it."""
     with pytest.raises(kind, match=match) as caught:
         call()
     error, found = (type(caught.value).__name__, str(caught.value)), [None] * dist.get_world_size()
@@ -57,3 +57,4 @@ def refused_alike(kind, call, *words, match=None):
     assert type(caught.value) is kind
     for word in words:
         assert word in error[1], error
+    return caught.value

@@ -8,67 +8,24 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import varcomm as vc
+from tests.checkpoint.tied import Odd, assert_states, made, sharded
 from tests.worlds import WORLDS, on_ranks
 from varcomm import ArgumentError, DisagreementError
 from varcomm.checkpoint import full_state_dict
 from varcomm.data_parallel import ShardedGradients
-from varcomm.sharding import ShardSpec, mark
 from varcomm.tensor_parallel import ColumnParallelLinear, parallelize
-
-
-class Tied(nn.Module):
-    """Tied vocabulary, a fused weight, odd dtypes, extra state, and an empty parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 4)
-        self.up, self.down = nn.Linear(4, 7), nn.Linear(7, 4, dtype=torch.bfloat16)
-        self.norm = nn.BatchNorm1d(4)
-        self.nothing = nn.Parameter(torch.zeros(0, 3))
-        self.fused = nn.Parameter(torch.randn(9, 2, dtype=torch.complex64).conj())
-        self.few = nn.Parameter(torch.randn(1, 3))
-        self.head = nn.Linear(4, 11, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def get_extra_state(self):
-        return {"steps": 3}
-
-    def set_extra_state(self, state):
-        assert state == {"steps": 3}
-
-
-def made():
-    torch.manual_seed(2)
-    return Tied()
-
-
-def shard_fused(model, ranks):
-    spec = ShardSpec.of([vc.ShardSizes.balanced(n, ranks) for n in (4, 5)])
-    model.fused = mark(nn.Parameter(spec.shard(model.fused.detach())), spec)
-    return model
-
-
-def check(found, expected):
-    assert list(found) == list(expected)
-    for name, value in expected.items():
-        if isinstance(value, torch.Tensor):
-            assert found[name].dtype == value.dtype
-            assert torch.equal(found[name], value), name
-        else:
-            assert found[name] == value
 
 
 @on_ranks(*WORLDS)
 def test_tensor_parallel(rank, ranks):
-    expected = made().state_dict()
-    plan = {"embedding": "embedding", "head": "column", "up": "column", "down": "row"}
-    model = shard_fused(parallelize(made(), plan), ranks)
+    expected = made(Odd).state_dict()
+    model = sharded(made(Odd))
     for dst in (0, ranks - 1, None):
         found = full_state_dict(model, dst)
         if dst in (rank, None):
-            check(found, expected)
+            assert_states(found, expected)
             assert found["head.weight"] is found["embedding.weight"]
-            made().load_state_dict(found)
+            made(Odd).load_state_dict(found)
         else:
             assert found == {}
 
@@ -87,25 +44,25 @@ def test_only_shards_travel(rank):
 
 @on_ranks(3)
 def test_data_parallel(rank):
-    model, alone = made(), made()
+    model, alone = made(Odd), made(Odd)
     optimizer = ShardedGradients(model, torch.optim.SGD)
     model.up(torch.ones(2, 4)).sum().backward()
     alone.up(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     torch.optim.SGD(alone.parameters()).step()
-    check(full_state_dict(model, None), alone.state_dict())
+    assert_states(full_state_dict(model, None), alone.state_dict())
 
 
 @on_ranks(3)
 def test_dtensors(rank):
     """Under fully_shard on two dimensions of ranks, with rows of torch's own."""
-    mesh, expected = init_device_mesh("cpu", (3,)), made().state_dict()
-    model = made()
+    mesh, expected = init_device_mesh("cpu", (3,)), made(Odd).state_dict()
+    model = made(Odd)
     model.few = nn.Parameter(distribute_tensor(model.few.detach(), mesh, [Shard(1)]))
     fully_shard(model.up, mesh=mesh)
     found = full_state_dict(model, 2)
     assert bool(found) == (rank == 2)
-    check(found or expected, expected)
+    assert_states(found or expected, expected)
 
 
 @on_ranks(3)
@@ -128,7 +85,7 @@ def test_state_dicts_in_other_order(rank):
         nn.init.zeros_(layer.bias)
     expected = nn.ModuleDict({name: layers[name] for name in names}).state_dict()
     sharded = {name: ColumnParallelLinear.from_linear(layers[name]) for name in "abc"}
-    check(full_state_dict(nn.ModuleDict([(n, sharded[n]) for n in names]), None), expected)
+    assert_states(full_state_dict(nn.ModuleDict([(n, sharded[n]) for n in names]), None), expected)
 
 
 @on_ranks(3)
@@ -159,20 +116,20 @@ def test_refused(rank):
 @on_ranks(4)
 def test_a_mesh_of_two_dimensions(rank):
     """Two groups of tensor parallelism: a copy of each shard in either."""
-    mesh, expected = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model")), made()
-    model = parallelize(made(), {"up": "column"}, group=mesh["model"])
+    mesh, expected = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model")), made(Odd)
+    model = parallelize(made(Odd), {"up": "column"}, group=mesh["model"])
     for dst in (3, None):
         found = full_state_dict(model, dst)
         if found:
-            check(found, expected.state_dict())
-    model = made()
+            assert_states(found, expected.state_dict())
+    model = made(Odd)
     fully_shard(model.up, mesh=mesh)
     found = full_state_dict(model, 2)
-    check(found or expected.state_dict(), expected.state_dict())
+    assert_states(found or expected.state_dict(), expected.state_dict())
 
 
 def test_one_process():
-    model = made()
+    model = made(Odd)
     found = full_state_dict(model)
-    check(found, model.state_dict())
+    assert_states(found, model.state_dict())
     assert found["up.weight"].data_ptr() == model.up.weight.data_ptr()

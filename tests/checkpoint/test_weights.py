@@ -9,47 +9,19 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import varcomm as vc
 from tests.checkpoint.of_other_tools import write
+from tests.checkpoint.tied import assert_states, made, sharded
 from tests.worlds import WORLDS, on_ranks
 from varcomm import ArgumentError, DisagreementError
 from varcomm.checkpoint import full_state_dict, load_safetensors, save
 from varcomm.sharding import ShardSpec, mark
-from varcomm.tensor_parallel import parallelize
-
-PLAN = {"embedding": "embedding", "head": "column", "up": "column", "down": "row"}
 
 
-class Tied(nn.Module):
-    """A tied vocabulary, a fused weight, buffers, and an empty parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 4)
-        self.up, self.down = nn.Linear(4, 7), nn.Linear(7, 4)
-        self.norm = nn.BatchNorm1d(4)
-        self.nothing = nn.Parameter(torch.zeros(0, 3))
-        self.fused = nn.Parameter(torch.randn(9, 2), requires_grad=False)
-        self.head = nn.Linear(4, 11, bias=False)
-        self.head.weight = self.embedding.weight
-
-
-def made(seed=2):
-    torch.manual_seed(seed)
-    return Tied()
-
-
-def sharded(device="meta", dtype=None):
-    """A model that `parallelize` has sharded, with a parameter of two fused blocks."""
-    ranks = torch.distributed.get_world_size()
+def without_values(device="meta", dtype=None):
+    """A sharded model of other values, or on the meta device."""
     with torch.device(device):
-        model = made(0)
-    model.to(dtype)
-    model = parallelize(model, PLAN)
-    spec = ShardSpec.of([vc.ShardSizes.balanced(n, ranks) for n in (4, 5)])
-    part = spec.shard(model.fused.detach())
-    model.fused = mark(nn.Parameter(part, requires_grad=False), spec)
-    return model
+        model = made(seed=0)
+    return sharded(model.to(dtype))
 
 
 def whole(drop=()):
@@ -58,10 +30,7 @@ def whole(drop=()):
 
 
 def check(model, expected):
-    found = full_state_dict(model, None)
-    assert list(found) == list(expected)
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+    assert_states(full_state_dict(model, None), expected)
 
 
 @pytest.fixture
@@ -91,7 +60,7 @@ def test_each_rank_reads_its_slices(rank, files):
         ("one", "meta"),
         ("two/model.safetensors.index.json", "cpu"),
     ):
-        model = sharded(device)
+        model = without_values(device)
         load_safetensors(model, folder / where)
         check(model, expected)
         assert model.head.weight is model.embedding.weight
@@ -99,10 +68,10 @@ def test_each_rank_reads_its_slices(rank, files):
         assert model.up.weight.requires_grad
     torch.testing.assert_close(model.down(model.up(torch.ones(2, 4))).shape, (2, 4))
     for names in ({f"{n}": f"m.{n}" for n in expected}, "m.{}".format):
-        model = sharded()
+        model = without_values()
         load_safetensors(model, folder / "renamed", names)
         check(model, expected)
-    model = sharded(dtype=torch.bfloat16)
+    model = without_values(dtype=torch.bfloat16)
     load_safetensors(model, folder / "two")
     check(model, made().to(torch.bfloat16).state_dict())
 
@@ -156,7 +125,7 @@ def test_refusals(rank, files):
         ("one", {}, {}, "model must be a Module; got dict"),
         ("one", made(), {"names": 5}, "names must be a mapping or a function"),
         ("one", made(), {"strict": 1}, "strict must be True or False"),
-        ("one", sharded(), {"device": "nowhere"}, "nowhere"),
+        ("one", without_values(), {"device": "nowhere"}, "nowhere"),
     ):
         before = {
             name: value.clone() for name, value in getattr(model, "state_dict", dict)().items()
@@ -170,7 +139,7 @@ def test_refusals(rank, files):
         load_safetensors(made(), folder / ("two" if rank == 1 else "one"))
     with pytest.raises(DisagreementError, match="disagree on strict"):
         load_safetensors(made(), folder / "one", strict=rank == 1)
-    model = made(0)
+    model = made(seed=0)
     load_safetensors(model, folder / "unused", strict=False)
     check(model, made().state_dict())
 

@@ -13,12 +13,11 @@ import torch.distributed as dist
 import torch_geometric.nn as pyg
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from torch_geometric.data import Data
 
 from tests.ops.comparing import LAYOUTS
 from tests.ops.primitives import PRIMITIVES, Case, Setting
+from tests.transforms.layers import on_graph
 from tests.transport.groups import ordered_group
-from varcomm.graph import distribute, partition
 from varcomm.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 POOL = 4  # ranks of `make fuzz`; a program uses all or some of them
@@ -57,29 +56,6 @@ class Program:
     steps: tuple[Step, ...]
 
 
-def graph_layer(s):
-    """A layer of PyG on a graph whose nodes are split as the rows are."""
-    nodes = sum(s.sizes)
-    draws = torch.Generator().manual_seed(nodes)
-    edge_index = torch.randint(max(nodes, 1), (2, 3 * nodes), generator=draws)
-    owner = torch.arange(len(s.sizes)).repeat_interleave(torch.tensor(s.sizes))
-
-    def layer():
-        torch.manual_seed(nodes)
-        return pyg.GraphConv(2, 2).double()
-
-    def bind(group=None):
-        data = Data(edge_index=edge_index, num_nodes=nodes)
-        graph = partition(data, group=group, method=owner)
-        model = distribute(layer(), graph)
-        return lambda x: model(x, graph.edge_index)
-
-    def reference(xs):
-        return list(layer()(torch.cat(xs), edge_index).split(s.sizes))
-
-    return Case(tuple((rows, 2) for rows in s.sizes), bind, reference, has_async=False)
-
-
 def parallel_linear(kind, s):
     """A column- or row-parallel layer: rows split as the setting says, features in other parts."""
     parts, is_column = (s.sizes[-1] + 1, *s.sizes[:-1]), kind is ColumnParallelLinear
@@ -102,7 +78,7 @@ def parallel_linear(kind, s):
 
 
 LAYERS = {
-    "graph_layer": graph_layer,
+    "graph_layer": partial(on_graph, layer=partial(pyg.GraphConv, 2, 2)),
     "column_linear": partial(parallel_linear, ColumnParallelLinear),
     "row_linear": partial(parallel_linear, RowParallelLinear),
 }

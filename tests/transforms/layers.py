@@ -1,15 +1,12 @@
 """Halo exchanges and layers as cases like those of the primitives, beside one process."""
 
-import copy
-
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
 from torch import nn
+from torch_geometric.data import Data
 
 import varcomm
-from tests.graph.graphs import split_by, wild
 from tests.ops.primitives import Case
 from varcomm.graph import distribute, partition
 from varcomm.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -27,50 +24,72 @@ class OnGraph(nn.Module):
         return self.model(x, self.edge_index)
 
 
-def on_nodes(ranks, layer=None):
-    """Return the case of a model of one layer; without a layer, that of the halo exchange."""
-    data, ids = wild(10), [None] * ranks
-    graph = partition(data, method=split_by("block", data.num_nodes, ranks))
-    dist.all_gather_object(ids, (graph.owned_ids.tolist(), graph.halo_ids.tolist()))
-    places = torch.argsort(torch.tensor([node for owned, _ in ids for node in owned]))
-    shapes = tuple((len(owned), 4) for owned, _ in ids)
-    if layer is None:
+def edges_of(nodes):
+    draws = torch.Generator().manual_seed(nodes)
+    return torch.randint(max(nodes, 1), (2, 3 * nodes), generator=draws)
 
-        def with_halo(xs):
-            x = torch.cat(xs)[places]
-            return [x[owned + halo] for owned, halo in ids]
 
-        return Case(shapes, lambda group=None: graph.with_halo, with_halo)
-    torch.manual_seed(3)
-    parts = [(layer(), "x, edge_index -> x"), nn.Tanh(), nn.Linear(6, 2)]
-    alone = pyg.Sequential("x, edge_index", parts).double()
-    module = OnGraph(distribute(copy.deepcopy(alone), graph), graph.edge_index)
+def partitioned(s, group=None):
+    """Return a graph whose nodes are split as the rows are."""
+    nodes, ranks = sum(s.sizes), torch.arange(s.ranks)
+    data = Data(edge_index=edges_of(nodes), num_nodes=nodes)
+    return partition(data, group=group, method=ranks.repeat_interleave(torch.tensor(s.sizes)))
+
+
+def on_graph(s, layer):
+    nodes = sum(s.sizes)
+
+    def alone():
+        torch.manual_seed(nodes)
+        return layer().double()
+
+    def bind(group=None):
+        graph = partitioned(s, group)
+        return OnGraph(distribute(alone(), graph), graph.edge_index)
 
     def reference(xs):
-        y = alone(torch.cat(xs)[places], data.edge_index)
-        return [y[owned] for owned, _ in ids]
+        return list(alone()(torch.cat(xs), edges_of(nodes)).split(s.sizes))
 
-    return Case(shapes, lambda group=None: module, reference)
+    return Case(tuple((rows, 2) for rows in s.sizes), bind, reference, has_async=False)
 
 
-def linear(ranks, cls, **options):
+def with_halo(s):
+    src, dst = edges_of(sum(s.sizes))
+
+    def reference(xs):
+        whole, results = torch.cat(xs), []
+        for owned in torch.arange(len(whole)).split(s.sizes):
+            needed = src[torch.isin(dst, owned)].unique()
+            results.append(whole[torch.cat([owned, needed[~torch.isin(needed, owned)]])])
+        return results
+
+    shapes = tuple((rows, 2) for rows in s.sizes)
+    return Case(shapes, lambda group=None: partitioned(s, group).with_halo, reference)
+
+
+def network(layer):
+    parts = [(layer(), "x, edge_index -> x"), nn.Tanh(), nn.Linear(6, 2)]
+    return pyg.Sequential("x, edge_index", parts)
+
+
+def linear(s, cls, **options):
     torch.manual_seed(3)
     alone = nn.Linear(4, 5).double()
     module = cls.from_linear(alone, **options)
     return Case(
-        ((3, 4),) * ranks, lambda group=None: module, lambda xs: [*map(alone, xs)], losses="alike"
+        ((3, 4),) * s.ranks, lambda group=None: module, lambda xs: [*map(alone, xs)], losses="alike"
     )
 
 
-def cross_entropy(ranks):
-    sizes, classes = varcomm.ShardSizes.balanced(5, ranks), [4, 0, 2]
+def cross_entropy(s):
+    sizes, classes = varcomm.ShardSizes.balanced(5, s.ranks), [4, 0, 2]
 
     def call(x):  # with a target made in the call: it is a fake tensor where x is
         return vocab_parallel_cross_entropy(x, torch.tensor(classes), sizes)
 
     def reference(xs):
         loss = F.cross_entropy(torch.cat(xs, -1), torch.tensor(classes), reduction="none")
-        return [loss] * ranks
+        return [loss] * s.ranks
 
     shapes = tuple((3, size) for size in sizes)
     return Case(shapes, lambda group=None: call, reference, losses="one")
@@ -78,18 +97,14 @@ def cross_entropy(ranks):
 
 # by the columns of the page
 LAYERS = {
-    "halo exchange": {"with_halo": on_nodes},
+    "halo exchange": {"with_halo": with_halo},
     "distributed models": {
-        "SAGEConv": lambda ranks: on_nodes(ranks, lambda: pyg.SAGEConv(4, 6)),
-        "GATConv": lambda ranks: on_nodes(ranks, lambda: pyg.GATConv(4, 3, heads=2)),
+        "SAGEConv": lambda s: on_graph(s, lambda: network(lambda: pyg.SAGEConv(2, 6))),
+        "GATConv": lambda s: on_graph(s, lambda: network(lambda: pyg.GATConv(2, 3, heads=2))),
     },
     "parallel linear layers": {
-        "ColumnParallelLinear": lambda ranks: linear(
-            ranks, ColumnParallelLinear, gather_output=True
-        ),
-        "RowParallelLinear": lambda ranks: linear(
-            ranks, RowParallelLinear, input_is_parallel=False
-        ),
+        "ColumnParallelLinear": lambda s: linear(s, ColumnParallelLinear, gather_output=True),
+        "RowParallelLinear": lambda s: linear(s, RowParallelLinear, input_is_parallel=False),
     },
     "cross entropy": {"vocab_parallel_cross_entropy": cross_entropy},
 }

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import varcomm
-from tests.ops.primitives import PRIMITIVES, case
+from tests.ops.primitives import PRIMITIVES, Setting, case
 from tests.transforms.layers import LAYERS
 from tests.transforms.transforms import TRANSFORMS, Operation
+from varcomm import ShardSizes
 
 PLANS = [name for name in PRIMITIVES if "_from_" in name]
 CALLS = [name for name in PRIMITIVES if name not in PLANS]
@@ -52,9 +53,10 @@ def check(rank, ranks, column, name):
             continue
         refused = column in REFUSED.get(title, ())
         try:
-            made = (
-                LAYERS[column][name](ranks) if column in LAYERS else case(name, "off by one", ranks)
-            )
+            if column in LAYERS:
+                made = LAYERS[column][name](Setting(ShardSizes.balanced(11, ranks)))
+            else:
+                made = case(name, "off by one", ranks)
             transform(Operation(made, rank, "async" in column))
         except varcomm.ArgumentError as error:
             if not refused:

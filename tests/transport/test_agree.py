@@ -1,11 +1,14 @@
 """Agreement: an error on one rank is an error on all."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import varcomm
 from tests.transport.groups import ordered_group
+from tests.worlds import on_ranks, refused_alike
 from varcomm import ArgumentError, ExchangePlan, GroupError, VarcommError
 from varcomm.transport.agreement import agree, compare, on_all_ranks, share
 from varcomm.transport.group import resolve
@@ -35,67 +38,58 @@ ERRORS = [
 ]
 
 
-def refused(rank):
-    group, said = resolve(None), []
+@on_ranks(3)
+def test_error_on_one_rank_is_an_error_on_all(rank):
+    group = resolve(None)
+    said = {(1,): "rank 1 of 3: ", (0, 1, 2): "rank 0 of 3 (and on 2 more: [1, 2]): "}
     for through in (agree, share):
         for make, kind, text in ERRORS:
-            for culprits in ((1,), (0, 1, 2)):
+            for culprits, ranks in said.items():
 
                 def local(make=make, culprits=culprits):
                     if rank in culprits:
                         raise make()
 
-                with pytest.raises(kind) as caught:
-                    through("set-up", local, group)
-                assert text in str(caught.value)
-                assert on_all_ranks(caught.value)
-                said.append(str(caught.value)[:60].encode(errors="replace"))
-    with pytest.raises(ArgumentError) as caught, varcomm.debug():
-        ExchangePlan.from_indices([torch.tensor([7 * (rank == 1)])] * 3, 1)
-    said.append(str(caught.value).splitlines()[1].split())
+                call = partial(through, "set-up", local, group)
+                error = refused_alike(kind, call, f"set-up: refused on {ranks}", text)
+                assert on_all_ranks(error)
+
+    def wrong_plan():
+        with varcomm.debug():
+            ExchangePlan.from_indices([torch.tensor([7 * (rank == 1)])] * 3, 1)
+
+    table = str(refused_alike(ArgumentError, wrong_plan)).splitlines()
+    assert table[1].split() == ["rank", "operation", "at"]
     assert agree("set-up", lambda: rank, group) == rank
     assert share("set-up", lambda: [rank] * rank, group) == [[], [1], [2, 2]]
-    return said
 
 
-def test_error_on_one_rank_is_an_error_on_all(worlds):
-    said, *others = worlds.run(3, refused)
-    assert others == [said] * 2
-    assert said[0] == b"set-up: refused on rank 1 of 3: no"
-    assert said[1].startswith(b"set-up: refused on rank 0 of 3 (and on 2 more: [1, 2]): no")
-    assert said[-1] == ["rank", "operation", "at"]
-
-
-def in_a_part(rank):
+@on_ranks(3)
+def test_ranks_of_a_part_are_distinguished_from_those_of_the_world(rank):
     """Two of three ranks, in another order than in the world."""
     group = ordered_group([2, 1])
-    said = []
+    numbers = "The group is of ranks 2, 1 of the world, which are 0, 1 in it."
     if rank:
 
         def refusing():
             if rank == 1:
                 raise ArgumentError("no.")
 
-        calls = (
-            lambda: varcomm.all_gather_v(torch.ones(rank, 1), [1, 1], group=group),
-            lambda: agree("work", refusing, resolve(group)),
-            lambda: varcomm.all_gather_v(torch.ones(2, rank), [2, 2], group=group),
-            lambda: compare(resolve(group), {"operation": "work", "value": rank}),
-        )
-        for call in calls:
+        for call, words in (
+            (lambda: varcomm.all_gather_v(torch.ones(rank, 1), [1, 1], group=group), ""),
+            (lambda: agree("work", refusing, resolve(group)), "work: refused on rank 1 of 2: no."),
+            (
+                lambda: varcomm.all_gather_v(torch.ones(2, rank), [2, 2], group=group),
+                "rank 0 has [2]; rank 1 has [1].",
+            ),
+            (
+                lambda: compare(resolve(group), {"operation": "work", "value": rank}),
+                "rank 0 has 2; rank 1 has 1.",
+            ),
+        ):
             with varcomm.debug(), pytest.raises(VarcommError) as caught:
                 call()
-            said.append(str(caught.value).splitlines()[0])
+            text = str(caught.value).splitlines()[0]
+            assert words in text
+            assert text.endswith(numbers)
     dist.barrier()
-    return said
-
-
-def test_ranks_of_a_part_are_distinguished_from_those_of_the_world(worlds):
-    nothing, *others = worlds.run(3, in_a_part)
-    assert not nothing
-    for said in others:
-        numbers = "The group is of ranks 2, 1 of the world, which are 0, 1 in it."
-        assert all(text.endswith(numbers) for text in said), said
-        assert said[1].startswith("work: refused on rank 1 of 2: no.")
-        assert "rank 0 has [2]; rank 1 has [1]." in said[2]
-        assert "rank 0 has 2; rank 1 has 1." in said[3]

@@ -4,6 +4,7 @@ import re
 import time
 from contextlib import nullcontext
 from datetime import timedelta
+from itertools import permutations
 from threading import Event, Thread
 
 import pytest
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 import varcomm
 from tests.ops.primitives import PRIMITIVES, case
-from tests.worlds import on_ranks
+from tests.worlds import on_ranks, refused_alike
 from varcomm import ArgumentError, CommunicationError, DisagreementError, ExchangePlan
 from varcomm.transport.agreement import debugging
 from varcomm.transport.debug import debug_timeout
@@ -56,13 +57,26 @@ DISAGREE = {
 }
 
 
-def disagree(rank):
-    said = {what: message_of(lambda c=c: c(int(rank == 1))) for what, c in DISAGREE.items()}
+def assert_differ(words, call):
+    """Assert that ranks differ in a call inside debug(): one error on all, which has words."""
+
+    def in_debug():
+        with varcomm.debug(30):
+            call()
+
+    error = refused_alike(DisagreementError, in_debug, match="sends|not called|rank 1 has ")
+    assert words in str(error).splitlines()[0]
+
+
+@on_ranks(3)
+def test_calls_that_differ(rank):
+    for words, call in DISAGREE.items():
+        assert_differ(words.strip(), lambda call=call: call(int(rank == 1)))
     assert varcomm.all_reduce(torch.tensor(1)).item() == 3, "the group can be used"
-    return {what: message.splitlines()[0] for what, message in said.items()}
 
 
-def in_backward(rank):
+@on_ranks(3)
+def test_calls_in_backward_and_waits_that_differ(rank):
     x = torch.ones(2, requires_grad=True)
     results = varcomm.all_reduce(x), varcomm.all_gather_v(x, [2, 2, 2])
     y = varcomm.all_reduce(x**2).sum()
@@ -81,15 +95,15 @@ def in_backward(rank):
         return [one.wait().unique().item() for one in handles]
 
     assert waits() == [3, 300]
-    calls = {
+    for words, call in {
         "operation": results[rank == 1].sum().backward,
         "requires_grad": lambda: torch.autograd.grad(y, x, create_graph=rank == 0),
         "backward of call": lambda: [s.sum().backward() for s in sums[:: -1 if rank else 1]],
         "which call": waits,
         "wait for all_reduce: not called, since on rank 1": handle.wait,
         "reduce_scatter_v: not called, since on rank 1": rows.sum().backward,
-    }
-    return {what: message_of(call).splitlines()[0] for what, call in calls.items()}
+    }.items():
+        assert_differ(words, call)
 
 
 SETUP = {
@@ -114,27 +128,14 @@ WRONG = {  # refused on rank 1 alone, and the call of the others
 }
 
 
-def beside_setup(rank):
-    pairs = [(here, there) for here in SETUP for there in SETUP if here != there]
-    said = {
-        f"operation: rank 0 has '{here}'; rank 1 has '{there}'": message_of(
-            SETUP[there if rank == 1 else here]
-        )
-        for here, there in pairs
-    }
-    said |= {what: message_of(calls[rank != 1]) for what, calls in WRONG.items()}
+@on_ranks(3)
+def test_set_up_beside_other_calls(rank):
+    for here, there in permutations(SETUP, 2):
+        words = f"operation: rank 0 has '{here}'; rank 1 has '{there}'"
+        assert_differ(words, SETUP[there if rank == 1 else here])
+    for words, calls in WRONG.items():
+        assert_differ(words, calls[rank != 1])
     assert varcomm.all_reduce(torch.tensor(1)).item() == 3
-    return {what: message.splitlines()[0] for what, message in said.items()}
-
-
-@pytest.mark.parametrize("calls", [disagree, in_backward, beside_setup])
-def test_ranks_that_differ_raise_one_error(worlds, calls):
-    first, *others = worlds.run(3, calls)
-    assert others == [first] * 2
-    for what, message in first.items():
-        named = "sends" in message or "not called" in message or "rank 1 has " in message
-        assert what.strip() in message, message
-        assert named, message
 
 
 @on_ranks(1, 3)
@@ -198,24 +199,20 @@ def test_a_rank_that_has_left(worlds):
         assert backward.startswith(f"all_reduce on rank {rank} of 3: rank 1 has not come")
 
 
-def in_a_twin(rank):
+@on_ranks(3)
+def test_a_rank_that_waits_in_another_group(rank):
     """Rank 1 waits in another group of the same ranks: the table names the groups."""
     group, twin = of_group(), of_group()
     message = error_of(lambda: varcomm.all_reduce(F(2), group=twin if rank == 1 else group))
-    return message, group.group_name, twin.group_name
+    assert f"rank {rank} of 3: {'ranks 0, 2 have' if rank == 1 else 'rank 1 has'} not" in message
+    lines = [line.split() for line in message.splitlines()[1:4]]
+    assert lines[0][:2] == ["rank", "group"]
+    assert lines[1][:4] == ["0,", "2", group.group_name, "1"]
+    assert lines[2][:3] == ["1", twin.group_name, "1"]
 
 
-def test_a_rank_that_waits_in_another_group(worlds):
-    for rank, (message, group, twin) in enumerate(worlds.run(3, in_a_twin)):
-        late = "ranks 0, 2 have" if rank == 1 else "rank 1 has"
-        assert f"rank {rank} of 3: {late} not come" in message
-        lines = [line.split() for line in message.splitlines()[1:4]]
-        assert lines[0][:2] == ["rank", "group"]
-        assert lines[1][:4] == ["0,", "2", group, "1"]
-        assert lines[2][:3] == ["1", twin, "1"]
-
-
-def skipped(rank):
+@on_ranks(3)
+def test_the_table_of_ranks(rank):
     """Rank 1 lacks the first of two calls; it then comes to the first of the others' calls."""
 
     def calls():
@@ -225,18 +222,13 @@ def skipped(rank):
 
     x = torch.zeros(2, 3 + (rank > 0), dtype=[torch.float32, torch.float64][rank > 0])
     other = message_of(lambda: varcomm.all_gather_v(x, [2, 2, 2]))
-    return message_of(calls).splitlines(), [re.split("  +", w.strip()) for w in other.splitlines()]
-
-
-def test_the_table_of_ranks(worlds):
-    first, *others = worlds.run(3, skipped)
-    assert others == [first] * 2
-    lines, words = first
+    lines, words = message_of(calls).splitlines(), other.splitlines()
+    words = [re.split("  +", line.strip())[:4] for line in words]
     here = r"\S+/test_debug\.py:\d+, in calls"
     assert re.fullmatch(rf"  0, 2  all_reduce    {here}", lines[2])
     assert re.fullmatch(rf"  1     all_gather_v  {here}", lines[3])
-    assert words[1] == ["rank", "operation", "shape of a row", "dtype", "at"]
-    assert [line[:4] for line in words[2:]] == [
+    assert words[1:] == [
+        ["rank", "operation", "shape of a row", "dtype"],
         ["0", "all_gather_v", "[3]", "torch.float32"],
         ["1, 2", "all_gather_v", "[4]", "torch.float64"],
     ]
@@ -272,12 +264,14 @@ def test_a_group_in_which_ranks_have_given_up_is_closed(worlds):
     assert "other ranks have given up call 1 of the group inside" in answers[1][0]
 
 
-def too_late(rank, async_op):
+@pytest.mark.parametrize("async_op", [False, pytest.param(True, marks=pytest.mark.slow)])
+@on_ranks(3)
+def test_a_call_that_fails_is_described(rank, async_op):
     """Outside debug(), the timeout of the group ends a call."""
     group = of_group(2)
     if rank == 1:
         time.sleep(6)
-        return None
+        return
 
     def gather():
         found = varcomm.all_gather_v(F(2, 5), [2, 2, 2], group=group, async_op=async_op)
@@ -285,17 +279,10 @@ def too_late(rank, async_op):
 
     with pytest.raises(CommunicationError) as caught:
         gather()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("async_op", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_call_that_fails_is_described(worlds, async_op):
-    answers = worlds.run(3, too_late, async_op)
-    for rank in (0, 2):
-        message = answers[rank]
-        assert re.match(rf"all_gather_v on rank {rank} of 3: failed after \d\.\d s: ", message)
-        assert "dtype float32, shape [2, 5], sizes [2, 2, 2], dim 0, " in message
-        assert "The group is of ranks 0-2. It has failed on 2 of 3: 0, 2; rank 1 not " in message
+    message = str(caught.value)
+    assert re.match(rf"all_gather_v on rank {rank} of 3: failed after \d\.\d s: ", message)
+    assert "dtype float32, shape [2, 5], sizes [2, 2, 2], dim 0, " in message
+    assert "The group is of ranks 0-2. It has failed on 2 of 3: 0, 2; rank 1 not " in message
 
 
 # The switch.
