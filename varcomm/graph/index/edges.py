@@ -77,6 +77,8 @@ class EdgeRules(Numbering):
     sources: NodeShard | None = None
     has_loops: bool = True
 
+    # whether each layer fetches the halo; else one exchange of several hops serves all
+    exchanges: bool = field(init=False)
     # the numbers of targets, interior edges and self loops, as sizes that compiled code reads
     extent: torch.Tensor = field(init=False)
     # rows of each differentiable exchange in a propagate; None outside, and in compiled code
@@ -87,12 +89,8 @@ class EdgeRules(Numbering):
     _up_to_last_edge_of_all: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
+        self.exchanges = self.hops == 1
         self.extent = extent_of(self.num_targets, *self.counts, device=self.local_ids.device)
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether each layer fetches the halo; else one exchange of several hops serves all."""
-        return self.hops == 1
 
     def check_exchanges(self, where: str = "") -> None:
         """Raise ArgumentError unless each layer fetches the halo."""
