@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -22,7 +21,6 @@ from varcomm.transport.group import Group, resolve
 
 __all__ = ["Transfer", "remap", "transfer"]
 
-T = TypeVar("T")
 Side = PartitionedGraph | Shard | None
 
 
@@ -184,7 +182,7 @@ def transfer(old: Side, new: Side) -> Transfer:
     [[0.4, 0.6], [0.0, 0.2]]
     """
     what = "graph.transfer"
-    sides, *_ = _sides(what, old, new, lambda new: None)
+    sides = _sides(what, old, new)
     if sides.old_sizes.total != sides.new_sizes.total:
         raise ArgumentError(
             f"{what}: old has {sides.old_sizes.total} rows, and new {sides.new_sizes.total}. Both "
@@ -265,14 +263,16 @@ def remap(
     """
     what = "graph.remap"
 
-    def check(shard: Shard | None) -> tuple[torch.Tensor, torch.Tensor]:
-        return _checked_parents(parents, weights, conserve, shard)
+    sides = _sides(what, old, new)
+
+    def check() -> tuple[torch.Tensor, torch.Tensor]:
+        return _checked_parents(parents, weights, conserve, sides.new)
 
     def outline(checked: tuple[torch.Tensor, torch.Tensor]) -> list[int]:
         ids = checked[0]
         return [int(conserve), *(map(int, ids.aminmax()) if ids.numel() else (-1, -1))]
 
-    sides, (ids, share), outlines = _sides(what, old, new, check, outline)
+    (ids, share), outlines = agree_and_share(what, check, outline, sides.group)
     if len({each[0] for each in outlines}) > 1:
         raise DisagreementError(f"{what}: conserve is True on some ranks, and False on others.")
     for rank, (_, low, high) in enumerate(outlines):
@@ -342,22 +342,13 @@ def _checked_parents(
     return ids, share
 
 
-def _sides(
-    what: str,
-    old: Side,
-    new: Side,
-    check: Callable[[Shard | None], T],
-    public: Callable[[T], Any] = lambda _: None,
-) -> tuple[_Sides, T, list[Any]]:
-    """Return both partitions and the result of `check` of the new one, or raise on all ranks.
-
-    The last are the public parts of the results of all ranks.
-    """
+def _sides(what: str, old: Side, new: Side) -> _Sides:
+    """Return both partitions, or raise on all ranks; collective."""
     groups = [side.group for side in (old, new) if isinstance(side, PartitionedGraph | Shard)]
     group = max(groups, key=lambda each: each.size) if groups else resolve(None)
     apart = [each for each in groups if not set(each.ranks) <= set(group.ranks)]
 
-    def shards() -> tuple[list[Shard | None], T]:
+    def shards() -> list[Shard | None]:
         for name, side in (("old", old), ("new", new)):
             if not isinstance(side, PartitionedGraph | Shard | None):
                 raise ArgumentError(f"{name} must be a graph or a shard; got {described(side)}.")
@@ -368,18 +359,15 @@ def _sides(
                 "neither group of ranks contains the other. Move rows by way of a group of all "
                 "ranks."
             )
-        pair = [side.nodes if isinstance(side, PartitionedGraph) else side for side in (old, new)]
-        return pair, check(pair[1])
+        return [side.nodes if isinstance(side, PartitionedGraph) else side for side in (old, new)]
 
-    def outline(own: tuple[list[Shard | None], T]) -> Any:
-        sides = [each and [each.noun, each.num_owned, each.sizes.total] for each in own[0]]
-        return sides, public(own[1])
+    def outline(pair: list[Shard | None]) -> list[Any]:
+        return [each and [each.noun, each.num_owned, each.sizes.total] for each in pair]
 
     for other in apart:  # its ranks wait in it
         with suppress(VarcommError):
             agree(what, shards, other)
-    (pair, checked), shared = agree_and_share(what, shards, outline, group)
-    of_ranks, publics = zip(*shared, strict=True)
+    pair, of_ranks = agree_and_share(what, shards, outline, group)
     sizes = []
     for name, column in zip(("old", "new"), zip(*of_ranks, strict=True), strict=True):
         sizes.append(ShardSizes(0 if each is None else each[1] for each in column))
@@ -391,4 +379,4 @@ def _sides(
     if len(nouns := {each[0] for pair in of_ranks for each in pair if each is not None}) > 1:
         raise ArgumentError(f"{what}: {' and '.join(sorted(nouns))} have no rows in common.")
     device = next(each for each in pair if each is not None).ids.device
-    return _Sides(group, pair[0], pair[1], sizes[0], sizes[1], device), checked, [*publics]
+    return _Sides(group, pair[0], pair[1], sizes[0], sizes[1], device)
