@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
+from operator import attrgetter
 from typing import Any, Self, overload
 from zlib import crc32
 
@@ -14,17 +15,18 @@ import torch
 from varcomm._torch_private import let_vary
 from varcomm.errors import ArgumentError, DisagreementError, GroupError
 from varcomm.ops import packing
-from varcomm.ops.checks import checked_tensor, checking
+from varcomm.ops.checks import TENSORS, checked_tensor, checking
 from varcomm.ops.compilation import count_in, extent_of
 from varcomm.ops.digest import digest
 from varcomm.ops.graph_operator import in_graph
-from varcomm.ops.handle import Handle, collective
+from varcomm.ops.handle import Handle, collective, keep
 from varcomm.ops.reduction import checked_summable
 from varcomm.plan.checks import checked_count_matrix, checked_index, checked_indices
+from varcomm.plan.packed import exchange_packed
 from varcomm.plan.routes import Exchange, ExchangeAdjoint, Routes
 from varcomm.plan.row_sum import RowSum
 from varcomm.sizes import ShardSizes, checked_dim, checked_sizes
-from varcomm.transport.agreement import agree_and_share
+from varcomm.transport.agreement import agree_and_share, debugging
 from varcomm.transport.engine import Pending, Schedule
 from varcomm.transport.failure import explained
 from varcomm.transport.group import Calls, Group, GroupLike, resolve
@@ -227,8 +229,8 @@ class ExchangePlan:
         tensor : torch.Tensor
             `num_rows` rows along `dim`; any dtype. The other dimensions are the same on all ranks.
         *more : torch.Tensor
-            Further tensors, of any row shapes. Tensors of one dtype are copied side by side, and
-            sent in one message per neighbour.
+            Further tensors, of any row shapes. Tensors of one dtype are sent in one message per
+            neighbour.
         dim, use_fp32
             As in :func:`all_gather_v`; with a single tensor also by position.
 
@@ -247,30 +249,25 @@ class ExchangePlan:
             return self(tensor, dim=more[0], use_fp32=more[1] if len(more) == 2 else use_fp32)
         if not more:
             return collective(_forward, self, tensor, (), (dim, use_fp32), False)
-        return self._together((tensor, *more), dim, use_fp32)
+        tensors = tensor, *more
+        return exchange_packed(self, tensors, self._dims(tensors, dim, use_fp32), use_fp32)
 
-    def _together(
-        self, tensors: tuple[torch.Tensor, ...], dim: int, use_fp32: bool
-    ) -> tuple[torch.Tensor, ...]:
-        """Return the received rows of each tensor; those of one dtype travel side by side."""
-        with checking("exchange", self.group, use_fp32=use_fp32) as where:
-            dims = [_checked_own(self, x, dim, where) for x in tensors]
-        received: dict[int, torch.Tensor] = {}
-        for dtype in dict.fromkeys(x.dtype for x in tensors):
-            fronts = {
-                place: x.movedim(dims[place], 0)
-                for place, x in enumerate(tensors)
-                if x.dtype == dtype
-            }
-            columns = [x.reshape(x.shape[0], prod(x.shape[1:])) for x in fronts.values()]
-            together = torch.cat(columns, dim=1) if len(columns) > 1 else columns[0]
-            rows, start = self(together, use_fp32=use_fp32), 0
-            for (place, front), column in zip(fronts.items(), columns, strict=True):
-                own = rows.narrow(1, start, column.shape[1])
-                own = own.reshape(rows.shape[0], *front.shape[1:])
-                received[place] = packing.back(own, dims[place])
-                start += column.shape[1]
-        return tuple([received[place] for place in range(len(tensors))])
+    def _dims(self, tensors: Sequence[torch.Tensor], dim: int, use_fp32: bool) -> list[int]:
+        """Check several tensors, and return the dimension of each that rows lie along."""
+        if (
+            torch.compiler.is_compiling()
+            or not TENSORS.issuperset(map(type, tensors))
+            or any(map(attrgetter("is_nested"), tensors))
+            or (type(dim), type(use_fp32)) != (int, bool)
+            or debugging()
+        ):
+            return [_forward(self, x, (), dim, use_fp32).dim for x in tensors]
+        key = dim, use_fp32, *[(x.shape, x.dtype, x.device, x.layout) for x in tensors]
+        dims: list[int] | None = self.calls.get(key)
+        if dims is None:
+            dims = [_forward(self, x, (), dim, use_fp32).dim for x in tensors]
+            keep(self.calls, key, dims)
+        return dims
 
     def start(self, tensor: torch.Tensor, dim: int = 0, use_fp32: bool = True) -> Handle:
         """Begin a call of the plan; :meth:`Handle.wait` returns the received rows."""
@@ -356,13 +353,9 @@ class ExchangePlan:
 
 def _forward(plan: ExchangePlan, x: torch.Tensor, _: object, dim: int, use_fp32: bool) -> Exchange:
     with checking("exchange", plan.group, use_fp32=use_fp32) as where:
-        dim = _checked_own(plan, x, dim, where)
+        checked_tensor(x, where)
+        dim = _checked_rows(plan, x, dim, plan.rows()[1], "own", where)
     return Exchange(_routes(plan, x), dim, use_fp32)
-
-
-def _checked_own(plan: ExchangePlan, x: torch.Tensor, dim: int, where: str) -> int:
-    checked_tensor(x, where)
-    return _checked_rows(plan, x, dim, plan.rows()[1], "own", where)
 
 
 def _adjoint(
