@@ -126,11 +126,10 @@ def refuse_dropout(module: nn.Module) -> None:
     """
     model = type(module).__name__, getattr(module, "config", module)
     for name, layer in module.named_modules():
-        rates = [("", key) for key, rate in vars(layer).items() if isinstance(rate, float)]
-        places = [place for place in rates if _is_dropout(place[1])]
-        children = layer.named_children()
-        places += [(child, "p") for child, inner in children if isinstance(inner, _DROPOUTS)]
-        places += [("", "p")] * isinstance(layer, _DROPOUTS)
+        rates = [key for key, rate in vars(layer).items() if isinstance(rate, float)]
+        places = [("", key) for key in rates if _is_dropout(key)]
+        inner = ("", layer), *layer.named_children()
+        places += [(child, "p") for child, each in inner if isinstance(each, _DROPOUTS)]
         if places:
             layer.register_forward_pre_hook(partial(_check_dropout, *model, name, places))
 
