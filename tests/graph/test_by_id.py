@@ -6,7 +6,8 @@ import torch_geometric.transforms as T
 from torch_geometric.data import Batch, Data
 
 import varcomm
-from tests.graph.graphs import WORLDS, split_by, wild
+from tests.graph.against_one import graph_of
+from tests.graph.graphs import WORLDS, wild
 from tests.graph.typed import owners, typed
 from tests.worlds import on_ranks
 from varcomm import ArgumentError, DisagreementError
@@ -26,7 +27,7 @@ def ids_of(rank):
 def test_rows_and_owners(rank, ranks):
     data = wild(NODES)
     for way in ("block", "random", "a rank owns nothing"):
-        graph = partition(data, method=split_by(way, NODES, ranks))
+        graph = graph_of(data, way)
         ids = ids_of(rank)
         for values in (data.x, data.train_mask, data.x[:, 0]):
             assert torch.equal(graph.rows(values[graph.owned_ids], ids), values[ids])

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch_geometric import nn as pyg
 from torch_geometric.data import HeteroData
 
-from tests.graph.graphs import split_by, wild
+from tests.graph.against_one import graph_of
+from tests.graph.graphs import wild
 from varcomm.graph import distribute, message_passing, partition
 from varcomm.models.mesh_graph_net import MeshGraphNet
 
@@ -68,13 +69,11 @@ def outcome(step, call, graph):
     return out, loss, torch.autograd.grad(loss, [x, *step.parameters()])
 
 
-def check(rank, name, backend, dynamic, cases, ranks):
+def check(rank, name, backend, dynamic, cases):
     fresh()
     torch.manual_seed(0)
     model, counts = MODELS[name]().double(), []
-    graphs = [
-        partition(wild(nodes), method=split_by(method, nodes, ranks)) for nodes, method in cases
-    ]
+    graphs = [graph_of(wild(nodes), method) for nodes, method in cases]
     step = Step(distribute(model, graphs[0]), graphs[0])
     # before anything has run
     fast = torch.compile(step, backend=backend, fullgraph=True, dynamic=dynamic)
@@ -104,7 +103,7 @@ def test_other_graphs_run_through_the_same_code(worlds, ranks, name):
     that alone: so there may be another code for the second graph, but not for the third.
     """
     cases = CASES if ranks == 2 else [(24, "random"), (31, "a rank owns nothing"), (43, "block")]
-    counts = worlds.run(ranks, check, name, "aot_eager", True, cases, ranks, timeout=300)
+    counts = worlds.run(ranks, check, name, "aot_eager", True, cases, timeout=300)
     for (first, _), (second, _), (third, broken) in counts:
         assert (first, broken) == (1, 0)
         assert third == second <= 2
@@ -114,7 +113,7 @@ def test_other_graphs_run_through_the_same_code(worlds, ranks, name):
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_inductor(worlds, dynamic):
     name = "GAT" if dynamic else "SAGE"
-    counts = worlds.run(2, check, name, "inductor", dynamic, CASES[:1], 2, timeout=300)
+    counts = worlds.run(2, check, name, "inductor", dynamic, CASES[:1], timeout=300)
     assert counts == [[(1, 0)]] * 2
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch_geometric.data import Data
 
-from tests.graph.against_one import compare
-from tests.graph.graphs import WORLDS, split_by, wild
+from tests.graph.against_one import compare, graph_of
+from tests.graph.graphs import WORLDS, wild
 from tests.worlds import on_ranks
 from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import exchange_before, partition
@@ -48,7 +48,7 @@ def make():
 
 
 @on_ranks(*WORLDS)
-def test_equal_to_one_process(rank, ranks):
+def test_equal_to_one_process(rank):
     data = wild()
     data.scale = torch.cos(data.y[:, :1])
     wrong, exchanges = [], []
@@ -58,7 +58,7 @@ def test_equal_to_one_process(rank, ranks):
         return model
 
     for way, known in product(("random", "a rank owns nothing"), (True, False)):
-        graph = partition(data, method=split_by(way, data.num_nodes, ranks))
+        graph = graph_of(data, way)
 
         def call(model, g, known=known):
             edges = g.edge_index if known or g.graph is None else g.graph.edges.local_ids

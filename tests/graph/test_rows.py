@@ -12,7 +12,8 @@ from torch.utils.data.distributed import DistributedSampler
 from torch_geometric.data import HeteroData
 
 import varcomm as vc
-from tests.graph.graphs import grid, split_by, wild
+from tests.graph.against_one import graph_of
+from tests.graph.graphs import grid, wild
 from tests.worlds import on_ranks
 from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import Rows, RowWriter, assign, partition
@@ -92,11 +93,11 @@ def sources_of(folder, array):
 
 
 @on_ranks(*WORLDS)
-def test_every_format_and_partition(rank, ranks, files):
+def test_every_format_and_partition(rank, files):
     """All samples of each format are rows of the array."""
     array, data = torch.from_numpy(values()), wild(NODES)
     for method in METHODS:
-        graph = partition(data, method=split_by(method, NODES, ranks))
+        graph = graph_of(data, method)
         own = array[:, graph.owned_ids]
         known = array[:, torch.cat([graph.owned_ids, graph.halo_ids])]
         sources = sources_of(files, array)
@@ -317,10 +318,10 @@ def test_loaders_draw_the_same_samples_on_every_rank(worlds, files):
 
 
 @on_ranks(3)
-def test_refused_files(rank, ranks, files):
+def test_refused_files(rank, files):
     graph = partition(wild(NODES), method="block")
     array = values()
-    last = rank == ranks - 1
+    last = rank == 2
     for source, options, message in [
         (partial(opened_zarr, f"{files}/none.zarr"), {}, "none.zarr"),
         (partial(opened_hdf5, f"{files}/broken.h5"), {}, "broken.h5|open file"),
@@ -350,7 +351,7 @@ def test_refused_files(rank, ranks, files):
 def test_results_come_back_exactly(rank, ranks, tmp_path):
     data, array = wild(NODES), torch.from_numpy(values())
     for i, method in enumerate(METHODS):
-        graph = partition(data, method=split_by(method, NODES, ranks))
+        graph = graph_of(data, method)
         for name in ("a.zarr", "b.zarr", "c.npy"):
             chunks = {"a.zarr": {"chunk": 5}, "b.zarr": {"chunk": 2, "shard": 6}}.get(name, {})
             path = f"{tmp_path}/{i}{name}"

@@ -11,8 +11,9 @@ import torch
 from torch_geometric.data import Data
 
 import varcomm
+from tests.graph.against_one import graph_of
 from tests.graph.batches import no_edges
-from tests.graph.graphs import WORLDS, split_by, wild
+from tests.graph.graphs import WORLDS, wild
 from tests.graph.parts import differences, same
 from tests.worlds import on_ranks
 from varcomm import ArgumentError, DisagreementError
@@ -30,11 +31,6 @@ def test_ids_with_gaps(rank):
     ids = torch.nonzero(owner == rank).view(-1)
     for shard in (graph.nodes, graph.edges):
         assert torch.equal(shard.owned_ids, ids)
-
-
-def graph_of(data, way):
-    ranks = torch.distributed.get_world_size()
-    return partition(data, method=split_by(way, data.num_nodes, ranks))
 
 
 FORMS = (

@@ -40,6 +40,24 @@ def typed():
     return data
 
 
+def drawn(nodes, edges):
+    """Types of nodes by their number and channels, and of edges by their number, at random.
+
+    The last node of each type has no edges.
+    """
+    generator, data = torch.Generator().manual_seed(4), HeteroData()
+    for kind, shape in nodes.items():
+        data[kind].x = torch.randn(shape, generator=generator).double()
+    for kind, count in edges.items():
+        ends = [
+            torch.randint(nodes[end][0] - 1, (count,), generator=generator) for end in kind[::2]
+        ]
+        data[kind].edge_index, weight = torch.stack(ends), torch.rand(count, generator=generator)
+        data[kind].edge_weight = weight.double()
+        data[kind].edge_attr = data[kind].edge_weight[:, None] ** torch.arange(2)
+    return data
+
+
 def owners(data, way, ranks):
     """The rank of each node, by type: by chance, with an idle rank, or each type on one rank."""
     generator = torch.Generator().manual_seed(ranks)

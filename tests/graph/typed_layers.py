@@ -5,7 +5,8 @@ from functools import cache
 import torch
 import torch_geometric.nn as pyg
 from torch import nn
-from torch_geometric.data import HeteroData
+
+from tests.graph.typed import drawn
 
 CHANNELS = {"a": 4, "b": 3, "c": 5}
 EDGES = {
@@ -21,20 +22,8 @@ EDGES = {
 
 @cache
 def data_of():
-    generator = torch.Generator().manual_seed(4)
-    data = HeteroData()
-    for kind, nodes in {"a": 14, "b": 9, "c": 6}.items():
-        data[kind].x = torch.randn(nodes, CHANNELS[kind], generator=generator).double()
-    for (source, name, target), edges in EDGES.items():
-        ends = [
-            torch.randint(data[end].num_nodes, (edges,), generator=generator)
-            for end in (source, target)
-        ]
-        data[source, name, target].edge_index = torch.stack(ends)
-        weight = torch.rand(edges, generator=generator).double()
-        data[source, name, target].edge_weight = weight
-        data[source, name, target].edge_attr = weight[:, None] ** torch.arange(2)
-    return data
+    nodes = {"a": 14, "b": 9, "c": 6}
+    return drawn({kind: (count, CHANNELS[kind]) for kind, count in nodes.items()}, EDGES)
 
 
 def convs(make, **others):

@@ -2,15 +2,14 @@
 
 import pytest
 import torch
-from torch_geometric.data import HeteroData
 
 import varcomm
-from tests.graph.against_one import compare
-from tests.graph.graphs import METHODS, split_by, wild
-from tests.graph.typed import owners
+from tests.graph.against_one import compare, graph_of
+from tests.graph.graphs import METHODS, wild
+from tests.graph.typed import drawn
 from tests.worlds import WORLDS, on_ranks
 from varcomm.errors import ArgumentError
-from varcomm.graph import distribute, partition
+from varcomm.graph import distribute
 from varcomm.models import EncodeProcessDecode, GraphTransformer, MeshGraphNet
 
 ENCODER, PROCESSOR, DECODER = ("grid", "to", "mesh"), ("mesh", "to", "mesh"), ("mesh", "to", "grid")
@@ -31,26 +30,6 @@ def graph_transformer(blocks):
     return GraphTransformer(4, 3, 2, hidden_channels=8, num_blocks=blocks, num_heads=2).double()
 
 
-def earth(grid=23, mesh=9):
-    """A grid and a mesh with edges by chance, the same at every call; some nodes have none."""
-    generator = torch.Generator().manual_seed(3)
-
-    def draw(*shape):
-        return torch.randn(shape, dtype=torch.float64, generator=generator)
-
-    data = HeteroData()
-    data["grid"].x = draw(grid, 4)
-    data["mesh"].x = draw(mesh, 3)
-    for (source, name, target), count in zip(KINDS, (31, 40, 50), strict=True):
-        ends = [
-            torch.randint(data[end].num_nodes - 1, (count,), generator=generator)
-            for end in (source, target)
-        ]
-        data[source, name, target].edge_index = torch.stack(ends)
-        data[source, name, target].edge_attr = draw(count, 2)
-    return data
-
-
 @pytest.mark.parametrize("blocks", [0, 1, 2])
 def test_a_message_goes_as_many_edges_as_there_are_blocks(blocks):
     """On a line; each point of the grid stands at a node of the mesh."""
@@ -69,17 +48,16 @@ def test_a_message_goes_as_many_edges_as_there_are_blocks(blocks):
 
 
 def test_types_that_are_missing():
-    data = earth()
-    edges = {kind: ends for kind, ends in data.edge_index_dict.items() if kind != DECODER}
+    data = drawn({"grid": (4, 4), "mesh": (3, 3)}, {ENCODER: 5, PROCESSOR: 5})
     with pytest.raises(ArgumentError, match=r"edge_index needs .*'grid'\) is missing"):
-        encode_process_decode()(data.x_dict, edges, data.edge_attr_dict)
+        encode_process_decode()(data.x_dict, data.edge_index_dict, data.edge_attr_dict)
 
 
 @on_ranks(*WORLDS)
-def test_mesh_graph_net_on_ranks(rank, ranks):
+def test_mesh_graph_net_on_ranks(rank):
     wrong, data = [], wild()
     for method in METHODS:
-        graph = partition(data, method=split_by(method, data.num_nodes, ranks))
+        graph = graph_of(data, method)
 
         def call(model, g):
             return model(g.x, g.edge_index, g.edge_attr)
@@ -102,10 +80,10 @@ def on_types(model, g):
 
 
 @on_ranks(*WORLDS)
-def test_encode_process_decode_on_ranks(rank, ranks):
-    wrong, data = [], earth()
+def test_encode_process_decode_on_ranks(rank):
+    wrong, edges = [], dict(zip(KINDS, (31, 40, 50), strict=True))
+    data = drawn({"grid": (23, 4), "mesh": (9, 3)}, edges)
     by = ["x_grid", "x_mesh", *(f"edge_attr_{'_'.join(kind)}" for kind in KINDS)]
-    for method in ("metis", owners(data, "a rank owns nothing", ranks)):
-        graph = partition(data, method=method)
-        wrong += compare(encode_process_decode, on_types, data, graph, by)
+    for method in ("metis", "a rank owns nothing"):
+        wrong += compare(encode_process_decode, on_types, data, graph_of(data, method), by)
     return wrong

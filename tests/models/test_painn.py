@@ -4,10 +4,9 @@ import torch
 from torch_geometric.data import Data
 
 import varcomm
-from tests.graph.against_one import compare
-from tests.graph.graphs import split_by
+from tests.graph.against_one import compare, graph_of
 from tests.worlds import WORLDS, on_ranks
-from varcomm.graph import distribute, partition
+from varcomm.graph import distribute
 from varcomm.models import PaiNN
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -98,11 +97,11 @@ def test_energies_slopes_and_curvatures_end_at_the_cutoff():
 
 
 @on_ranks(*WORLDS)
-def test_on_ranks_as_alone(rank, ranks):
+def test_on_ranks_as_alone(rank):
     """Energies and forces, and the derivatives of both."""
     wrong, data = [], atoms()
     for method in ("random", "a rank owns nothing"):
-        graph = partition(data, method=split_by(method, data.num_nodes, ranks))
+        graph = graph_of(data, method)
 
         def call(model, g):
             return energy_and_forces(model, g, create_graph=True)

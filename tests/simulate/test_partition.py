@@ -5,28 +5,18 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data import Data
 
 import varcomm as vc
 from tests.graph.graphs import split_by, wild
 from tests.graph.parts import differences
+from tests.graph.typed import drawn
 from tests.worlds import WORLDS
 
 
 def papers():
-    data = HeteroData()
-    data["author"].x, data["paper"].x = torch.arange(14.0).view(7, 2), torch.arange(9.0)
-    generator = torch.Generator().manual_seed(0)
-    for source, name, target in (
-        ("author", "writes", "paper"),
-        ("paper", "cites", "paper"),
-        ("paper", "by", "author"),
-    ):
-        nodes = [data[kind].num_nodes for kind in (source, target)]
-        ends = [torch.randint(count, (20,), generator=generator) for count in nodes]
-        data[source, name, target].edge_index = torch.stack(ends)
-    data["author", "writes", "paper"].edge_attr = torch.arange(20.0)
-    return data
+    types = ("author", "writes", "paper"), ("paper", "cites", "paper"), ("paper", "by", "author")
+    return drawn({"author": (7, 2), "paper": (9, 1)}, dict.fromkeys(types, 20))
 
 
 def cut(kind, size):
