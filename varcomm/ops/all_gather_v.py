@@ -224,13 +224,8 @@ def all_gather_v(
 
 
 def all_gather_operator(
-    ranks: Group,
-    x: torch.Tensor,
-    sizes: Sequence[int],
-    dim: int,
-    use_fp32: bool,
-    name: str = "all_gather_v",
+    ranks: Group, x: torch.Tensor, sizes: Sequence[int], dim: int, use_fp32: bool
 ) -> AllGatherV:
-    """Return the operator of a call; errors have the `name` of the called function."""
-    with checking(name, ranks, use_fp32=use_fp32) as where:
+    """Return the operator of a call, whose arguments it checks."""
+    with checking("all_gather_v", ranks, use_fp32=use_fp32) as where:
         return AllGatherV(ranks, *checked_shard(x, sizes, dim, ranks, where), use_fp32)
