@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from varcomm._figures import DARKER, WIDTH, rank_colours, style
-from varcomm.errors import ArgumentError, MissingPackageError
+from varcomm.errors import ArgumentError
 from varcomm.graph.build.pyg_data import ends
+from varcomm.graph.libraries import package
 from varcomm.graph.mesh.cell_lists import CellLists
 from varcomm.graph.mesh.mesh import Mesh, cell_lists
 from varcomm.graph.mesh.ragged import Ragged
@@ -145,11 +146,8 @@ def places(pos: Any) -> torch.Tensor:
 
 def check_target(path: Any) -> None:
     """Raise if no picture can be written to `path`."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingPackageError("plot needs matplotlib: pip install matplotlib.") from error
-    where, known = Path(path), sorted(Figure().canvas.get_supported_filetypes())
+    figure = package("matplotlib.figure", "plot").Figure()
+    where, known = Path(path), sorted(figure.canvas.get_supported_filetypes())
     if where.suffix.lower().removeprefix(".") not in known:
         raise ArgumentError(f"the picture {str(where)!r} must end in one of .{', .'.join(known)}.")
     if not where.parent.is_dir():

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch_geometric.data import Data
 
-from varcomm.errors import ArgumentError, MissingPackageError
+from varcomm.errors import ArgumentError
 from varcomm.graph.build.pyg_data import IDS, members
+from varcomm.graph.libraries import package
 from varcomm.graph.mesh.cell_lists import CellLists
 from varcomm.graph.mesh.cells import both_directions, cell_edges, cells_of, geometry, shape_of
 from varcomm.graph.mesh.openfoam import PolyMesh, read_case
@@ -340,10 +341,7 @@ def cell_lists(mesh: Mesh) -> CellLists:
 
 def _read(path: Path) -> Any:
     """Return the file as meshio reads it, or raise if meshio prints, exits or omits cells."""
-    try:
-        import meshio
-    except ImportError as error:
-        raise MissingPackageError("read_mesh needs meshio: pip install meshio.") from error
+    meshio = package("meshio", "read_mesh")
     if not path.is_file():
         raise ArgumentError(f"read_mesh: there is no file {path}.")
     if path.suffix.lower() == ".vtu":

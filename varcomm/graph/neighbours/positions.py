@@ -11,8 +11,9 @@ from zlib import crc32
 
 import torch
 
-from varcomm.errors import ArgumentError, GroupError, MissingPackageError
+from varcomm.errors import ArgumentError, GroupError
 from varcomm.graph.edge_shard import EdgeShard
+from varcomm.graph.libraries import package
 from varcomm.graph.neighbours.ghosts import Bounds, Frame
 from varcomm.graph.neighbours.links import EdgeCounts, Links
 from varcomm.graph.node_shard import NodeShard, described
@@ -91,10 +92,7 @@ class Own:
 
 def checked_positions(pos: torch.Tensor, what: str, group: Group) -> torch.Tensor:
     """Return positions of which neighbours can be found here, if they are finite."""
-    try:
-        import scipy.spatial  # type: ignore[import-untyped]  # noqa: F401
-    except ImportError as error:
-        raise MissingPackageError(f"{what} needs SciPy: pip install scipy.") from error
+    package("scipy.spatial", what)
     checked_tensor(pos, "", "pos")
     if not pos.is_floating_point() or pos.dim() != 2 or not pos.shape[1]:
         raise ArgumentError(f"pos must be floats of shape (n, D); got {described(pos)}.")
