@@ -325,9 +325,8 @@ def _by_metis(
             'method="metis" needs pymetis: pip install pymetis. '
             'Or choose method="rcb" (with data.pos) or "block".'
         ) from error
-    if (
-        edge_weight is not None
-    ):  # weights of all edges between two nodes are added; a sum of zero removes the edge
+    # weights of all edges between two nodes are added; a sum of zero removes the edge
+    if edge_weight is not None:
         edge_index, edge_weight = edge_index[:, edge_weight > 0], edge_weight[edge_weight > 0]
     edge_index, edge_weight = remove_self_loops(edge_index, edge_weight)
     if edge_weight is None:
