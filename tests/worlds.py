@@ -51,10 +51,15 @@ def refused_alike(kind, call, *words, match=None):
     """Call on all ranks; assert that all raise the same error of a kind, with words; return it."""
     with pytest.raises(kind, match=match) as caught:
         call()
-    error, found = (type(caught.value).__name__, str(caught.value)), [None] * dist.get_world_size()
+    assert type(caught.value) is kind
+    assert_alike(caught.value, *words)
+    return caught.value
+
+
+def assert_alike(raised, *words):
+    """Assert that all ranks have raised the same error, with words."""
+    error, found = (type(raised).__name__, str(raised)), [None] * dist.get_world_size()
     dist.all_gather_object(found, error)
     assert found == [error] * len(found)
-    assert type(caught.value) is kind
     for word in words:
         assert word in error[1], error
-    return caught.value

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.graph.batches import plain
+from tests.worlds import assert_alike
 
 
 def contents(graph):
@@ -99,22 +100,13 @@ def same(one, two):
     return type(one) is type(two) and one == two
 
 
-class Refused:
-    """Calls that must raise; `told` has the expected words and the message of each."""
+def refusing(function, start=""):
+    """Return a check that all ranks refuse a call alike; a message has that start and words."""
 
-    def __init__(self, function):
-        self.function, self.told = function, []
-
-    def __call__(self, kind, words, *arguments, **options):
+    def check(kind, words, *arguments, **options):
         with pytest.raises(kind) as caught:
-            self.function(*arguments, **options)
-        self.told.append((words, str(caught.value)))
+            function(*arguments, **options)
+        assert_alike(caught.value, *words)
+        assert str(caught.value).startswith(start)
 
-
-def assert_told(of_ranks, start=""):
-    """All ranks raised the same errors, with the expected words."""
-    first, *others = of_ranks
-    assert all(other == first for other in others)
-    for words, message in first:
-        assert message.startswith(start)
-        assert all(word in message for word in words), message
+    return check

@@ -13,7 +13,7 @@ from torch_geometric.utils import get_laplacian
 
 import varcomm
 from tests.graph.layers import example
-from tests.graph.parts import Refused, assert_told
+from tests.graph.parts import refusing
 from tests.worlds import on_ranks
 from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import distribute, partition
@@ -129,9 +129,11 @@ def made_without_its_package(kind):
     return layer
 
 
-def refused(rank):
+@on_ranks(3)
+def test_models_refused_on_all_ranks_and_others(rank):
     """Models that are refused on all ranks, one that is on rank 1, and models that are not."""
-    graph, refuse = partition(DATA, method="block"), Refused(distribute)
+    graph = partition(DATA, method="block")
+    refuse = refusing(distribute, "graph.distribute: refused on rank ")
     for make, name in REFUSED:
         model = seeded(make)
         refuse(ArgumentError, (name,), model, graph)
@@ -148,11 +150,6 @@ def refused(rank):
         assert distribute(model, graph) is model
     with pytest.raises(ArgumentError, match=r"must be a PartitionedGraph, .* order is distribute"):
         distribute(graph, sage())
-    return refuse.told
-
-
-def test_models_refused_on_all_ranks_and_others(worlds):
-    assert_told(worlds.run(3, refused), "graph.distribute: refused on rank ")
 
 
 def with_buffer(value):
@@ -193,9 +190,11 @@ class Mine(pyg.SAGEConv):
         self.rank = rank
 
 
-def different(rank):
+@on_ranks(3)
+def test_ranks_with_different_models(rank):
     """Lazy parameters are made in the first call, from equal seeds."""
-    graph, refuse = partition(DATA, method="block"), Refused(distribute)
+    graph = partition(DATA, method="block")
+    refuse = refusing(distribute, "graph.distribute: ranks [1] have other parameters")
     for mine, others, names in DIFFERENT:
         model = seeded(mine if rank == 1 else others)
         refuse(DisagreementError, (f"{names}. ",), model, graph)
@@ -206,11 +205,6 @@ def different(rank):
     mixed = seeded(lambda: nn.ModuleList([pyg.SAGEConv(-1, 4), nn.Linear(2, 2)]), rank)
     with pytest.raises(DisagreementError, match=r"they differ in 1\.weight, 1\.bias\. Make"):
         distribute(mixed, graph)
-    return refuse.told
-
-
-def test_ranks_with_different_models(worlds):
-    assert_told(worlds.run(3, different), "graph.distribute: ranks [1] have other parameters")
 
 
 class Calls(nn.Module):

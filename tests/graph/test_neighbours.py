@@ -10,7 +10,7 @@ from ase.neighborlist import primitive_neighbor_list
 from torch_geometric.nn import SAGEConv
 
 import varcomm as vc
-from tests.graph.parts import Refused, assert_told
+from tests.graph.parts import refusing
 from tests.worlds import WORLDS, on_ranks
 from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import PartitionedGraph, knn, radius
@@ -216,8 +216,9 @@ DIFFERENT = [
 ]
 
 
-def refusals(rank):
-    found, nearest = Refused(radius), Refused(knn)
+@on_ranks(3)
+def test_refused_on_all_ranks(rank):
+    found, nearest = refusing(radius), refusing(knn)
     pos = torch.rand(2, 3, dtype=torch.float64)
     right = {"pos": pos, "cutoff": 1.5, "cell": CELL, "pbc": True, "skin": 0.5}
     right["ids"] = torch.arange(2) + 2 * rank
@@ -243,11 +244,6 @@ def refusals(rank):
     nearest(DisagreementError, ("k",), pos=pos, k=1 + rank)
     again = radius(**right, previous=old)  # the old graph is intact
     assert again.plan is old.plan
-    return found.told + nearest.told
-
-
-def test_refused_on_all_ranks(worlds):
-    assert_told(worlds.run(3, refusals))
 
 
 def traffic(rank, atoms):

@@ -14,12 +14,11 @@ from tests.graph.against_one import graph_of
 from tests.graph.batches import plain
 from tests.graph.graphs import METHODS, WORLDS, rich, split_by, wild
 from tests.graph.parts import (
-    Refused,
-    assert_told,
     by_hand,
     contents,
     differences,
     different,
+    refusing,
     same,
 )
 from tests.graph.typed import WAYS, owners, typed
@@ -331,8 +330,12 @@ BY_SRC = [
 ]
 
 
-def refusals(rank):
-    refused = Refused(lambda data, method=None, **options: partition(data, None, method, **options))
+@on_ranks(3)
+def test_refused_on_all_ranks(rank):
+    def parted(data, method=None, **options):
+        return partition(data, None, method, **options)
+
+    refused = refusing(parted)
     for number, (data, method, word, *options) in enumerate(WRONG):
         culprit = number % 2 * 2
         mine = (data, method) if rank == culprit else (ring(), "block")
@@ -379,10 +382,4 @@ def refusals(rank):
     src, hops = (np.int64(1), np.int32(2)) if rank == 0 else (1, 2)
     here = rank == 1
     graph = partition(ring() if here else None, None, "block" if here else None, src, hops)
-    return refused.told, graph.x.tolist(), graph.hops
-
-
-def test_refused_on_all_ranks(worlds):
-    told, x, hops = zip(*worlds.run(3, refusals), strict=True)
-    assert_told(told)
-    assert (x, hops) == (([0.0], [1.0], [2.0]), (2, 2, 2))
+    assert (graph.x.tolist(), graph.hops) == ([float(rank)], 2)

@@ -10,7 +10,7 @@ from torch_geometric.data import Data, HeteroData
 
 import varcomm
 from tests.graph.graphs import WORLDS, grid, split_by
-from tests.graph.parts import Refused, assert_told
+from tests.graph.parts import refusing
 from tests.graph.test_mesh import box, saved
 from tests.worlds import on_ranks
 from varcomm.graph import assign, partition
@@ -104,18 +104,20 @@ def test_hardly_anything_to_draw_and_formats(rank, tmp_path):
     assert (tmp_path / "parts.pdf").read_bytes().startswith(b"%PDF")
 
 
-def refusals(rank, folder):
-    """Return the error of each wrong call; then draw a picture."""
+@on_ranks(3)
+def test_refused_on_all_ranks(rank, tmp_path):
+    """The only picture is that of the right call."""
+    (tmp_path / "folder.png").mkdir(exist_ok=True)
     data = grid(4, 5)
     wrong = [data.pos / 0, torch.ones(20), torch.ones(20, 4), None]
     graphs = [
         partition(Data(pos=pos, edge_index=data.edge_index, num_nodes=20), method="block")
         for pos in (data.pos, *wrong)
     ]
-    flat, path = graphs[0], f"{folder}/parts.png"
+    flat, path = graphs[0], f"{tmp_path}/parts.png"
     calls = [("pos", graph, (path,)) for graph in graphs[1:]]
     for name in ("parts.bmp", "parts", "nowhere/parts.png", "folder.png"):
-        calls.append((name.partition("/")[0], flat, (f"{folder}/{name}",)))
+        calls.append((name.partition("/")[0], flat, (f"{tmp_path}/{name}",)))
     types = HeteroData()
     types["paper"].pos = types["author"].pos = torch.ones(3, 2)
     types = partition(types, method="block")
@@ -124,20 +126,14 @@ def refusals(rank, folder):
         ("node_type", flat, (path, "x")),
         ("node_type", types, (path, ("paper", "author")[rank % 2])),
     ]
-    refused = Refused(lambda graph, path: graph.plot(*path))
+    refused = refusing(lambda graph, path: graph.plot(*path))
     for word, graph, args in calls:
         refused(varcomm.VarcommError, (word,), graph, args)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib.figure", None)
         with pytest.raises(varcomm.MissingPackageError, match="matplotlib"):
             flat.plot(path)
-    flat.plot(f"{folder}/last.png")
-    return refused.told
-
-
-def test_refused_on_all_ranks(worlds, tmp_path):
-    (tmp_path / "folder.png").mkdir()
-    assert_told(worlds.run(3, refusals, str(tmp_path)))
+    flat.plot(f"{tmp_path}/last.png")
     assert {path.name for path in tmp_path.iterdir()} == {"folder.png", "last.png"}
 
 
