@@ -4,9 +4,8 @@ Each check is collective. Its verdict is formed over all ranks before any rank r
 is the same AssertionError on all ranks.
 """
 
-from varcomm.testing.adjoint import dot_test
 from varcomm.testing.comparison import same_as_one_process
-from varcomm.testing.derivatives import gradcheck, gradgradcheck
+from varcomm.testing.derivatives import dot_test, gradcheck, gradgradcheck
 from varcomm.transport.launch import Ranks, launch
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""First and second derivatives of functions that communicate, against finite differences.
+"""Adjoints, and first and second derivatives, of functions that communicate.
 
 :func:`torch.autograd.gradcheck` ignores the outputs of other ranks, and makes different numbers of
 calls on ranks with uneven shards.
@@ -6,20 +6,85 @@ calls on ranks with uneven shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 
 from varcomm.errors import ArgumentError
-from varcomm.testing.adjoint import check_recorded, inner_product, random_like, total
+from varcomm.ops.all_reduce import all_reduce
 from varcomm.transport.agreement import share
 from varcomm.transport.group import Group, GroupLike, resolve
 
-__all__ = ["gradcheck", "gradgradcheck"]
+__all__ = ["dot_test", "gradcheck", "gradgradcheck"]
 
 Tensors = tuple[torch.Tensor, ...]
+
+
+def dot_test(
+    fn: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    *,
+    group: GroupLike = None,
+    rtol: float | None = None,
+) -> None:
+    """Assert ``<A x, y> == <x, A* y>``, the inner products summed over ranks.
+
+    `A` is the linear map `fn` on the inputs of all ranks, and `A*` is its backward.
+
+    Parameters
+    ----------
+    fn : callable
+        Linear and differentiable; called once on every rank.
+    x : torch.Tensor
+        This rank's input, of floats or complex numbers.
+    group : ProcessGroup or DeviceMesh, optional
+        Ranks that take part; None means the whole world.
+    rtol : float, optional
+        Largest difference relative to ``<|A x|, |y|>``; by default 64 times the rounding error of
+        the dtype.
+
+    Raises
+    ------
+    AssertionError
+        On every rank, if the difference is larger, or if a result does not require a gradient.
+
+    See Also
+    --------
+    gradcheck, gradgradcheck
+
+    Notes
+    -----
+    Communication: the calls of `fn` and its backward, and a few numbers per rank.
+
+    In one process: the same call.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> def fn(rank):
+    ...     shard = torch.randn(rank + 1, dtype=torch.float64)
+    ...     varcomm.testing.dot_test(lambda x: varcomm.all_gather_v(x, [1, 2]), shard)
+    >>> import varcomm.testing
+    >>> varcomm.launch(fn, 2)
+    [None, None]
+    """
+    rank = resolve(group).rank
+    x = x.detach().clone().requires_grad_()
+    result = fn(x)
+    _check_recorded([result], group)
+    y = _random_like(result, "dot test", rank)
+    (back,) = torch.autograd.grad(result, x, y)
+    size = (result.detach().to(torch.complex128) * y).abs().sum().item()
+    products = [_inner_product((result,), (y,)), _inner_product((x,), (back,)), size]
+    forward, backward, scale = _total(products, group)
+    limit = (64 * torch.finfo(x.dtype).eps if rtol is None else rtol) * scale
+    assert abs(forward - backward) <= limit, (
+        f"not an adjoint pair: <A x, y> = {forward!r}, <x, A* y> = {backward!r}; "
+        f"they differ by {abs(forward - backward):.3g}, allowed are {limit:.3g}."
+    )
 
 
 def gradcheck(
@@ -86,12 +151,12 @@ def gradcheck(
         )
     leaves = tuple(x.detach().clone().requires_grad_() for x in inputs)
     results = _as_tuple(fn(*leaves))
-    check_recorded(results, group)
-    weights = tuple(random_like(y, "weight", ranks.rank, i) for i, y in enumerate(results))
+    _check_recorded(results, group)
+    weights = tuple(_random_like(y, "weight", ranks.rank, i) for i, y in enumerate(results))
     gradients = _gradients(results, leaves, weights)
 
     def judge(name: str, numeric: float, exact: float) -> None:
-        numeric, exact = total([numeric, exact], group)
+        numeric, exact = _total([numeric, exact], group)
         error = abs(exact - numeric) / max(1.0, abs(numeric))
         assert error <= tol, (
             f"{name} differs from finite differences by {error:.3g}, allowed are {tol:.3g}."
@@ -109,7 +174,7 @@ def gradcheck(
         judge(f"backward: a derivative{place}", numeric, exact)
 
     if forward_mode:
-        tangents = tuple(random_like(x, "tangent", ranks.rank, i) for i, x in enumerate(inputs))
+        tangents = tuple(_random_like(x, "tangent", ranks.rank, i) for i, x in enumerate(inputs))
         with forward_ad.dual_level():
             duals = [forward_ad.make_dual(x, t) for x, t in zip(leaves, tangents, strict=True)]
             moving = tuple(_tangent(y) for y in _as_tuple(fn(*duals)))
@@ -161,8 +226,8 @@ def gradgradcheck(
     """
     rank = resolve(group).rank
     results = _as_tuple(fn(*(x.detach().clone().requires_grad_() for x in inputs)))
-    check_recorded(results, group)
-    weights = tuple(random_like(y, "incoming gradient", rank, i) for i, y in enumerate(results))
+    _check_recorded(results, group)
+    weights = tuple(_random_like(y, "incoming gradient", rank, i) for i, y in enumerate(results))
 
     def backward(*args: torch.Tensor) -> Tensors:
         # All ranks differentiate, even if an input on this rank receives no gradient.
@@ -174,6 +239,45 @@ def gradgradcheck(
         return tuple(g if g.requires_grad else g + 0 * x for g, x in pairs)
 
     gradcheck(backward, *inputs, *weights, group=group, **options)
+
+
+def _check_recorded(results: Sequence[torch.Tensor], group: GroupLike) -> None:
+    """Assert on all ranks that results have a graph: all ranks must enter backward."""
+    recorded = share(
+        "results", lambda: [result.requires_grad for result in results], resolve(group)
+    )
+    bad = [rank for rank, flags in enumerate(recorded) if not any(flags)]
+    assert not bad, f"on ranks {bad} no result requires a gradient: fn has left the graph there."
+    assert all(flags == recorded[0] for flags in recorded), (
+        f"ranks disagree on which results require a gradient: {recorded}."
+    )
+
+
+def _inner_product(a: Tensors, b: Tensors) -> float:
+    """Return the real part of ``sum(conj(a) * b)`` in fp64."""
+    products = 0.0
+    for x, y in zip(a, b, strict=True):
+        wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
+        products += float((x.detach().to(wide).conj() * y.detach().to(wide)).real.sum())
+    return products
+
+
+def _random_like(x: torch.Tensor, *purpose: object) -> torch.Tensor:
+    """Draw a normal tensor that differs for each purpose.
+
+    Equal vectors would hide defects: ``<w, J w>`` is the same for ``J`` and its transpose.
+    """
+    seed = crc32(repr(purpose).encode())
+    generator = torch.Generator("cpu").manual_seed(seed)
+    wide = torch.complex128 if x.is_complex() else torch.float64
+    drawn = torch.randn(x.shape, dtype=wide, generator=generator, device="cpu")
+    return drawn.to(x.device, x.dtype)
+
+
+def _total(values: Sequence[float], group: GroupLike) -> list[float]:
+    """Return sums over ranks, identical on all ranks."""
+    part = torch.tensor(values, dtype=torch.float64, device=resolve(group).device())
+    return all_reduce(part, group=group).tolist()
 
 
 def _gradients(results: Tensors, inputs: Tensors, weights: Tensors) -> Tensors:
@@ -199,7 +303,7 @@ def _directions(
     """Yield directions in which inputs move, beside the rank of the one coordinate that moves."""
     if fast_mode:
         for k in range(3):
-            drawn = (random_like(x, "direction", k, ranks.rank, i) for i, x in enumerate(inputs))
+            drawn = (_random_like(x, "direction", k, ranks.rank, i) for i, x in enumerate(inputs))
             yield None, tuple(drawn)
         return
     lengths = [x.numel() * (2 if x.is_complex() else 1) for x in inputs]
@@ -213,10 +317,6 @@ def _directions(
                 for part, x in zip(flat.split(lengths), inputs, strict=True)
             ]
             yield rank, tuple(p.view(x.shape) for p, x in zip(parts, inputs, strict=True))
-
-
-def _inner_product(a: Tensors, b: Tensors) -> float:
-    return sum(inner_product(x, y) for x, y in zip(a, b, strict=True))
 
 
 def _tangent(y: torch.Tensor) -> torch.Tensor:
