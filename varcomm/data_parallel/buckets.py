@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
+from math import inf
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ __all__ = [
     "is_owned",
     "listed",
     "started",
+    "with_flags",
 ]
 
 BUCKET_BYTES = 25 * 2**20
@@ -79,6 +81,25 @@ def listed(flags: Sequence[torch.Tensor]) -> list[bool]:
     """
     device = flags[0].device if flags else None
     return torch.cat([each.to(device) for each in flags]).tolist() if flags else []
+
+
+def with_flags(
+    gradients: Sequence[torch.Tensor | None], lengths: Sequence[int], like: torch.Tensor
+) -> list[torch.Tensor]:
+    """Return flat gradients, zeros for None, and a flag for each: infinite, and 0 for None.
+
+    No division of a sum makes such a flag zero.
+
+    >>> with_flags([None, torch.ones(1)], [2, 1], torch.empty(0))
+    [tensor([0., 0.]), tensor([1.]), tensor([0., inf])]
+    """
+    flags = like.new_full((len(lengths),), inf)
+    parts: list[torch.Tensor] = []
+    for place, (gradient, length) in enumerate(zip(gradients, lengths, strict=True)):
+        parts.append(like.new_zeros(length) if gradient is None else gradient)
+        if gradient is None:
+            flags[place].zero_()  # by a kernel: a copy would wait for the GPU
+    return [*parts, flags]
 
 
 class Owner:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, pairwise
-from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from varcomm.data_parallel.buckets import (
     gradient_dtype,
     is_owned,
     listed,
+    with_flags,
 )
 from varcomm.data_parallel.global_count import Reduce, described, divisor_of
 from varcomm.errors import ArgumentError
@@ -155,20 +155,10 @@ def _checked(parameters: Iterable[torch.nn.Parameter], where: str) -> list[torch
 
 
 def _flat(bucket: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-    """Return all gradients in a row, and a flag per parameter: infinite if this rank has used it.
-
-    No division of the sum makes such a flag zero.
-    """
-    dtype = gradient_dtype(bucket[0])
-    parts = [
-        p.new_zeros(p.numel(), dtype=dtype) if p.grad is None else p.grad.reshape(-1)
-        for p in bucket
-    ]
-    flags = parts[0].new_full((len(bucket),), inf)
-    for place, parameter in enumerate(bucket):
-        if parameter.grad is None:
-            flags[place].zero_()
-    return torch.cat([*parts, flags])
+    """Return all gradients in a row, and a flag for each, by which others learn of its use."""
+    gradients = [None if p.grad is None else p.grad.reshape(-1) for p in bucket]
+    empty = bucket[0].new_empty(0, dtype=gradient_dtype(bucket[0]))
+    return torch.cat(with_flags(gradients, [p.numel() for p in bucket], empty))
 
 
 class _Unused(NamedTuple):

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from varcomm.data_parallel.buckets import Owner, as_ordinary, gradient_dtype, started
+from varcomm.data_parallel.buckets import Owner, as_ordinary, gradient_dtype, started, with_flags
 from varcomm.data_parallel.sharded.arguments import NAME
 from varcomm.data_parallel.sharded.gradient import SummedGradient, Unscale
 from varcomm.data_parallel.sharded.shard import Shard
@@ -244,20 +244,14 @@ def _packed(
 ) -> tuple[torch.Tensor, list[int]]:
     """Return the part of each rank, in `order`, and the lengths of parts, by rank.
 
-    A part is a piece, and a flag per parameter in it: 1 if this rank has used it, else 0.
+    A part is a piece, and a flag per parameter in it: 0 if this rank has not used it.
     """
     split = shard.split
     dtype = gradient_dtype(next(iter(shard.parameters.values())))
     flat = {name: gradient.reshape(-1) for name, gradient in gradients.items()}
     parts = [shard.row.new_empty(0, dtype=dtype)]
     for segments in (split.segments[rank] for rank in order):
-        used = parts[0].new_ones(len(segments))
-        for place, (name, part) in enumerate(segments):
-            if name in flat:
-                parts.append(flat[name][part.start : part.stop])
-            else:
-                parts.append(used.new_zeros(len(part)))
-                used[place].zero_()  # by a kernel: a copy would wait for the GPU
-        parts.append(used)
+        own = [flat[name][s.start : s.stop] if name in flat else None for name, s in segments]
+        parts += with_flags(own, [len(s) for _, s in segments], parts[0])
     rows = [n + len(found) for n, found in zip(split.sizes, split.segments, strict=True)]
     return torch.cat(parts), rows

@@ -227,7 +227,11 @@ class ShardedGradients(torch.optim.Optimizer):
         def ready() -> dict[str, Any]:
             self._check()
             if not drop:
-                self._refuse_inside()
+                if not reducer.syncing:
+                    raise ArgumentError(
+                        "gradients are not summed inside accumulate(). Leave the block on all "
+                        "ranks first."
+                    )
                 reducer.refuse_replaced()
             same = compared()
             if debugging():
@@ -280,12 +284,6 @@ class ShardedGradients(torch.optim.Optimizer):
                 "the optimizer has other groups or tensors than it was made with, as by "
                 "add_param_group(), and their gradients would not be summed. Make another, on all "
                 "ranks, of all parameters."
-            )
-
-    def _refuse_inside(self) -> None:
-        if not self._reducer.syncing:
-            raise ArgumentError(
-                "gradients are not summed inside accumulate(). Leave the block on all ranks first."
             )
 
     def _now_held(self) -> list[list[int]]:
