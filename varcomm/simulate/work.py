@@ -13,7 +13,6 @@ from torch.utils.flop_counter import flop_registry
 
 from varcomm._torch_private import TorchDispatchMode
 from varcomm.errors import GroupError
-from varcomm.ops.nested import leaves
 from varcomm.transport.engines.simulated import Transfer, alone, transfers
 from varcomm.transport.trace import Call, Trace, trace
 from varcomm.transport.world import World, init
@@ -217,7 +216,12 @@ class _Meter(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in leaves(tree).values() if isinstance(leaf, torch.Tensor)]
+    """Return the tensors in nested tuples, lists and dicts; each operator calls this twice."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tuple(tree.values())
+    return [x for each in tree for x in _tensors(each)] if isinstance(tree, (tuple, list)) else []
 
 
 def _storages(tensors: list[torch.Tensor]) -> set[torch.UntypedStorage]:
