@@ -141,6 +141,13 @@ def taken(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return rows.index_select(0, index)
 
 
+def counted_from(first: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """Return ``first[i], first[i] + 1, ...``, `count[i]` numbers for each i, one after another."""
+    before = count.cumsum(0) - count
+    numbers = (first - before).repeat_interleave(count)
+    return numbers.add_(torch.arange(len(numbers), device=count.device))
+
+
 def like(shape: Sequence[int], dim: int, rows: int) -> tuple[int, ...]:
     """Return `shape` with `rows` along `dim`."""
     return (*shape[:dim], rows, *shape[dim + 1 :])

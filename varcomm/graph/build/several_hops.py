@@ -10,6 +10,7 @@ from torch_geometric.data import HeteroData
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.partitioned_graph import PartitionedGraph
+from varcomm.ops.packing import counted_from
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.sizes import at_least
 from varcomm.transport.agreement import share
@@ -84,9 +85,6 @@ def _edges_into(
 ) -> list[torch.Tensor]:
     """Return the edges into the nodes that each rank requests."""
     starts, counts = (counts.cumsum(0) - counts)[asked.send_index], counts[asked.send_index]
-    # position of each edge among the edges of its node, and so in `by_target`
-    first = (counts.cumsum(0) - counts).repeat_interleave(counts)
-    nth = torch.arange(len(first), device=first.device) - first
-    index = by_target[starts.repeat_interleave(counts) + nth]
+    index = by_target[counted_from(starts, counts)]
     edges_per_rank = torch.stack([part.sum() for part in counts.split(asked.send_counts)])
     return list(index.split(edges_per_rank.tolist()))

@@ -9,7 +9,7 @@ from typing import Self
 import torch
 
 from varcomm.ops.all_to_all_v import all_to_all_v
-from varcomm.ops.packing import taken
+from varcomm.ops.packing import counted_from, taken
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.transport.group import Group
 
@@ -129,10 +129,8 @@ class Boxes:
             here = coordinates[rows, k]
             first = ((low - here) / h).ceil().long()
             count = (((high - here) / h).floor().long() - first + 1).clamp_(min=0)
-            nth = torch.arange(int(count.sum()), device=rows.device)
-            nth -= (count.cumsum(0) - count).repeat_interleave(count)
             rows, shift = rows.repeat_interleave(count), shift.repeat_interleave(count, dim=0)
-            shift[:, k] = first.repeat_interleave(count) + nth
+            shift[:, k] = counted_from(first, count)
         return rows, shift
 
 

@@ -13,6 +13,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 from varcomm.graph.neighbours.ghosts import Boxes
 from varcomm.graph.on_device import positions
+from varcomm.ops.packing import counted_from
 
 __all__ = ["EdgeCounts", "Links", "has_derivative", "tree_of"]
 
@@ -182,8 +183,7 @@ class Links:
         among = among[torch.from_numpy(order).to(among.device)]
         # ordered by target: position among the edges of the same target
         count = target[among].unique_consecutive(return_counts=True)[1]
-        first = (count.cumsum(0) - count).repeat_interleave(count)
-        nth = torch.arange(len(among), device=among.device) - first
+        nth = counted_from(torch.zeros_like(count), count)
         kept[among[nth < most]] = True
         return kept
 

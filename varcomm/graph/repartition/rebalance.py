@@ -14,6 +14,7 @@ from varcomm.graph.node_shard import described
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.repartition.migrate import migrate
 from varcomm.graph.repartition.transfer import transfer
+from varcomm.ops.packing import counted_from
 from varcomm.transport.agreement import agree, share
 
 __all__ = ["rebalance"]
@@ -223,9 +224,6 @@ def _adjacency(
     starts = counts.cumsum(0) - counts
 
     def next_to(nodes: torch.Tensor) -> torch.Tensor:
-        repeats = counts[nodes]
-        nth = torch.arange(int(repeats.sum()), device=nodes.device)
-        nth -= (repeats.cumsum(0) - repeats).repeat_interleave(repeats)
-        return far[starts[nodes].repeat_interleave(repeats) + nth]
+        return far[counted_from(starts[nodes], counts[nodes])]
 
     return next_to, counts == 0
