@@ -8,6 +8,7 @@ from torch_geometric.data import Batch, Data
 import varcomm
 from tests.graph.against_one import graph_of
 from tests.graph.graphs import WORLDS, wild
+from tests.graph.parts import refusing
 from tests.graph.typed import owners, typed
 from tests.worlds import on_ranks
 from varcomm import ArgumentError, DisagreementError
@@ -70,18 +71,15 @@ WRONG = (
 @on_ranks(3)
 def test_refusals(rank):
     graph = partition(wild(NODES), method="block")
+    refused = refusing(graph.rows, "graph.rows: ")
     for wrong, word in WRONG:
         given = wrong(graph) if rank == 1 else (graph.x, ids_of(0))
-        with pytest.raises(ArgumentError) as caught:
-            graph.rows(*given)
-        assert "graph.rows: refused on rank 1 of 3" in str(caught.value)
-        assert word in str(caught.value)
+        refused(ArgumentError, ("refused on rank 1 of 3", word), *given)
     with pytest.raises(ArgumentError, match=r"graph\.owner: refused on rank 0"):
         graph.owner(torch.tensor([NODES if rank == 0 else 0]))
     x = graph.x.double()
     for values in (x.float() if rank == 1 else x, x[:, :1] if rank == 1 else x):
-        with pytest.raises(DisagreementError, match="rank 1"):
-            graph.rows(values, torch.tensor([3]))
+        refused(DisagreementError, ("rank 1",), values, torch.tensor([3]))
     assert graph.rows(x[:, 0], torch.tensor(3)).shape == ()
     # rows of the full graph, for which no halo is known
     if graph.num_owned:

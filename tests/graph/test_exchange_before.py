@@ -9,6 +9,7 @@ from torch_geometric.data import Data
 
 from tests.graph.against_one import compare, graph_of
 from tests.graph.graphs import WORLDS, wild
+from tests.graph.parts import refusing
 from tests.worlds import on_ranks
 from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import exchange_before, partition
@@ -88,20 +89,16 @@ WRONG = (
 @on_ranks(3)
 def test_refusals(rank):
     graph = partition(wild(), method="block")
+    refused = refusing(exchange_before)
     for wrong, word in WRONG:
-        with pytest.raises(ArgumentError) as caught:
-            exchange_before(make(), graph, wrong if rank == 1 else PART)
-        assert "refused on rank 1 of 3" in str(caught.value)
-        assert word in str(caught.value)
-    with pytest.raises(DisagreementError, match="rank 1"):
-        exchange_before(make(), graph, {"blocks.0": ["x"]} if rank == 1 else PART)
-    nested = torch.nn.Sequential(torch.nn.Sequential(make()))
-    with pytest.raises(ArgumentError, match="its part"):
-        exchange_before(nested, graph, {"0": ["input"], "0.0.blocks.0": ["x"]})
-    with pytest.raises(ArgumentError, match="PartitionedGraph"):
-        exchange_before(make(), wild(), PART)
-    with pytest.raises(ArgumentError, match="hops"):
-        exchange_before(make(), partition(wild(), method="block", hops=2), PART)
+        words = "refused on rank 1 of 3", word
+        refused(ArgumentError, words, make(), graph, wrong if rank == 1 else PART)
+    other = {"blocks.0": ["x"]} if rank == 1 else PART
+    refused(DisagreementError, ("rank 1",), make(), graph, other)
+    nested, of_both = nn.Sequential(nn.Sequential(make())), {"0": ["input"], "0.0.blocks.0": ["x"]}
+    refused(ArgumentError, ("its part",), nested, graph, of_both)
+    refused(ArgumentError, ("PartitionedGraph",), make(), wild(), PART)
+    refused(ArgumentError, ("hops",), make(), partition(wild(), method="block", hops=2), PART)
     model = make()
     exchange_before(model, graph.edges, PART)
     with pytest.raises(ArgumentError, match=r"scale of Block must have .* owned nodes"):
@@ -118,5 +115,4 @@ def test_refusals(rank):
     ends = torch.tensor([[0, 1, 2, 3, 3, 4, 5, 0], [1, 2, 0, 0, 4, 5, 3, 3]])
     owner = torch.tensor([0, 0, 0, 2, 2, 2])
     alike = partition(Data(x=torch.ones(6, 4), edge_index=ends), method=owner)
-    with pytest.raises(ArgumentError, match="cannot be distinguished"):
-        exchange_before(make(), alike, PART)
+    refused(ArgumentError, ("cannot be distinguished",), make(), alike, PART)
