@@ -92,9 +92,15 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         print(_LINE.format(*_COLUMNS.split()), flush=True)
     try:
         for case, on_ranks in run_all:
-            results.append(on_ranks(measure, case, options.seconds, options.repeat))
+            result = on_ranks(measure, case, options.seconds, options.repeat)
+            results.append(result)
             if speaks:
-                print(_LINE.format(*cells(results[-1])), flush=True)
+                names = ("world", "dtype", "nbytes", "skew")
+                cells = [case.operation, "backward" if case.backward else "forward"]
+                cells += [str(result[name]) for name in names]
+                cells += [microseconds(result["seconds"]), f"{result['algbw']:.3g}"]
+                cells += [f"{result['busbw']:.3g}", f"{result['wire']:.2f}"]
+                print(_LINE.format(*cells), flush=True)
     finally:
         if speaks and options.json is not None:
             record = {"command": sys.argv[1:], "torch": torch.__version__, "results": results}
@@ -179,17 +185,6 @@ def summary(
         "busbw": busiest / median / 1e9,
         "wire": total / least if least else 1.0 + total,
     }
-
-
-def cells(result: Mapping[str, Any]) -> list[Any]:
-    """Return the cells of a line."""
-    direction = "backward" if result["backward"] else "forward"
-    names = ("world", "dtype", "nbytes", "skew")
-    return [
-        *(result["operation"], direction, *(result[name] for name in names)),
-        *(microseconds(result["seconds"]), f"{result['algbw']:.3g}"),
-        *(f"{result['busbw']:.3g}", f"{result['wire']:.2f}"),
-    ]
 
 
 def in_turns(

@@ -226,22 +226,19 @@ def _page(
         ]
         yield from table(["bytes", "Gloo", "MPI", "MPI is faster"], rows)
     yield ""
-    yield from table(["engine", "ranks", "result"], [_summary(*each) for each in results.items()])
+    summary, reasons = [], []
     for e, failures in results.items():
-        yield from (f"\n{e.name}, {check}: {why}" for check, why in failures.items() if why)
+        passed = f"{list(failures.values()).count('')} of {len(CHECKS)} checks"
+        result = f"FAILS: {passed} pass" if e.name in fail else f"works: {passed}"
+        row = ("", f"not installed: {e.absent}") if e.absent else (str(e.ranks), result)
+        summary.append((e.name, *row))
+        reasons += [f"\n{e.name}, {check}: {why}" for check, why in failures.items() if why]
+    yield from table(["engine", "ranks", "result"], summary)
+    yield from reasons
     parts = [f"{', '.join(work)} work{'s' * (len(work) == 1)}"] if work else []
     parts += [f"{', '.join(fail)} fail{'s' * (len(fail) == 1)}"] if fail else []
     parts += [f"{e.name}: {e.absent}" for e in results if e.absent]
     yield f"\n{'FAILED' if fail else 'OK'}: {'; '.join(parts)}"
-
-
-def _summary(engine: Engine, failures: Mapping[str, str]) -> list[str]:
-    if engine.absent:
-        return [engine.name, "", f"not installed: {engine.absent}"]
-    passed = f"{list(failures.values()).count('')} of {len(CHECKS)} checks"
-    fails = any(failures.values())
-    result = f"FAILS: {passed} pass" if fails else f"works: {passed}"
-    return [engine.name, str(engine.ranks), result]
 
 
 def _text(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
