@@ -155,28 +155,27 @@ class EdgeRules(Numbering):
         return x
 
     def fetched(
-        self, edge_index: PartitionedIndex, read: Sequence[torch.Tensor], dim: int
+        self, edge_index: PartitionedIndex, read: Sequence[torch.Tensor], dim: int, least: int = 2
     ) -> PartitionedIndex:
         """Return edges with the rows of these tensors at their sources, from one exchange.
 
-        A tensor that a layer reads twice occurs twice. One that it reads once needs no table.
+        A tensor that a layer reads twice occurs twice. Fewer than `least` tensors are not fetched.
         """
-        if len(read) < 2 or not self.exchanges:
+        owned = self.layer_counts()[0]
+        known = {id(x) for x, _ in edge_index.known}
+        new = [
+            x
+            for x in read
+            if id(x) not in known
+            and not isinstance(x, _WithHalo)
+            and -x.dim() <= dim < x.dim()
+            and x.shape[dim] == owned
+        ]
+        if len(new) < least:
             return edge_index
-        owned, reads = self.layer_counts()[0], 0
-        by_id: dict[int, torch.Tensor] = {}
-        for x in read:
-            is_owned = -x.dim() <= dim < x.dim() and x.shape[dim] == owned
-            if is_owned and not isinstance(x, _WithHalo):
-                reads += 1
-                by_id[id(x)] = x
-        if reads < 2:
-            return edge_index
-        distinct = [*by_id.values()]
-        rows = self.rows_and_halos(distinct, dim)
-        if self.exchanged is not None:
-            self.exchanged += [x for x in rows if x.requires_grad]
-        return edge_index.knowing(zip(distinct, rows, strict=True))
+        distinct = [*{id(x): x for x in new}.values()]
+        rows = self.rows_and_halos(distinct, dim) if self.exchanges else distinct
+        return edge_index.knowing((*edge_index.known, *zip(distinct, rows, strict=True)))
 
     def _has_halo(
         self, kind: Kind, x: torch.Tensor, given: int, counts: tuple[int, int, int]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
-from torch_geometric import nn as pyg
 from torch_geometric.nn import MessagePassing
-from torch_geometric.nn.models.attentive_fp import GATEConv
+from torch_geometric.nn.aggr import Aggregation
 
 from varcomm._torch_private import transforms_active
 from varcomm.errors import ArgumentError
@@ -20,7 +18,7 @@ from varcomm.graph.index.partitioned_index import Numbering, PartitionedIndex
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.ops.checks import checking
 
-__all__ = ["SCORES_FIRST", "Digests", "Running", "Scores", "attach", "is_attached"]
+__all__ = ["Digests", "Running", "attach", "is_attached"]
 
 
 Digests: TypeAlias = MutableMapping[torch.Tensor, tuple[int, object]]
@@ -66,40 +64,73 @@ class Running:
             raise ArgumentError(f"{where}{wrong}")
 
 
+# Arguments of a layer's functions that are ids of nodes at the targets of edges, and other ids.
+_TARGET_IDS = frozenset({"index", "edge_index_i"})
+_OTHER_IDS = frozenset({"edge_index", "edge_index_j"})
+_OF_EDGES = frozenset({"edge_index_i", "edge_index_j", "size_i", "size_j"})
+
+_MESSAGE_FUNCTIONS = ("message", "aggregate", "update")
+
+# Hooks of PyG that see edges or values before a layer's functions do.
+_HOOKS = [
+    f"_{function}_forward_{hook}"
+    for function in ("propagate", *_MESSAGE_FUNCTIONS[:2], "edge_update")
+    for hook in ("pre_hooks", "hooks")
+]
+
+
 def attach(layer: MessagePassing, running: Running) -> None:
     """Let a layer check the edges that it propagates along, and exchange once to propagate.
 
     The instance's methods are replaced, because torch.compile skips PyG's hooks.
     """
-    take = layer.inspector.get_param_names
-
-    def adapted(method: str, functions: Sequence[str]) -> _Adapted:
-        names = [name for of in functions for name in take(of)]
-        ends = ([name[:-2] for name in names if name.endswith(end)] for end in ("_j", "_i"))
-        return _Adapted(layer, method, running, *ends)
-
-    layer.propagate = adapted("propagate", ("message", "aggregate", "update"))
+    layer.propagate = _adapted(layer, "propagate", running, _MESSAGE_FUNCTIONS)
     if layer.inspector.implements("edge_update"):
-        layer.edge_updater = adapted("edge_updater", ("edge_update",))
+        layer.edge_updater = _adapted(layer, "edge_updater", running, ("edge_update",))
+
+
+def _adapted(
+    layer: MessagePassing, method: str, running: Running, functions: Sequence[str]
+) -> _Adapted:
+    names = dict.fromkeys(
+        name
+        for function in functions
+        for name in layer.inspector.get_param_names(function)
+        if name not in _OF_EDGES
+    )
+    at_j, at_i = ([name[:-2] for name in names if name.endswith(end)] for end in ("_j", "_i"))
+    reads_all_rows = not names.keys().isdisjoint((*at_j, *at_i))
+    shows_ids = any(_shows_ids(layer, function) for function in functions)
+    hides_ids = _is_of_pyg(layer, method) and not shows_ids and not reads_all_rows
+    return _Adapted(layer, method, running, at_j, at_i, hides_ids)
+
+
+def _is_of_pyg(layer: MessagePassing, method: str) -> bool:
+    """Return whether PyG wrote a method, or made it of the functions of an own class."""
+    classes = [kind for kind in type(layer).__mro__ if method in vars(kind)]
+    return all(
+        kind.__module__.startswith("torch_geometric.")
+        or vars(kind)[method].__module__ != kind.__module__
+        for kind in classes
+    )
+
+
+def _shows_ids(layer: MessagePassing, function: str) -> bool:
+    """Return whether one of a layer's functions passes ids to code that may look at all nodes."""
+    names = {*layer.inspector.get_param_names(function)}
+    if not names.isdisjoint(_OTHER_IDS):
+        return True
+    parts = layer.aggr_module.modules() if layer.aggr_module is not None else ()
+    readers = [type(part) for part in parts if isinstance(part, Aggregation)]
+    if getattr(type(layer), function) is not getattr(MessagePassing, function):
+        readers.append(type(layer))
+    is_of_pyg = all(reader.__module__.startswith("torch_geometric.") for reader in readers)
+    return not names.isdisjoint(_TARGET_IDS) and not is_of_pyg
 
 
 def is_attached(layer: MessagePassing) -> bool:
     """Return whether a layer checks its edges; PyG replaces its methods to explain a model."""
     return isinstance(vars(layer).get("propagate"), _Adapted)
-
-
-# Layers whose forward only passes the result of edge_updater to propagate, and return it.
-SCORES_FIRST = (pyg.GATConv, pyg.GATv2Conv, GATEConv)
-
-
-@dataclass(eq=False)
-class Scores:
-    """A call of ``edge_updater``, which ``propagate`` makes after the exchange of both."""
-
-    own: Callable[..., Any]
-    values: dict[str, Any]
-    read: list[torch.Tensor]
-    result: Any = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,91 +143,114 @@ class _Adapted:
     # values of which the layer's functions take rows at one end of the edges, or at the other
     at_j: list[str]
     at_i: list[str]
+    # whether only code of PyG sees ids, and those of targets alone: its results are local
+    hides_ids: bool
 
     def __call__(self, edge_index: PartitionedIndex, size: Any = None, **values: Any) -> Any:
         self.running.check(edge_index, self.method)
         if self.method == "propagate" and self.running.step is not None:
             self.running.step(self.method)
-        layer, edges = self.layer, edge_index.of
+        edges = edge_index.of
         assert isinstance(edges, EdgeRules)
-        read = self._at_sources(edge_index, values)
-        own = partial(getattr(type(layer), self.method), layer, size=size)
-        forward = type(layer).forward
-        if self.method == "edge_updater" and any(forward is one.forward for one in SCORES_FIRST):
-            return Scores(own, values, read)
-        waiting = {}
-        for name, one in values.items():
-            if isinstance(one, Scores):
-                waiting[name] = one
-                read += one.read
-
-        def run() -> Any:
-            known = edges.fetched(edge_index, read, layer.node_dim)
-            for name, scores in waiting.items():
-                values[name] = scores.result = scores.own(known, **scores.values)
-            return own(known, **values)
-
+        hides_ids = self.hides_ids and self._may_hide_ids(edge_index)
+        read = self.at_sources(edge_index, values)
+        edge_index = edges.fetched(edge_index, read, self.layer.node_dim, 1 if hides_ids else 2)
+        ids: torch.Tensor = edge_index
+        unread = [*values.values()]
+        if hides_ids and (rows := self._rows_at_ends(edge_index, size, values)) is not None:
+            ids, size, values = edge_index.plain, (None, edges.layer_counts()[2]), values | rows
+        own = getattr(type(self.layer), self.method)
         if torch.compiler.is_compiling():
-            return run()
-        before, exchanged = edges.exchanged, list[torch.Tensor]()
-        edges.exchanged = exchanged
+            return own(self.layer, ids, size=size, **values)
+        before, edges.exchanged = edges.exchanged, []
+        exchanged = edges.exchanged
         try:
-            out = run()
+            out = own(self.layer, ids, size=size, **values)
         finally:
             edges.exchanged = before
-        given: list[Any] = []
-        if edge_index.plain.shape[1] == 0:
-            # backward is collective: it must contain all tensors that a message reads
-            given = [*values.values(), *(one.values for one in waiting.values())]
-        if not given and not exchanged:
+        exchanged += [rows for x, rows in edge_index.known if rows is not x and rows.requires_grad]
+        # backward is collective: without edges, it must contain all tensors that a message reads
+        unread = unread if edge_index.plain.shape[1] == 0 else []
+        if not unread and not exchanged:
             return out
-        return _with_first(out, partial(_depending, given=given, exchanged=exchanged))
+        return _with_first(out, unread, exchanged)
 
-    def _at_sources(
+    def _may_hide_ids(self, edge_index: PartitionedIndex) -> bool:
+        """Return whether messages go to targets, at least one, and no hook of the layer runs."""
+        return (
+            not torch.compiler.is_compiling()  # the rules need fewer recompilations
+            and edge_index.kind == "edges"
+            and self.layer.flow == "source_to_target"
+            and edge_index.plain.shape[1] > 0
+            and not any(map(vars(self.layer).get, _HOOKS))
+        )
+
+    def at_sources(
         self, edge_index: PartitionedIndex, values: dict[str, Any]
     ) -> list[torch.Tensor]:
         """Return the tensors that the method takes rows of at the sources of edges."""
-        layer, place = self.layer, 0 if edge_index.kind == "edges" else 1
-        if layer.decomposed_layers > 1:  # it takes rows of parts of these
-            return []
-        forward = layer.flow == "source_to_target"
-        taken = []
+        place = 0 if edge_index.kind == "edges" else 1
+        forward = self.layer.flow == "source_to_target"
+        read = []
         for name in self.at_j if forward == (place == 0) else self.at_i:
-            one = values.get(name)
-            if isinstance(one, tuple | list):
-                one = one[place]
-            if isinstance(one, torch.Tensor) and not isinstance(one, PartitionedIndex):
-                taken.append(one)
-        return taken
+            value = values.get(name)
+            if isinstance(value, tuple | list):
+                value = value[place]
+            if isinstance(value, torch.Tensor) and not isinstance(value, PartitionedIndex):
+                read.append(value)
+        return read
+
+    def _rows_at_ends(
+        self, edge_index: PartitionedIndex, size: Any, values: dict[str, Any]
+    ) -> dict[str, Any] | None:
+        """Return pairs of rows with the halo and of targets, for what the layer reads by ids.
+
+        None if the shapes do not fit: the rules of the vector then raise, or complete the rows.
+        """
+        assert isinstance(edge_index.of, EdgeRules)
+        sources, _, targets = edge_index.of.layer_counts()
+        num_sources, num_targets = (None, None) if size is None else size
+        counts = set() if num_targets is None else {num_targets}
+        rows_of = {id(x): rows for x, rows in edge_index.known}
+        pairs: dict[str, Any] = {}
+        for name in {*self.at_j, *self.at_i}:
+            value = values.get(name)
+            if value is None:
+                continue
+            is_pair = isinstance(value, tuple | list)
+            source, target = value if is_pair else (value, value if name in self.at_i else None)
+            if name not in self.at_j or source is None:
+                rows = None
+            elif (rows := rows_of.get(id(source))) is None:
+                return None
+            if isinstance(target, torch.Tensor):
+                counts.add(target.size(self.layer.node_dim))
+            pairs[name] = rows, target
+        fits = num_sources in (None, sources) and (counts or {sources}) == {targets}
+        return pairs if fits else None
 
 
-def _depending(
-    out: torch.Tensor, given: Sequence[Any], exchanged: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """Return `out`, whose backward contains these exchanges even if no value of theirs is used.
+def _with_first(out: Any, unread: Sequence[Any], exchanged: Sequence[torch.Tensor]) -> Any:
+    """Return a result of a layer whose first floating tensor depends on values and exchanges.
 
     Backward is collective: a rank whose edges ignore the rows would leave the others waiting.
     """
-    if not (out.is_floating_point() or out.is_complex()) or not torch.is_grad_enabled():
+    if type(out) in (tuple, list):
+        for place, one in enumerate(out):
+            if isinstance(one, torch.Tensor) and (one.is_floating_point() or one.is_complex()):
+                first = _with_first(one, unread, exchanged)
+                return type(out)([*out[:place], first, *out[place + 1 :]])
+    if not isinstance(out, torch.Tensor) or not torch.is_grad_enabled():
         return out
-    if given:
-        out = sum(_nothing_of(given), out)
+    if not (out.is_floating_point() or out.is_complex()):
+        return out
+    if unread:
+        out = sum(_nothing_of(unread), out)
     if not exchanged:
         return out
     if transforms_active():
         return sum(_nothing_of(exchanged), out)
-    return _Depending.apply(out, *exchanged)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _with_first(out: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a result of a layer with its first floating tensor changed."""
-    if isinstance(out, torch.Tensor):
-        return change(out)
-    if type(out) in (tuple, list):
-        for place, one in enumerate(out):
-            if isinstance(one, torch.Tensor) and (one.is_floating_point() or one.is_complex()):
-                return type(out)([*out[:place], change(one), *out[place + 1 :]])
-    return out
+    return _Depending.apply(out, *exchanged)  # type: ignore[no-untyped-call]
 
 
 class _Depending(torch.autograd.Function):

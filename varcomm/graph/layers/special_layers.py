@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch.nn.functional import dropout
 from torch_geometric import nn as pyg
+from torch_geometric.nn.models.attentive_fp import GATEConv
 from torch_geometric.utils import add_remaining_self_loops, get_laplacian, one_hot, scatter
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.index.batch import extreme, largest
 from varcomm.graph.index.edges import EdgeRules
 from varcomm.graph.index.partitioned_index import PartitionedIndex, plain
-from varcomm.graph.layers.propagate import SCORES_FIRST, Running, Scores
+from varcomm.graph.layers.propagate import Running
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_reduce import all_reduce
 from varcomm.ops.checks import checking
@@ -65,11 +66,35 @@ class _Method:
 
 
 def _attend(self: Any, running: Running, *args: Any, **kwargs: Any) -> Any:
-    """Return the scores that ``propagate`` has computed, if they are asked for."""
-    out = type(self).forward(self, *args, **kwargs)
-    if isinstance(out, tuple) and isinstance(out[1][1], Scores):
-        return out[0], (out[1][0], out[1][1].result)
-    return out
+    """Score edges and propagate after one exchange, in a forward that only passes scores on."""
+    scores: Any = None
+    scored: dict[str, Any] = {}
+
+    def edge_updater(edge_index: Any, size: Any = None, **values: Any) -> None:
+        scored.update(values)
+
+    def propagate(edge_index: Any, size: Any = None, alpha: None = None, **values: Any) -> Any:
+        nonlocal scores
+        running.check(edge_index, "propagate")
+        read = self.edge_updater.at_sources(edge_index, scored)
+        read += self.propagate.at_sources(edge_index, values)
+        edge_index = edge_index.of.fetched(edge_index, read, self.node_dim)
+        scores = self.edge_updater(edge_index, size=size, **scored)
+        return self.propagate(edge_index, size=size, alpha=scores, **values)
+
+    layer = _WithMethods(self, propagate=propagate, edge_updater=edge_updater)
+    out = type(self).forward(layer, *args, **kwargs)
+    return (out[0], (out[1][0], scores)) if isinstance(out, tuple) else out
+
+
+class _WithMethods:
+    """A layer with other methods, for one call of PyG's forward."""
+
+    def __init__(self, layer: Any, **methods: Callable[..., Any]) -> None:
+        vars(self).update(methods, layer=layer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layer, name)
 
 
 def _gcn_forward(
@@ -207,17 +232,7 @@ def _hgt_forward(
         return messages.new_zeros(len(q), self.out_channels).index_add(0, index, messages)
 
     local = {key: plain(edges) for key, edges in edge_index_dict.items()}
-    return pyg.HGTConv.forward(_WithPropagate(self, propagate), x_dict, local)
-
-
-class _WithPropagate:
-    """A layer for one call of PyG's forward, with another function to propagate."""
-
-    def __init__(self, layer: Any, propagate: Callable[..., Any]) -> None:
-        self.layer, self.propagate = layer, propagate
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.layer, name)
+    return pyg.HGTConv.forward(_WithMethods(self, propagate=propagate), x_dict, local)
 
 
 @kept_from_compilation
@@ -276,7 +291,7 @@ def _these(names: str) -> dict[str, Callable[..., Any]]:
 
 
 _METHODS: dict[type[torch.nn.Module], dict[str, Callable[..., Any]]] = {
-    **{kind: {"forward": _attend} for kind in SCORES_FIRST},
+    **{kind: {"forward": _attend} for kind in (pyg.GATConv, pyg.GATv2Conv, GATEConv)},
     pyg.GCNConv: {"forward": _gcn_forward},
     pyg.GPSConv: {"forward": _gps_forward},
     pyg.HANConv: {"forward": _han_forward},
