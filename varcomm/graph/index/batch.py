@@ -21,8 +21,8 @@ __all__ = [
     "STARTS_FROM_ZERO",
     "Graphs",
     "accumulated",
-    "beyond",
     "extreme",
+    "extreme_of_parts",
     "largest",
 ]
 
@@ -105,27 +105,41 @@ def extreme(
 
     Nodes with the extreme share its gradient evenly. The extreme of no nodes is 0.
     """
-    start = x.new_full((size, *x.shape[1:]), beyond(how, x.dtype))
-    local = start.scatter_reduce(0, _index(rows, x), x.detach(), how)
-    equal = _equal(x.detach(), local.index_select(0, rows))
-    times = torch.zeros_like(local, dtype=torch.int32).index_add(0, rows, equal.int())
-    if x.is_floating_point():
-        share = (1 / times.clamp(min=1).double()).to(x.dtype).index_select(0, rows)
-        parts = x.masked_fill(~equal, 0) * share
-        local = _exactly(local, torch.zeros_like(local).index_add(0, rows, parts))
 
     def combine(values: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
-        values = values.masked_fill(times == 0, beyond(how, values.dtype))
-        result: torch.Tensor = getattr(values.detach(), how)(0)
-        if values.is_floating_point():
-            times = times.masked_fill(~_equal(values.detach(), result), 0)
-            count = times.sum(0) + (result == 0).mul(from_zero)
-            share = (times / count.clamp(min=1).double()).to(values.dtype)
-            parts = values.masked_fill(times == 0, 0) * share
-            result = _exactly(result, parts.sum(0))
-        return result.masked_fill((times == 0).all(0), 0)
+        into_one = torch.zeros(group.size, dtype=torch.int64, device=values.device)
+        top, times = extreme_of_parts(how, values, times, into_one, 1, from_zero)
+        return top.masked_fill(times == 0, 0)[0]
 
-    return _across_ranks([local, times], combine, group)
+    ones = torch.ones_like(x, dtype=torch.int32)
+    return _across_ranks([*extreme_of_parts(how, x, ones, rows, size)], combine, group)
+
+
+def extreme_of_parts(
+    how: Extreme,
+    x: torch.Tensor,
+    times: torch.Tensor,
+    rows: torch.Tensor,
+    size: int,
+    from_zero: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the extreme of (n, *F) at each of `size` rows, and how many originals have it.
+
+    `times` are the originals of each element, int32 of (n, *F); they share the gradient evenly.
+    """
+    x = x.masked_fill(times == 0, _beyond(how, x.dtype))
+    start = x.new_full((size, *x.shape[1:]), _beyond(how, x.dtype))
+    top = start.scatter_reduce(0, _index(rows, x), x.detach(), how)
+    equal = (x.detach() == top.index_select(0, rows)) | x.isnan()
+    times = times.masked_fill(~equal, 0)
+    count = torch.zeros_like(top, dtype=times.dtype).index_add(0, rows, times)
+    if x.is_floating_point():
+        share = 1 / (count + (top == 0).mul(from_zero)).clamp(min=1).double()
+        parts = x.masked_fill(times == 0, 0) * (times * share.index_select(0, rows)).to(x.dtype)
+        # equal to `top`, except for rounding and infinities
+        total = torch.zeros_like(top).index_add(0, rows, parts)
+        top = total + torch.where(top.isfinite(), top - total, 0).detach()
+    return top, count
 
 
 def _across_ranks(
@@ -148,16 +162,7 @@ def _across_ranks(
     return of_all_ranks(all_gather_v(combine(*own), counts, group=pg).view(shape), group)
 
 
-def _exactly(value: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
-    """Give `value` the derivatives of `parts`, which equal it except for rounding."""
-    return parts + torch.where(value.isfinite(), value - parts, 0).detach()
-
-
-def _equal(values: torch.Tensor, extreme: torch.Tensor) -> torch.Tensor:
-    return (values == extreme) | values.isnan()
-
-
-def beyond(how: Extreme, dtype: torch.dtype) -> float | int:
+def _beyond(how: Extreme, dtype: torch.dtype) -> float | int:
     """Return the extreme of no values."""
     if dtype.is_floating_point:
         return float("-inf") if how == "amax" else float("inf")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.index.batch import STARTS_FROM_ZERO, Extreme, beyond
+from varcomm.graph.index.batch import STARTS_FROM_ZERO, Extreme, extreme_of_parts
 from varcomm.graph.index.partitioned_index import How, Kind, Numbering, PartitionedIndex, ordinary
 from varcomm.graph.node_shard import NodeShard
 from varcomm.graph.on_device import require
@@ -247,20 +247,7 @@ class EdgeRules(Numbering):
         if how == "prod":
             raise _unknown_at_sources()
         require(src.detach().isfinite().all(), _unknown_at_sources, self, "finite values")
-        top = self._extreme_at_sources(how, ids, src.detach())
-        if not src.requires_grad:
-            return top
-        # edges with the extreme share its gradient evenly
-        equal = src.detach() == self._rows_at(ids, top)
-        wide = torch.promote_types(src.dtype, torch.float32)  # bf16 counts to 256
-        times = self._sum_at_sources(ids, equal.to(wide))
-        times = (times + (top == 0).mul(STARTS_FROM_ZERO)).clamp(min=1)
-        share = (equal / self._rows_at(ids, times)).to(src.dtype)
-        parts = self._sum_at_sources(ids, src.masked_fill(~equal, 0) * share)
-        return parts + (top - parts).detach()
-
-    def _rows_at(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return self.rows_and_halo(x).index_select(0, ids)
+        return self._extreme_at_sources(how, ids, src)
 
     def _sum_at_sources(self, index: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
         sources, halo, _ = self.layer_counts()
@@ -270,15 +257,18 @@ class EdgeRules(Numbering):
     def _extreme_at_sources(
         self, how: Extreme, index: torch.Tensor, src: torch.Tensor
     ) -> torch.Tensor:
-        rows = self.plan.num_rows + self.plan.num_received
-        local = src.new_full((rows, *src.shape[1:]), beyond(how, src.dtype))
-        local = local.index_reduce(0, index, src, how)
-        plan, pg = self.plan, self.group.process_group
-        halo = local[self.plan.num_rows :]
-        received = all_to_all_v(halo, plan.recv_counts, plan.send_counts, group=pg)
-        out = local[: self.plan.num_rows].index_reduce(0, plan.send_index, received, how)
-        has_none = self._sum_at_sources(index, torch.ones_like(index)) == 0
-        return out.masked_fill(has_none.view(-1, *[1] * (out.dim() - 1)), 0)
+        """Return extremes whose gradient the edges that have them share evenly."""
+        plan, pg, owned = self.plan, self.group.process_group, self.plan.num_rows
+        ones = torch.ones_like(src, dtype=torch.int32)
+        rows = owned + plan.num_received
+        joined = []
+        for part in extreme_of_parts(how, src, ones, index, rows):
+            of_halos = all_to_all_v(part[owned:], plan.recv_counts, plan.send_counts, group=pg)
+            joined.append(_joined(part[:owned], of_halos, 0))
+        owners = torch.cat([torch.arange(owned, device=index.device), plan.send_index])
+        tops, times = joined
+        out, times = extreme_of_parts(how, tops, times, owners, owned, STARTS_FROM_ZERO)
+        return out.masked_fill(times == 0, 0)
 
     def count(self, kind: Kind, index: torch.Tensor, whole: bool) -> int:
         """Return the number of owned nodes; for edges, up to the last node that has an edge.
