@@ -13,7 +13,6 @@ import torch
 from varcomm.errors import ArgumentError
 from varcomm.graph.index.partitioned_index import (
     NAMES,
-    RULES,
     Kind,
     PartitionedIndex,
     computed,
@@ -39,6 +38,7 @@ _ENDS: dict[str, tuple[Kind, Kind]] = {
 _PAIRS: dict[tuple[str, ...], Kind] = {ends: kind for kind, ends in _ENDS.items()}  # type: ignore[misc]
 
 _SIGNS = {"neg", "__neg__", "mul", "__mul__", "__rmul__"}
+_REDUCTIONS = {"scatter_reduce", "scatter_reduce_", "index_reduce", "index_reduce_"}
 _CATS = {"cat", "concat", "concatenate"}
 _EQUAL = {"eq": True, "__eq__": True, "ne": False, "not_equal": False, "__ne__": False}
 NAMES.update({function: name for name in _SIGNS for function in functions_named(name)})
@@ -50,6 +50,20 @@ def _known(func: Callable[..., Any], x: PartitionedIndex, *args: Any, **kwargs: 
     return func(x.plain, *args, **kwargs)
 
 
+# those that integers have
+@rule(
+    "__iadd__ __iand__ __ifloordiv__ __ilshift__ __imod__ __imul__ __ior__ __ipow__ __irshift__ "
+    "__isub__ __ixor__ __idiv__ __itruediv__ abs_ absolute_ add_ addbmm_ addcmul_ addmm_ addmv_ "
+    "addr_ apply_ as_strided_ baddbmm_ bernoulli_ bitwise_and_ bitwise_left_shift_ bitwise_not_ "
+    "bitwise_or_ bitwise_right_shift_ bitwise_xor_ ceil_ clamp_ clamp_max_ clamp_min_ clip_ "
+    "conj_physical_ copy_ cumprod_ cumsum_ detach_ eq_ fill_ fill_diagonal_ fix_ floor_ "
+    "floor_divide_ fmod_ gcd_ ge_ geometric_ greater_ greater_equal_ gt_ hardtanh_ heaviside_ "
+    "lcm_ le_ less_ less_equal_ logical_and_ logical_not_ logical_or_ logical_xor_ lt_ map_ map2_ "
+    "masked_fill_ masked_scatter_ mul_ multiply_ nan_to_num_ ne_ neg_ negative_ not_equal_ pow_ "
+    "random_ relu_ remainder_ renorm_ resize_ resize_as_ round_ set_ sgn_ share_memory_ sign_ "
+    "square_ squeeze_ sub_ subtract_ swapaxes_ swapdims_ t_ threshold_ transpose_ tril_ triu_ "
+    "trunc_ unsqueeze_ zero_"
+)
 def _in_place(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     given = first_index(*args, *kwargs.values())
     raise refuse(func, given.kind, "Operations in place do not change what numbers stand for.")
@@ -236,33 +250,46 @@ def _setitem(func: Callable[..., Any], x: Any, key: Any, value: Any) -> None:
         raise refuse(func, first_index(key).kind)
 
 
-def _reduction(
+@rule(
+    "scatter_add scatter_add_ index_add index_add_ "
+    "scatter_reduce scatter_reduce_ index_reduce index_reduce_"
+)
+def _reduce(
     func: Callable[..., Any],
     x: Any,
     dim: int,
     index: Any,
-    src: Any,
-    how: str,
-    include_self: bool,
-    local: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    src: Any = None,
+    reduce: str = "sum",
+    *,
+    source: Any = None,
+    include_self: bool = True,
+    alpha: Any = 1,
 ) -> torch.Tensor:
-    """Reduce rows of `src` into `x` at the nodes or graphs of `index`."""
+    """Reduce rows into `x` at the nodes or graphs of `index`."""
+    src = source if src is None else src
     if not isinstance(index, PartitionedIndex) or isinstance(x, PartitionedIndex):
         raise refuse(func, first_index(x, src).kind)
-    known = (*_KNOWN, "mean") if index.kind == "target" else _KNOWN
-    if isinstance(src, PartitionedIndex) or how not in known:
+    is_target = index.kind == "target"
+    if reduce == "mean" and not is_target and not isinstance(src, PartitionedIndex):
+        return _mean(func, x, dim, index, src, include_self)
+    known = (*_KNOWN, "mean") if is_target else _KNOWN
+    if isinstance(src, PartitionedIndex) or reduce not in known:
         raise refuse(func, index.kind)
-    if index.kind == "target":
-        out = local(index.of.start_at_targets(x, dim, src), index.plain)
-        return index.of.at_targets(out, src)
+    if is_target:
+        options: dict[str, Any] = {} if alpha == 1 else {"alpha": alpha}
+        if name_of(func) in _REDUCTIONS:
+            options = {"reduce": reduce, "include_self": include_self}
+        start = index.of.start_at_targets(x, dim, src)
+        return index.of.at_targets(func(start, dim, index.plain, src, **options), src)
     if index.kind not in ("source", "graph") or index.line is None:
         raise refuse(func, index.kind)
     if not torch.compiler.is_compiling():
         if index.plain.dim() > 1 and index.plain.shape != src.shape:
             raise refuse(func, index.kind, "Expand the vector to the shape of the values.")
-        _check_start(func, x, dim, index, how, include_self)
-    rows = src.movedim(dim, 0)
-    total = index.of.reduced(index, how, rows, x.shape[dim]).movedim(0, dim)  # type: ignore[arg-type]
+        _check_start(func, x, dim, index, reduce, include_self)
+    rows = (src if alpha == 1 else src * alpha).movedim(dim, 0)
+    total = index.of.reduced(index, reduce, rows, x.shape[dim]).movedim(0, dim)  # type: ignore[arg-type]
     total = total.to(x.dtype)
     in_place = name_of(func).endswith("_")
     if index.kind == "source" and index.of.is_up_to_last(x.shape[dim]):
@@ -274,12 +301,23 @@ def _reduction(
                 f"the vector is of {total.shape[dim]} nodes or graphs."
             )
         return total  # of a rank without rows
-    if how == "sum":
+    if reduce == "sum":
         return x.add_(total) if in_place else x + total  # type: ignore[no-any-return]
     if include_self:
-        combine = {"amax": torch.maximum, "amin": torch.minimum, "prod": torch.mul}[how]
+        combine = {"amax": torch.maximum, "amin": torch.minimum, "prod": torch.mul}[reduce]
         total = combine(x.clone(), total)
     return x.copy_(total) if in_place else total
+
+
+def _mean(
+    func: Callable[..., Any], x: Any, dim: int, index: PartitionedIndex, src: Any, kept: bool
+) -> torch.Tensor:
+    add = torch.index_add if "index" in name_of(func) else torch.scatter_add
+    if not kept:
+        _check_start(func, x, dim, index, "amax", False)
+    count = add(torch.full_like(x, kept), dim, index, torch.ones_like(src))
+    mean = add(x, dim, index, src) / count.clamp(min=1)
+    return x.copy_(mean) if name_of(func).endswith("_") else mean
 
 
 def _check_start(
@@ -296,49 +334,6 @@ def _check_start(
             index.of,
             ("start", how, kept, x.dtype, x.shape),
         )
-
-
-@rule("scatter_add scatter_add_")
-def _scatter_add(func: Callable[..., Any], x: Any, dim: int, index: Any, src: Any) -> Any:
-    return _reduction(
-        func, x, dim, index, src, "sum", True, lambda x, index: func(x, dim, index, src)
-    )
-
-
-@rule("index_add index_add_")
-def _index_add(
-    func: Callable[..., Any], x: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1
-) -> Any:
-    return _reduction(
-        func, x, dim, index, source if alpha == 1 else source * alpha, "sum", True,
-        lambda x, index: func(x, dim, index, source, alpha=alpha),
-    )  # fmt: skip
-
-
-@rule("scatter_reduce scatter_reduce_ index_reduce index_reduce_")
-def _scatter_reduce(
-    func: Callable[..., Any],
-    x: Any,
-    dim: int,
-    index: Any,
-    src: Any,
-    reduce: str,
-    *,
-    include_self: bool = True,
-) -> Any:
-    if reduce == "mean" and isinstance(index, PartitionedIndex) and index.kind != "target":
-        add = torch.index_add if "index" in name_of(func) else torch.scatter_add
-        if not include_self:
-            _check_start(func, x, dim, index, "amax", False)
-        count = add(torch.full_like(x, include_self), dim, index, torch.ones_like(src))
-        mean = add(x, dim, index, src) / count.clamp(min=1)
-        return x.copy_(mean) if name_of(func).endswith("_") else mean
-
-    def local(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = func(x, dim, index, src, reduce=reduce, include_self=include_self)
-        return out
-
-    return _reduction(func, x, dim, index, src, reduce, include_self, local)
 
 
 @rule("unique")
@@ -485,10 +480,3 @@ rule(
     "new_zeros new_ones new_full new_empty new_tensor zeros_like ones_like full_like "
     "empty_like rand_like randn_like isclose allclose __repr__ __format__"
 )(fresh)
-
-_names_in_place = [
-    name
-    for name in {*dir(torch), *dir(torch.Tensor)} - RULES.keys()
-    if name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-]
-rule(" ".join(_names_in_place))(_in_place)
