@@ -12,7 +12,7 @@ import torch
 from varcomm._torch_private import let_vary
 from varcomm.graph.index.edges import EdgeRules
 from varcomm.graph.index.partitioned_index import PartitionedIndex
-from varcomm.graph.node_shard import Shard
+from varcomm.graph.node_shard import Shard, moved
 from varcomm.plan.exchange_plan import ExchangePlan
 
 __all__ = ["EdgeShard"]
@@ -42,8 +42,6 @@ class EdgeShard(Shard):
         Number of nodes of the target's type that this rank owns.
     hops : int
         The number of exchanges of one hop that the halo replaces.
-    counts : tuple of int
-        The number of interior edges, and the number of self loops.
 
     See Also
     --------
@@ -69,28 +67,30 @@ class EdgeShard(Shard):
     local_ids: torch.Tensor = field(repr=False)
     plan: ExchangePlan = field(repr=False)
     num_targets: int
-    counts: tuple[int, int] | None = field(default=None, repr=False)
+    known_counts: tuple[int, int] | None = field(default=None, repr=False)
     halo_ids: torch.Tensor = field(repr=False, kw_only=True)
     hops: int = 1
 
-    # what operations on edge_index do
-    rules: EdgeRules = field(init=False, repr=False)
     # whether edge_index is an ordinary tensor; set by varcomm.testing
     is_plain: bool = field(init=False, repr=False, default=False)
 
     noun = "edges"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        ids = self.local_ids
-        source, target = ids
-        counts = self.counts or (
+    @cached_property
+    def counts(self) -> tuple[int, int]:
+        """The number of interior edges, and the number of self loops."""
+        source, target = self.local_ids
+        return self.known_counts or (
             int((source < self.num_sources).sum()),
             int((source == target).sum()),
         )
-        vars(self).update(counts=counts, local_ids=let_vary(ids, 1))
-        numbers = self.local_ids, self.halo_ids, self.plan, self.num_targets, counts, self.hops
-        vars(self)["rules"] = EdgeRules(self.group, *numbers)
+
+    @cached_property
+    def rules(self) -> EdgeRules:
+        """What operations on :attr:`edge_index` do."""
+        ids = let_vary(self.local_ids, 1)
+        numbers = self.halo_ids, self.plan, self.num_targets, self.counts, self.hops
+        return EdgeRules(self.group, ids, *numbers)
 
     @property
     def edge_index(self) -> torch.Tensor:
@@ -162,8 +162,11 @@ class EdgeShard(Shard):
     def to(self, device: torch.device | str) -> EdgeShard:
         """Return a copy on another device."""
         return replace(
-            super().to(device),
+            self,
+            attributes=moved(self.attributes, device),
+            ids=self.ids.to(device),
             local_ids=self.local_ids.to(device),
             halo_ids=self.halo_ids.to(device),
             plan=self.plan.to(device),
+            known_counts=self.counts,
         )

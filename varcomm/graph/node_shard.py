@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 
@@ -44,11 +44,11 @@ class Shard:
 
     # : name of the rows in messages
     noun: ClassVar[str]
-    # : the number of owned rows, as a size that compiled code reads
-    owned_extent: torch.Tensor = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        vars(self)["owned_extent"] = extent_of(self.num_owned, device=self.ids.device)
+    @cached_property
+    def owned_extent(self) -> torch.Tensor:
+        """The number of owned rows, as a size that compiled code reads."""
+        return extent_of(self.num_owned, device=self.ids.device)
 
     @property
     def owned_ids(self) -> torch.Tensor:
@@ -62,9 +62,7 @@ class Shard:
 
     def counted(self) -> int:
         """Return the number of owned rows; symbolic in compiled code."""
-        if torch.compiler.is_compiling():
-            return count_in(self.owned_extent, 0)
-        return self.num_owned
+        return count_in(self.owned_extent, 0)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the owned rows."""
@@ -78,10 +76,6 @@ class Shard:
 
     def __contains__(self, name: str) -> bool:
         return name in self.attributes
-
-    def to(self, device: torch.device | str) -> Self:
-        """Return a copy on another device."""
-        return replace(self, attributes=moved(self.attributes, device), ids=self.ids.to(device))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shard:
         """Return the shard itself, which is not changed."""
@@ -406,12 +400,21 @@ class NodeShard(Shard):
         """Nodes of this type in the full graph, N, on every rank."""
         return self.sizes.total
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        batch = plain(self.attributes.get("batch"))
+    @classmethod
+    def of(
+        cls, group: Group, sizes: ShardSizes, attributes: Mapping[str, Any], ids: torch.Tensor
+    ) -> NodeShard:
+        """Return nodes whose attribute ``batch``, if any, refers to the graphs of all ranks."""
+        batch = plain(attributes.get("batch"))
         if isinstance(batch, torch.Tensor) and batch.dtype == torch.int64 and batch.dim() == 1:
-            known = PartitionedIndex.make(batch, Graphs(self.group), "graph", whole=True)
-            vars(self)["attributes"] = {**self.attributes, "batch": known}
+            known = PartitionedIndex.make(batch, Graphs(group), "graph", whole=True)
+            attributes = {**attributes, "batch": known}
+        return cls(group, sizes, attributes, ids)
+
+    def to(self, device: torch.device | str) -> NodeShard:
+        """Return a copy on another device."""
+        attributes = moved(self.attributes, device)
+        return NodeShard.of(self.group, self.sizes, attributes, self.ids.to(device))
 
 
 def _check_values(values: Any, mask: Any, shard: Shard, where: str) -> None:

@@ -90,6 +90,8 @@ class PartitionedGraph:
     method: str
 
     def __post_init__(self) -> None:
+        for shard in (*self.node_shards.values(), *self.edge_shards.values()):
+            shard.counted()  # compiled code reads the extent, which it cannot make
         for kind, edges in self.edge_shards.items():
             ends = (None, None) if kind is None else (kind[0], kind[-1])
             edges.rules.sources = self.node_shards[ends[0]]

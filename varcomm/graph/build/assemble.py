@@ -77,7 +77,7 @@ class Numbering:
         mine = self.sizes.range(group.rank)
         ids = self.order[mine.start : mine.stop]
         attributes = {key: taken(value, ids) for key, value in nodes.attributes.items()}
-        return NodeShard(group, self.sizes, attributes, ids)
+        return NodeShard.of(group, self.sizes, attributes, ids)
 
 
 def checked_owner(owner: Any, nodes: int, size: int) -> torch.Tensor:
@@ -173,7 +173,7 @@ def _placed(own: BroughtNodes, group: Group, device: torch.device) -> tuple[Dire
             ids, order = ids.sort()
             numbers = order.argsort() + sizes.offsets[group.rank]
             rows = {key: taken(value, order) for key, value in rows.items()}
-    return Directory(group, sizes, own.ranges, numbers), NodeShard(group, sizes, rows, ids)
+    return Directory(group, sizes, own.ranges, numbers), NodeShard.of(group, sizes, rows, ids)
 
 
 def sent_to_owners(

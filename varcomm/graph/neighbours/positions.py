@@ -160,8 +160,8 @@ def shards(
         local_ids=links.ends,
         plan=plan,
         num_targets=len(own.pos),
-        counts=counts,
+        known_counts=counts,
         halo_ids=halo_ids,
     )
-    nodes = NodeShard(group, sizes[0], {"pos": own.pos}, ids)
+    nodes = NodeShard.of(group, sizes[0], {"pos": own.pos}, ids)
     return {None: nodes}, {None: shard}, {}

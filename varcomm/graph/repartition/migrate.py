@@ -190,7 +190,7 @@ def migrated(
     for key, nodes in graph.node_shards.items():
         move = Move.to(owners[key], nodes.owned_ids, group)
         sizes = ShardSizes.from_local(len(move.ids), group.process_group)
-        shards[key] = NodeShard(group, sizes, move.rows(rows["nodes", key]), move.ids)
+        shards[key] = NodeShard.of(group, sizes, move.rows(rows["nodes", key]), move.ids)
         numbers[key] = move.numbers(sizes.offsets[group.rank])
     for edge_type, old in graph.edge_shards.items():
         source, target = ends(edge_type)
