@@ -1,5 +1,7 @@
 """What layers cost: an exchange for what is read at the source, and no byte beyond."""
 
+import sys
+
 import torch
 import torch_geometric.nn as pyg
 from torch_geometric.nn import MessagePassing
@@ -76,3 +78,29 @@ def test_what_is_read_at_the_target_does_not_travel(rank):
     call = lambda m, g: m(g.x, g.edge_index, g.edge_attr)  # noqa: E731
     assert not calls
     assert not compare(AtTarget, call, wild(), graph)
+
+
+MOST_FRAMES = {pyg.SAGEConv: 90, pyg.GATConv: 180}
+
+
+@on_ranks(2)
+def test_a_layer_runs_few_functions_of_the_library(rank):
+    torch.manual_seed(0)
+    graph, entered = partition(wild(), method="block"), []
+    edge_index = graph.edge_index
+
+    def enter(frame, event, argument):
+        if event == "call" and frame.f_code.co_filename.startswith(varcomm.__path__[0]):
+            entered.append(frame.f_code.co_qualname)
+
+    for kind, most in MOST_FRAMES.items():
+        layer, x = distribute(kind(4, 3).double(), graph), graph.x.clone().requires_grad_()
+        for _ in range(2):
+            layer(x, edge_index)
+        entered.clear()
+        sys.setprofile(enter)
+        try:
+            layer(x, edge_index)
+        finally:
+            sys.setprofile(None)
+        assert 0 < len(entered) <= most, (kind, len(entered), entered)

@@ -71,7 +71,7 @@ def deepened(graph: PartitionedGraph, hops: int) -> PartitionedGraph:
         halo_ids=plan(graph.owned_ids),
         plan=plan,
         hops=int(hops),
-        counts=None,
+        known_counts=None,
     )
     return replace(graph, edge_shards={None: shard})
 

@@ -106,12 +106,12 @@ def _adapted(
 
 
 def _is_of_pyg(layer: MessagePassing, method: str) -> bool:
-    """Return whether PyG wrote a method, or made it of the functions of an own class."""
-    classes = [kind for kind in type(layer).__mro__ if method in vars(kind)]
+    """Return whether PyG wrote a method, or generated it for a class."""
     return all(
         kind.__module__.startswith("torch_geometric.")
-        or vars(kind)[method].__module__ != kind.__module__
-        for kind in classes
+        or vars(kind)[method].__module__.startswith(f"{kind.__module__}_{kind.__name__}_")
+        for kind in type(layer).__mro__
+        if method in vars(kind)
     )
 
 
