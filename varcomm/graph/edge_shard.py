@@ -87,7 +87,7 @@ class EdgeShard(Shard):
 
     @cached_property
     def rules(self) -> EdgeRules:
-        """What operations on :attr:`edge_index` do."""
+        """The rules of operations on :attr:`edge_index`."""
         ids = let_vary(self.local_ids, 1)
         numbers = self.halo_ids, self.plan, self.num_targets, self.counts, self.hops
         return EdgeRules(self.group, ids, *numbers)

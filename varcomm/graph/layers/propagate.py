@@ -203,7 +203,7 @@ class _Adapted:
     def _rows_at_ends(
         self, edge_index: PartitionedIndex, size: Any, values: dict[str, Any]
     ) -> dict[str, Any] | None:
-        """Return pairs of rows with the halo and of targets, for what the layer reads by ids.
+        """Return pairs of rows with the halo and rows of targets, by names of the layer's values.
 
         None if the shapes do not fit: the rules of the vector then raise, or complete the rows.
         """
