@@ -2,6 +2,7 @@
 
 import copy
 import re
+import warnings
 from unittest.mock import patch
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import varcomm
 from tests.ops.primitives import PRIMITIVES, case
+from tests.worlds import on_ranks, refused_alike
 from varcomm import ArgumentError, DisagreementError, GroupError
 
 # Rows of two ranks, none of them 0 or 1, which torch.compile takes for constants.
@@ -33,14 +35,13 @@ def same(fn, other, x):
 
 
 def counted(fn, backend="aot_eager", dynamic=None):
+    torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     return torch.compile(fn, fullgraph=True, backend=counter, dynamic=dynamic), counter
 
 
-def compiled_like_eager(rank, ranks, name, settings, backend, is_async):
-    answers = []
+def check_compiled(rank, ranks, name, settings, backend="aot_eager", is_async=False):
     for pattern, dim, dynamic in settings:
-        torch._dynamo.reset()
         made = case(name, pattern, ranks, dim)
         op, x = made.bind(), made.filled(torch.float64)[rank].requires_grad_()
 
@@ -49,8 +50,8 @@ def compiled_like_eager(rank, ranks, name, settings, backend, is_async):
             return op(y, async_op=True).wait() if is_async else op(y)
 
         compiled, counter = counted(fn, backend, dynamic)
-        answers.append((same(compiled, fn, x), counter.frame_count))
-    return answers
+        assert same(compiled, fn, x), (pattern, dim)
+        assert counter.frame_count == 1
 
 
 STATIC = [("off by one", 0, None), ("one empty", 1, None)]
@@ -61,12 +62,12 @@ QUICK = ("all_gather_v", "plan_from_needed", "reduce")
     "name", [n if n in QUICK else pytest.param(n, marks=SLOW) for n in PRIMITIVES]
 )
 @pytest.mark.parametrize("is_async", [False, True])
-def test_primitives(compiling, name, is_async):
+@on_ranks(2)
+def test_primitives(rank, name, is_async):
     if is_async and not case(name, "even", 1).has_async:
         return
-    settings = [STATIC[0]] if is_async else [*STATIC, ("even", -1, True)]
-    answers = compiling(2, compiled_like_eager, 2, name, settings, "aot_eager", is_async)
-    assert answers == [[(True, 1)] * len(settings)] * 2
+    settings = STATIC[:1] if is_async else [*STATIC, ("even", -1, True)]
+    check_compiled(rank, 2, name, settings, is_async=is_async)
 
 
 @SLOW
@@ -74,10 +75,9 @@ def test_primitives(compiling, name, is_async):
     ("ranks", "name", "backend"),
     [(1, name, "aot_eager") for name in PRIMITIVES] + [(2, name, "inductor") for name in QUICK],
 )
-def test_primitives_on_one_rank_and_on_inductor(compiling, ranks, name, backend):
-    settings = STATIC[1:] if ranks == 1 else STATIC[:1]
-    answers = compiling(ranks, compiled_like_eager, ranks, name, settings, backend, False)
-    assert answers == [[(True, 1)]] * ranks
+@on_ranks(timeout=120)
+def test_primitives_on_one_rank_and_on_inductor(rank, ranks, name, backend):
+    check_compiled(rank, ranks, name, STATIC[1:] if ranks == 1 else STATIC[:1], backend)
 
 
 class Calls(TorchDispatchMode):
@@ -93,8 +93,11 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def checked_by_torch(rank, name):
-    """Return the number of operators of a call and its backward, once each passes opcheck."""
+@SLOW
+@pytest.mark.parametrize("name", [name for name in PRIMITIVES if name != "shard_v"])
+@on_ranks(2)
+def test_operators_pass_opcheck(rank, name):
+    """The two operators of a call and its backward."""
     made = case(name, "off by one", 2, 0)
     op, x = made.bind(), made.filled(torch.float64)[rank].requires_grad_()
     with patch("torch.compiler.is_compiling", lambda: True), Calls() as recorder:
@@ -103,17 +106,16 @@ def checked_by_torch(rank, name):
         own = [a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args]
         own[0].requires_grad_()
         torch.library.opcheck(func, tuple(own))
-    return len(recorder.calls)
+    assert len(recorder.calls) == 2
 
 
-@SLOW
-@pytest.mark.parametrize("name", [name for name in PRIMITIVES if name != "shard_v"])
-def test_operators_pass_opcheck(compiling, name):
-    assert compiling(2, checked_by_torch, name) == [2, 2]
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=SLOW)])
+@on_ranks(2, timeout=120)
+def test_order_of_calls_in_compiled_code(rank, backend):
+    """Calls keep their order, and a result that one rank does not use is not dropped.
 
-
-def ordered(rank, backend):
-    """Nothing but the order of the calls relates these operators, in forward and in backward."""
+    Nothing but the order of the calls relates these operators, in forward and in backward.
+    """
     sizes = [3, 1]
     x = torch.randn(sizes[rank], 64, dtype=torch.float64, requires_grad=True)
 
@@ -128,36 +130,28 @@ def ordered(rank, backend):
 
     (want,) = torch.autograd.grad(fn(x), x)
     with varcomm.trace() as trace:
-        (got,) = torch.autograd.grad(torch.compile(fn, fullgraph=True, backend=backend)(x), x)
-    return torch.allclose(got, want), [call.name for call in trace]
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=SLOW)])
-def test_order_of_calls_in_compiled_code(compiling, backend):
-    """Calls keep their order, and a result that one rank does not use is not dropped."""
+        (got,) = torch.autograd.grad(counted(fn, backend)[0](x), x)
+    assert torch.allclose(got, want)
     gather, scatter = "all_gather_v", "reduce_scatter_v"
     names = [gather, "all_reduce", gather, gather, scatter]
     names += [gather, scatter, "all_reduce", scatter]
-    assert compiling(2, ordered, backend) == [(True, names)] * 2
-
-
-def other_sizes(rank, dynamic):
-    def fn(x, sizes):
-        return varcomm.reduce_scatter_v(varcomm.all_gather_v(x * 2, sizes) ** 2, sizes)
-
-    compiled, counter = counted(fn, dynamic=dynamic)
-    right = []
-    for sizes in SIZES:
-        x = torch.randn(sizes[rank], 11, dtype=torch.float64, requires_grad=True)
-        right.append(same(lambda x, s=sizes: compiled(x, s), lambda x, s=sizes: fn(x, s), x))
-    return right, counter.frame_count
+    assert [call.name for call in trace] == names
 
 
 @SLOW
 @pytest.mark.parametrize(("dynamic", "times"), [(True, 1), (None, 2)])
-def test_other_sizes_do_not_compile_again(compiling, dynamic, times):
+@on_ranks(2)
+def test_other_sizes_do_not_compile_again(rank, dynamic, times):
     """Torch makes sizes dynamic at once, or when they change for the first time."""
-    assert compiling(2, other_sizes, dynamic) == [([True] * 3, times)] * 2
+
+    def fn(x, sizes):
+        return varcomm.reduce_scatter_v(varcomm.all_gather_v(x * 2, sizes) ** 2, sizes)
+
+    compiled, counter = counted(fn, dynamic=dynamic)
+    for sizes in SIZES:
+        x = torch.randn(sizes[rank], 11, dtype=torch.float64, requires_grad=True)
+        assert same(lambda x, s=sizes: compiled(x, s), lambda x, s=sizes: fn(x, s), x)
+    assert counter.frame_count == times
 
 
 class Exchanging(torch.nn.Module):
@@ -171,106 +165,82 @@ class Exchanging(torch.nn.Module):
         return self.plan(x) * 2
 
 
-def other_plans(rank, ranks):
+@SLOW
+@on_ranks(2)
+def test_other_plans_do_not_compile_again(rank):
     compiled, counter = counted(lambda x, plan: plan(x) * 2, dynamic=True)
-    right = []
     for n in (3, 5, 8):
         # other neighbours in each: one has no rows for others, one none for itself
-        counts = [n + i if (i + n) % 2 else 0 for i in range(ranks)]
+        counts = [n + i if (i + n) % 2 else 0 for i in range(2)]
         indices = [torch.randint(0, n + rank, (count,)) for count in counts]
         plan = varcomm.ExchangePlan.from_indices(indices, n + rank)
         x = torch.randn(n + rank, 2, dtype=torch.float64, requires_grad=True)
-        right.append(same(lambda x, plan=plan: compiled(x, plan), Exchanging(plan), x))
+        assert same(lambda x, plan=plan: compiled(x, plan), Exchanging(plan), x)
     x = torch.ones(2, requires_grad=True)  # a graph keeps the routes that its backward needs
     y = compiled(x, varcomm.ExchangePlan.from_indices([torch.tensor([0, 0])] * 2, 2))
     (y**2).sum().backward()
-    return right, counter.frame_count, x.grad.tolist()
+    assert counter.frame_count <= 3  # an empty tensor, and one of one dimension, by themselves
+    assert x.grad.tolist() == [32.0, 0.0]
 
 
 @SLOW
-def test_other_plans_do_not_compile_again(compiling):
-    for right, times, gradient in compiling(2, other_plans, 2):
-        assert right == [True] * 3
-        assert times <= 3  # an empty tensor, and one of one dimension, are compiled by themselves
-        assert gradient == [32.0, 0.0]
-
-
-def same_code_on_both_ranks(rank):
+@on_ranks(2, timeout=120)
+def test_compiled_code_is_not_mistaken_for_another_ranks(rank):
     """The shape of a result depends on the rank; the caller's code and inputs do not."""
 
     def fn(x):
         return varcomm.reduce_scatter_v(x, [2, 3]) * 2
 
-    shapes = []
+    torch._dynamo.reset()
     for turn in range(2):  # one rank after the other, so that the second finds the first's code
         if rank == turn:
             torch.compile(fn, fullgraph=True)  # nothing is compiled before the call
-        shapes.append(tuple(torch.compile(fn, fullgraph=True)(torch.ones(5, 2)).shape))
+        assert torch.compile(fn, fullgraph=True)(torch.ones(5, 2)).shape == (2 + rank, 2)
         torch._dynamo.reset()
-    return shapes
 
 
 @SLOW
-def test_compiled_code_is_not_mistaken_for_another_ranks(compiling):
-    assert compiling(2, same_code_on_both_ranks) == [[(2, 2)] * 2, [(3, 2)] * 2]
-
-
-def compared(rank):
+@on_ranks(2)
+def test_ranks_compare_compiled_calls_in_debug_mode(rank):
     compiled, _ = counted(lambda x, dim: varcomm.all_gather_v(x, [2, 2], dim))
     x = torch.ones(2, 2)
     with varcomm.debug():
-        right = compiled(x, 0).shape
-        with pytest.raises(DisagreementError) as caught:
-            compiled(x, rank)
-    return tuple(right), str(caught.value)
+        assert compiled(x, 0).shape == (4, 2)
+        error = refused_alike(
+            DisagreementError,
+            lambda: compiled(x, rank),
+            "ranks disagree on dim: rank 0 has 0; rank 1 has 1.",
+            match=r"test_compiled\.py:\d+, in <lambda>",  # the user's line
+        )
+    assert error.on_all_ranks
 
 
-@SLOW
-def test_ranks_compare_compiled_calls_in_debug_mode(compiling):
-    one, other = compiling(2, compared)
-    assert one == other
-    shape, message = one
-    assert shape == (4, 2)
-    assert "ranks disagree on dim: rank 0 has 0; rank 1 has 1." in message
-    assert re.search(r"test_compiled\.py:\d+, in <lambda>", message), "the user's line"
+@on_ranks(2)
+def test_wrong_use_is_an_error(rank):
+    here = f"on rank {rank} of 2: "
 
-
-def messages(rank):
-    found = []
-
-    def note(fn, *args):
+    def refused(fn, *args, words, kind=ArgumentError):
         torch._dynamo.reset()
-        try:
+        with pytest.raises(Exception, match=re.escape(words)) as caught:
             fn(*args)
-        except Exception as error:
-            found.append((isinstance(error, GroupError), str(error)))
+        assert isinstance(caught.value, GroupError) == (kind is GroupError)
 
     x = torch.ones(2)
     indices = [torch.tensor([0]), torch.tensor([5])]
     gather = torch.ops.varcomm.all_gather_v
     if rank:
-        note(counted(lambda: varcomm.broadcast(None))[0])
-    note(counted(lambda x, i: varcomm.indexed_all_to_all_v(x, i, [[1, 1]] * 2))[0], x, indices)
-    note(counted(lambda x: varcomm.all_gather_v(x, [3, 3]))[0], x)
-    note(gather, x, None, None, "0", 1 - rank, [2, 2], 0, True)
-    note(gather, x, None, None, "no such group", rank, [2, 2], 0, True)
-    return found
-
-
-def test_wrong_use_is_an_error(compiling):
-    for rank, found in enumerate(compiling(2, messages)):
-        here = f"on rank {rank} of 2: "
-        parts = [
-            f"{here}indices spans 0...5, out of range for 2 own rows.",
-            f"{here}the tensor of shape (2,) has 2 rows along dim 0, but sizes[{rank}] is 3",
-            f"a graph traced on rank {1 - rank} runs on rank {rank} of 2. Trace on each rank.",
-            "the group 'no such group' of a traced or compiled graph does not exist",
-        ]
-        if rank:
-            parts.insert(0, f"{here}a graph is compiled before rank 0 can describe its tensor")
-        for part, (of_group, text) in zip(parts, found, strict=True):
-            assert part in text
-            assert of_group == ("a graph traced" in part or "no such group" in part)
+        words = f"{here}a graph is compiled before rank 0 can describe its tensor"
+        refused(counted(lambda: varcomm.broadcast(None))[0], words=words)
+    exchange = counted(lambda x, i: varcomm.indexed_all_to_all_v(x, i, [[1, 1]] * 2))[0]
+    refused(exchange, x, indices, words=f"{here}indices spans 0...5, out of range for 2 own rows.")
+    words = f"{here}the tensor of shape (2,) has 2 rows along dim 0, but sizes[{rank}] is 3"
+    refused(counted(lambda x: varcomm.all_gather_v(x, [3, 3]))[0], x, words=words)
+    words = f"traced on rank {1 - rank} runs on rank {rank} of 2. Trace on each rank."
+    given = x, None, None, "0", 1 - rank, [2, 2], 0, True
+    refused(gather, *given, words=words, kind=GroupError)
+    words = "the group 'no such group' of a traced or compiled graph does not exist"
+    given = x, None, None, "no such group", rank, [2, 2], 0, True
+    refused(gather, *given, words=words, kind=GroupError)
 
 
 # --- recorded graphs: copied, saved, differentiated, run later
@@ -282,19 +252,22 @@ def cross_plan(rank):
     return varcomm.ExchangePlan.from_indices(indices, 3)
 
 
-def copies(rank):
+@SLOW
+@on_ranks(2)
+def test_copies_of_a_graph_have_the_routes_of_its_plan(rank):
     x = torch.arange(3.0) + 10 * rank  # a graph has the routes of a plan that is gone
     traced = make_fx(Exchanging(cross_plan(rank)))(x)
     program = torch.export.export(Exchanging(cross_plan(rank)), (x,), strict=False)
-    return [copy.deepcopy(each)(x).tolist() for each in (traced, program.module())]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, where it copies a graph
+        copied = copy.deepcopy([traced, program.module()])
+    for graph in copied:
+        assert graph(x).tolist() == [0.0 if rank else 20.0]
 
 
 @SLOW
-def test_copies_of_a_graph_have_the_routes_of_its_plan(compiling):
-    assert compiling(2, copies) == [[[20.0]] * 2, [[0.0]] * 2]
-
-
-def forward_mode(rank):
+@on_ranks(2)
+def test_forward_mode_of_a_recorded_call_is_refused(rank):
     x, t = torch.arange(3.0), torch.ones(3)
 
     def fn(x):
@@ -314,24 +287,17 @@ def forward_mode(rank):
 
 
 @SLOW
-def test_forward_mode_of_a_recorded_call_is_refused(compiling):
-    compiling(2, forward_mode)
-
-
-def transformed(rank):
+@on_ranks(2)
+def test_transforms_in_compiled_code(rank):
     """torch.func around collectives in compiled code breaks the graph, and is right."""
     x, t = torch.arange(3.0) + 1, torch.ones(3)
 
     def fn(x):
         return varcomm.all_gather_v(x**2, [3, 3]) ** 2
 
-    calls = (
+    torch._dynamo.reset()
+    for call in (
         lambda x: torch.func.grad(lambda x: fn(x).sum())(x),
         lambda x: torch.func.jvp(fn, (x,), (t,))[1],
-    )
-    return [torch.equal(torch.compile(f, backend="aot_eager")(x), f(x)) for f in calls]
-
-
-@SLOW
-def test_transforms_in_compiled_code(compiling):
-    assert compiling(2, transformed) == [[True, True]] * 2
+    ):
+        assert torch.equal(torch.compile(call, backend="aot_eager")(x), call(x))

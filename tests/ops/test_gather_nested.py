@@ -157,7 +157,9 @@ def test_refusals(rank):
     assert len(vc.all_gather_v(ones)) == 6  # ranks agree again
 
 
-def compiled(rank):
+@pytest.mark.slow
+@on_ranks(2)
+def test_compiled(rank):
     def fn(x):
         return vc.all_gather_v(x * 2) + 1
 
@@ -165,8 +167,3 @@ def compiled(rank):
     close(torch.compile(fn, backend="eager")(x), fn(x))
     with pytest.raises(ArgumentError, match="while a graph is recorded"):
         torch.fx.experimental.proxy_tensor.make_fx(fn)(x)
-
-
-@pytest.mark.slow
-def test_compiled(compiling):
-    compiling(2, compiled)
