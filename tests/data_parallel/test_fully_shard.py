@@ -12,6 +12,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GATConv, GraphConv
 
 import varcomm as vc
+from tests.worlds import on_ranks
 
 
 class Net(torch.nn.Module):
@@ -53,7 +54,10 @@ def train(model, parts):
         optimizer.step()
 
 
-def trained_on_a_mesh(rank, sizes):
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(7, 11), (5, 1)], ids=["uneven", "one rank without a node"])
+@on_ranks(4)
+def test_a_mesh_of_data_and_graph(rank, sizes):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "graph"))
     data = graphs(sizes)[mesh["data"].get_local_rank()]
     graph = vc.graph.partition(data, group=mesh["graph"])
@@ -65,18 +69,10 @@ def trained_on_a_mesh(rank, sizes):
         part.set_force_sum_reduction_for_comms(True)
     train(model, [graph])
     kept = sum(value.to_local().numel() for value in model.parameters())
-    return {name: value.full_tensor() for name, value in model.named_parameters()}, kept
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(7, 11), (5, 1)], ids=["uneven", "one rank without a node"])
-def test_a_mesh_of_data_and_graph(worlds, sizes):
     alone = net()
     train(alone, graphs(sizes))
-    found = worlds.run(4, trained_on_a_mesh, sizes)
-    for values, _ in found:
-        for name, value in alone.named_parameters():
-            torch.testing.assert_close(values[name], value.detach(), rtol=0, atol=1e-12)
+    for value, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(value.full_tensor(), expected.detach(), rtol=0, atol=1e-12)
     total = sum(value.numel() for value in alone.parameters())
-    assert sum(kept for _, kept in found) == total  # each element is on one rank
-    assert max(kept for _, kept in found) < total / 2
+    assert vc.all_reduce(torch.tensor(kept)) == total  # each element is on one rank
+    assert kept < total / 2

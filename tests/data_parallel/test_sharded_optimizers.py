@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
@@ -50,7 +51,10 @@ def adamw(groups):
     return torch.optim.AdamW(groups, lr=0.01)
 
 
-def trained(rank, ranks, kind, optimizer):
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("kind", ["balanced", "whole-parameters", "explicit"])
+@on_ranks(*WORLDS)
+def test_steps_are_those_of_one_process(rank, ranks, kind, optimizer):
     """Twelve steps of two micro-batches with clips and schedulers; rank 0 may have no loss.
 
     In every second step only the last backward sends sums.
@@ -87,20 +91,14 @@ def trained(rank, ranks, kind, optimizer):
             assert {**a, "params": 0, "param_names": 0} == {**b, "params": 0, "param_names": 0}
     assert_equal(model, twin, 1e-10)
     elements = sum(piece.stop - piece.start for piece in own.pieces.values())
-    return [p.detach().clone() for p in model.parameters()], elements
+    assert kind != "explicit" or ranks == 1 or rank or elements == 0
+    values = torch.cat([p.detach().flatten() for p in model.parameters()])
+    every = varcomm.all_gather_v(values, [len(values)] * ranks).view(ranks, -1)
+    assert torch.equal(every, values.expand_as(every))  # bit for bit
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_steps_are_those_of_one_process(worlds, ranks):
-    for kind in ("balanced", "whole-parameters", "explicit"):
-        for optimizer in OPTIMIZERS:
-            results = worlds.run(ranks, trained, ranks, kind, optimizer)
-            for values, _ in results:
-                assert all(map(torch.equal, values, results[0][0]))  # bit for bit
-            assert kind != "explicit" or ranks == 1 or results[0][1] == 0
-
-
-def two_optimizers(rank, ranks):
+@on_ranks(*WORLDS)
+def test_muon_on_whole_parameters_beside_adamw_on_pieces(rank, ranks):
     """Muon for the matrices, which need one owner, and AdamW for the rest, by any pieces."""
     model, twin = twins(layers)
     named = [m.named_parameters() for m in (model, model, twin, twin)]
@@ -118,15 +116,13 @@ def two_optimizers(rank, ranks):
             optimizer.step()
             optimizer.zero_grad()
     assert_equal(model, twin, 1e-9)
-    shapes = [tuple(piece.value.shape) for piece in owns[0].pieces.values()]
-    return shapes, set(owns[0].pieces) | set(owns[1].pieces)
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_muon_on_whole_parameters_beside_adamw_on_pieces(worlds, ranks):
-    results = worlds.run(ranks, two_optimizers, ranks)
-    assert sorted(shape for shapes, _ in results for shape in shapes) == [(2, 4), (4, 9), (9, 3)]
-    assert set().union(*(names for _, names in results)) == set(layers().state_dict())
+    mine = [(own, n, piece.value.shape) for own in (0, 1) for n, piece in owns[own].pieces.items()]
+    every = [None] * ranks
+    dist.all_gather_object(every, mine)
+    pieces = [piece for of_rank in every for piece in of_rank]
+    shapes = sorted(tuple(shape) for own, _, shape in pieces if own == 0)
+    assert shapes == [(2, 4), (4, 9), (9, 3)]
+    assert {name for _, name, _ in pieces} == set(layers().state_dict())
 
 
 @on_ranks(2)
@@ -177,8 +173,14 @@ def test_clip_grad_norm(rank, ranks):
             own.clip_grad_norm_(1.0, error_if_nonfinite=True)
 
 
-def cost(rank, ranks, sizes, bucket_bytes, dtype):
-    """Rows of 9 on any number of ranks, which padding would make more of."""
+@pytest.mark.parametrize("bucket_bytes", [1, 2**20])
+@pytest.mark.parametrize(("sizes", "dtype"), [("balanced", BF16), ("whole-parameters", DOUBLE)])
+@on_ranks(*WORLDS)
+def test_bytes_are_those_of_the_bound(rank, ranks, sizes, bucket_bytes, dtype):
+    """With one value beside a piece of a parameter, in each bucket.
+
+    Rows of 9 on any number of ranks, which padding would make more of.
+    """
     model = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 5)).to(dtype)
     own = ShardedGradients(model, plain, sizes=sizes, bucket_bytes=bucket_bytes)
     loss = model(torch.ones(1, 7, dtype=dtype)).sum()
@@ -187,29 +189,17 @@ def cost(rank, ranks, sizes, bucket_bytes, dtype):
         own.reduce()
     with varcomm.trace() as gathering:
         own.step()
-    return (
-        [sum(call.sent for call in calls) for calls in (summing, gathering)],
-        [sum(call.received for call in calls) for calls in (summing, gathering)],
-        [piece.stop - piece.start for piece in own.pieces.values()],
-    )
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_bytes_are_those_of_the_bound(worlds, ranks):
-    """With one value beside a piece of a parameter, in each bucket."""
-    for sizes, dtype, bucket_bytes in (
-        ("balanced", torch.bfloat16, 1),
-        ("balanced", torch.bfloat16, 2**20),
-        ("whole-parameters", DOUBLE, 1),
-        ("whole-parameters", DOUBLE, 2**20),
-    ):
-        numbers, width, others = 7 * 9 + 9 + 9 * 5 + 5, dtype.itemsize, ranks - 1
-        results = worlds.run(ranks, cost, ranks, sizes, bucket_bytes, dtype)
-        flags = sum(len(pieces) for _, _, pieces in results)
-        for sent, received, pieces in results:
-            n, own = sum(pieces), len(pieces)
-            assert sent == [(numbers - n + flags - own) * width, others * n * width]
-            assert received == [others * (n + own) * width, (numbers - n) * width]
+    numbers, width, others = 7 * 9 + 9 + 9 * 5 + 5, dtype.itemsize, ranks - 1
+    n, pieces = sum(piece.stop - piece.start for piece in own.pieces.values()), len(own.pieces)
+    flags = varcomm.all_reduce(torch.tensor(pieces)).item()
+    assert [sum(call.sent for call in calls) for calls in (summing, gathering)] == [
+        (numbers - n + flags - pieces) * width,
+        others * n * width,
+    ]
+    assert [sum(call.received for call in calls) for calls in (summing, gathering)] == [
+        others * (n + pieces) * width,
+        (numbers - n) * width,
+    ]
 
 
 @pytest.mark.slow

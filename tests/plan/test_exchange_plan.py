@@ -76,8 +76,10 @@ def test_plan_for_any_needs(worlds, ranks, data):
     assert worlds.run(ranks, by_both_ways, needs) == want
 
 
-def in_other_forms(rank, needs):
+@on_ranks(*WORLDS)
+def test_forms_of_arguments(rank, ranks):
     """Give counts and indices in several forms, then change the indices."""
+    needs = all_to_all_needs(ranks)
     matrix, n, sizes = needs.matrix, needs.sizes[rank], needs.sizes
     forms = (matrix, [list(row) for row in matrix], list(np.array(matrix)), torch.tensor(matrix))
     indices, needed = needs.index_of(rank), needs.needed(rank)
@@ -91,14 +93,7 @@ def in_other_forms(rank, needs):
         tensor.zero_()
     assert {plan.send_index.dtype for plan in plans} == {torch.int64}
     assert {type(plan.num_rows) for plan in plans} == {int}
-    return [described(plan, needs, rank) for plan in plans]
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_forms_of_arguments(worlds, ranks):
-    needs = all_to_all_needs(ranks)
-    want = [[expected(needs, rank)] * 8 for rank in range(ranks)]
-    assert worlds.run(ranks, in_other_forms, needs) == want
+    assert [described(plan, needs, rank) for plan in plans] == [expected(needs, rank)] * 8
 
 
 @on_ranks(2)
@@ -172,31 +167,23 @@ def test_a_plan_is_frozen_moved_and_shared_by_copies(rank):
     assert copy.deepcopy(model).plan is plan
 
 
-def saved(rank, needs):
-    file = io.BytesIO()
-    torch.save(needs.plan_of_indices(rank).state_dict(), file)
-    return file.getvalue()
-
-
-def loaded(rank, files, needs):
-    state = torch.load(io.BytesIO(files[rank]), weights_only=True)
-    plan, again = needs.plan_of_indices(rank), ExchangePlan.from_state_dict(state)
-    x, y = torch.randn(plan.num_rows, 2), torch.randn(sum(plan.recv_counts), 2)
-    return [
-        torch.equal(again.send_index, plan.send_index),
-        (again.send_counts, again.recv_counts) == (plan.send_counts, plan.recv_counts),
-        (again.num_rows, again.neighbours) == (plan.num_rows, plan.neighbours),
-        torch.equal(again(x), plan(x)),
-        torch.equal(again.adjoint(y), plan.adjoint(y)),
-    ]
-
-
 @pytest.mark.parametrize("shape", [all_to_all_needs, of_first_rank, in_a_ring])
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_saved_and_loaded(worlds, ranks, shape):
-    needs = shape(ranks)
-    files = worlds.run(ranks, saved, needs)
-    assert worlds.run(ranks, loaded, files, needs) == [[True] * 5] * ranks
+@on_ranks(*WORLDS)
+def test_saved_and_loaded(rank, ranks, shape):
+    plan, file = shape(ranks).plan_of_indices(rank), io.BytesIO()
+    torch.save(plan.state_dict(), file)
+    file.seek(0)
+    again = ExchangePlan.from_state_dict(torch.load(file, weights_only=True))
+    x, y = torch.randn(plan.num_rows, 2), torch.randn(sum(plan.recv_counts), 2)
+    assert torch.equal(again.send_index, plan.send_index)
+    assert (again.send_counts, again.recv_counts) == (plan.send_counts, plan.recv_counts)
+    assert (again.num_rows, again.neighbours) == (plan.num_rows, plan.neighbours)
+    assert torch.equal(again(x), plan(x))
+    assert torch.equal(again.adjoint(y), plan.adjoint(y))
+
+
+def state_of(rank, needs):
+    return needs.plan_of_indices(rank).state_dict()
 
 
 def refused(rank, states, kind, words):
@@ -204,15 +191,10 @@ def refused(rank, states, kind, words):
     assert three_still_exchange(rank)
 
 
-def states_of(worlds, ranks, needs):
-    files = worlds.run(ranks, saved, needs)
-    return [torch.load(io.BytesIO(file), weights_only=True) for file in files]
-
-
 def wrong_states(worlds):
     """Yield states of three ranks, the kind of the error, who refuses, a part of the message."""
-    whole, ring = (states_of(worlds, 3, needs(3)) for needs in (all_to_all_needs, in_a_ring))
-    other = states_of(worlds, 2, all_to_all_needs(2))
+    whole, ring = (worlds.run(3, state_of, needs(3)) for needs in (all_to_all_needs, in_a_ring))
+    other = worlds.run(2, state_of, all_to_all_needs(2))
     yield (
         [whole[1], whole[0], whole[2]],
         ArgumentError,

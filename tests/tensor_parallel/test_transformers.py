@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import importlib.util
-import pathlib
 import warnings
 from functools import partial
 
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 import varcomm
-from tests.ops.comparing import Failures, assert_none
+from tests.ops.comparing import Failures
 from tests.worlds import on_ranks
 from varcomm import ArgumentError, DisagreementError
 from varcomm.tensor_parallel import (
@@ -184,7 +183,19 @@ def batch(name, dtype=torch.float64):
     return {"input_ids": ids, "labels": ids.roll(1, 1)}
 
 
-def trained(rank, name, options):
+LLAMA = "Llama, 4 heads, 2 of keys, tied"
+STEPS = [(3, name, {}) for name in MODELS]
+STEPS += [
+    (ranks, name, {})
+    for ranks in (1, 2, 5)
+    for name in (LLAMA, "Qwen3, 4 heads, 2 of keys", "GPT-2, 5 heads", "T5, 5 heads")
+]
+STEPS += [(3, LLAMA, {option: False}) for option in ("replicate_kv", "gather_output")]
+
+
+@pytest.mark.parametrize(("ranks", "name", "options"), STEPS)
+@on_ranks(timeout=200)
+def test_five_steps_are_those_of_one_process(rank, name, options):
     """Losses, gradients, their norm and weights of 5 steps with clipping."""
     failures, bound = Failures(), {"rtol": 1e-9, "atol": 1e-9}
     with in_fp64():
@@ -228,31 +239,6 @@ def part(parameter, whole):
 
 def count(parameters):
     return sum(parameter.numel() for parameter in parameters)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_five_steps_are_those_of_one_process(worlds, name):
-    assert_none(worlds.run(3, trained, name, {}, timeout=200))
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 5])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "Llama, 4 heads, 2 of keys, tied",
-        "Qwen3, 4 heads, 2 of keys",
-        "GPT-2, 5 heads",
-        "T5, 5 heads",
-    ],
-)
-def test_five_steps_on_other_numbers_of_ranks(worlds, ranks, name):
-    assert_none(worlds.run(ranks, trained, name, {}, timeout=200))
-
-
-@pytest.mark.parametrize("option", ["replicate_kv", "gather_output"])
-def test_five_steps_with_options(worlds, option):
-    name = "Llama, 4 heads, 2 of keys, tied"
-    assert_none(worlds.run(3, trained, name, {option: False}, timeout=200))
 
 
 @pytest.mark.parametrize(
@@ -330,10 +316,13 @@ def test_training_with_dropout_is_refused(rank, name):
     model(**ids)
 
 
-def saved(rank, name, folder):
+@pytest.mark.parametrize("name", [LLAMA, "GPT-2, 5 heads", "BERT, 5 heads", "Mixtral, 5 heads"])
+@on_ranks(3, timeout=200)
+def test_save_pretrained_writes_full_tensors(rank, name, tmp_path):
     """The files of a sharded model are those of the whole one."""
     import transformers
 
+    folder = tmp_path
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         one = made(name, torch.float32)
@@ -343,18 +332,10 @@ def saved(rank, name, folder):
         assert one.state_dict().keys() == again.state_dict().keys()
         for key, value in one.state_dict().items():
             torch.testing.assert_close(again.state_dict()[key], value, rtol=0, atol=0)
-        model.save_pretrained(f"{folder}/none", is_main_process=False)
-        assert not pathlib.Path(folder, "none").exists()
+        model.save_pretrained(folder / "none", is_main_process=False)
+        assert not (folder / "none").exists()
         with pytest.raises(ArgumentError, match="Leave out state_dict"):
             model.save_pretrained(folder, state_dict=model.state_dict())
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["Llama, 4 heads, 2 of keys, tied", "GPT-2, 5 heads", "BERT, 5 heads", "Mixtral, 5 heads"],
-)
-def test_save_pretrained_writes_full_tensors(worlds, name, tmp_path):
-    worlds.run(3, saved, name, str(tmp_path), timeout=200)
 
 
 @on_ranks(3, timeout=200)

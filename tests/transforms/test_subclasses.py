@@ -95,13 +95,12 @@ def results(rank, kind, folder):
     return [value.detach().as_subclass(torch.Tensor) for value in found]
 
 
-def test_a_subclass_of_a_user(worlds, tmp_path):
-    plain = worlds.run(3, results, torch.Tensor, tmp_path / "plain")
+@on_ranks(3)
+def test_a_subclass_of_a_user(rank, tmp_path):
+    plain = results(rank, torch.Tensor, tmp_path / "plain")
     for kind in (Named, Unwrapped):
-        found = worlds.run(3, results, kind, tmp_path / kind.__name__)
-        for of_plain, of_kind in zip(plain, found, strict=True):
-            for value, other in zip(of_plain, of_kind, strict=True):
-                assert torch.equal(value, other)
+        found = results(rank, kind, tmp_path / kind.__name__)
+        assert all(map(torch.equal, found, plain))
 
 
 def wrappers():
