@@ -16,7 +16,7 @@ KINDS = (
 )
 ROOTED = {"gather_v", "scatter_v", "reduce", "broadcast"}
 WITHOUT_SIZES = {"all_reduce", "reduce", "broadcast"}
-NAMES = sorted(name for name in PRIMITIVES if "plan" not in name and "adj" not in name)
+NAMES = sorted(name for name in PRIMITIVES if hasattr(varcomm, name))
 # Arguments of non-root ranks that are ignored, because the root decides.
 OF_ROOT = {
     "broadcast": ("dtype", "requires_grad", "row", "size"),

@@ -6,7 +6,7 @@ the single-process twin of every derivative as well.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import pytest
 import torch
@@ -282,6 +282,29 @@ def broadcast(s):
         return lambda x, **kw: varcomm.broadcast(x, s.root, group=group, **kw)
 
     return Case(at_root(s, s.whole), bind, lambda xs: [xs[s.root]] * s.ranks)
+
+
+def with_like(s, rows, call, reference):
+    """A call with `like`: the root sends no description; `rows` has the input of a non-root."""
+
+    def bind(group=None):
+        at_root = rank_in(group) == s.root
+        return lambda x, **kw: call(x if at_root else None, like=x, group=group, **kw)
+
+    shapes = tuple(s.whole if rank == s.root else s.shape(rows) for rank in range(s.ranks))
+    return Case(shapes, bind, reference)
+
+
+@primitive
+def scatter_v_like(s):
+    call = partial(varcomm.scatter_v, sizes=s.sizes, dim=s.dim, src=s.root)
+    return with_like(s, 3, call, scatter_v(s).reference)  # of any number of rows
+
+
+@primitive
+def broadcast_like(s):
+    call = partial(varcomm.broadcast, src=s.root)
+    return with_like(s, sum(s.sizes), call, broadcast(s).reference)
 
 
 @primitive

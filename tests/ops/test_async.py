@@ -58,7 +58,7 @@ def test_change_between_start_and_wait_is_an_error_there(rank, name):
     c = case(name, "even", 3)  # the root is rank 2
     x = c.input(rank, torch.float64)
     handle = c.bind()(x, async_op=True)
-    if rank in ((2,) if name in ("scatter_v", "broadcast") else (0, 2)):
+    if rank in ((2,) if name.startswith(("scatter_v", "broadcast")) else (0, 2)):
         x.add_(0)  # a change is a change, whatever is there afterwards
         for _ in range(2):  # a refused wait is refused again
             with pytest.raises(varcomm.ArgumentError, match=f"rank {rank} of 3: the tensor was ch"):

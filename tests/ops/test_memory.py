@@ -79,7 +79,7 @@ def allowed(name, s, rank, y, x):
         "reduce": x.numel() * (1 + at_root),  # the sum of a piece, and at the root all pieces
         "broadcast": x.numel() * at_root,
     }
-    return copied[name] + messages(name, s, to_itself=True)[rank][rank]
+    return copied[base(name)] + messages(name, s, to_itself=True)[rank][rank]
 
 
 @on_ranks(3)
@@ -110,6 +110,10 @@ def test_copies(rank):
     return failures
 
 
+def base(name):
+    return name.removesuffix("_like")
+
+
 def messages(name, s, to_itself=False):
     """Elements from i to j that no algorithm can do without; for sums, if each rank sums alone."""
     ranks, row = range(s.ranks), prod(s.rest)
@@ -128,7 +132,7 @@ def messages(name, s, to_itself=False):
         "broadcast": lambda i, j: whole * (i == s.root),
         "adjoint_from_indices": lambda i, j: len(indices[j][i]),
         "adjoint_from_needed": lambda i, j: len(indices[j][i]),
-    }.get(name, lambda i, j: len(indices[i][j]))
+    }.get(base(name), lambda i, j: len(indices[i][j]))
     if name == "transpose_v":  # one of the other dimensions is split in its place
         row //= s.rest[s.axis - 1]
     return [[rule(i, j) * row * (i != j or to_itself) for j in ranks] for i in ranks]

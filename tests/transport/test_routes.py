@@ -23,14 +23,6 @@ SUMS = ("all_reduce", "reduce", "broadcast", "reduce_scatter_v")
 UNKNOWN = {"scatter_v", "broadcast", "plan_from_needed", "adjoint_from_needed"}
 
 
-def scatter_v(s):
-    return s.whole, lambda x, **how: varcomm.scatter_v(x, s.sizes, s.dim, s.root, like=x, **how)
-
-
-def broadcast(s):
-    return s.whole, lambda x, **how: varcomm.broadcast(x, s.root, like=x, **how)
-
-
 def plan_from_indices(s):
     plan = plan_of(s)
     return s.shards[
@@ -76,8 +68,6 @@ def plan_of(s):
 CALLS = {
     call.__name__: call
     for call in (
-        scatter_v,
-        broadcast,
         plan_from_indices,
         adjoint_from_indices,
         plan_of_two_tensors,
