@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from tests.worlds import WORLDS as WORLDS
 from varcomm import ExchangePlan
 
 

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 import varcomm
 from tests.plan.naive import (
-    WORLDS,
     all_to_all_needs,
     in_a_ring,
     many_copies,
@@ -24,7 +23,7 @@ from tests.plan.naive import (
     some_needs,
     three_still_exchange,
 )
-from tests.worlds import on_ranks, refused_alike
+from tests.worlds import WORLDS, on_ranks, refused_alike
 from varcomm import ArgumentError, DisagreementError, ExchangePlan, GroupError
 
 
