@@ -42,6 +42,8 @@ class EdgeShard(Shard):
         Number of nodes of the target's type that this rank owns.
     hops : int
         The number of exchanges of one hop that the halo replaces.
+    known_counts : tuple of int, optional
+        The :attr:`counts`, if they need not be counted.
 
     See Also
     --------
