@@ -51,8 +51,9 @@ def test_a_partition(tmp_path, capsys):
 def test_types_of_nodes_are_named(tmp_path, capsys):
     vc.simulate.partition(papers(), 2, "block").save(tmp_path / "parts")
     found = json.loads(inspected(capsys, tmp_path / "parts", "--json"))
-    assert found["node_attributes"] == {"author.x": "float32 (2,)", "paper.x": "float32"}
-    assert found["edge_attributes"] == {"author writes paper.edge_attr": "float32"}
+    assert found["node_attributes"] == {"author.x": "float64 (2,)", "paper.x": "float64 (1,)"}
+    of_writes = [n for n in found["edge_attributes"] if n.startswith("author writes paper.")]
+    assert [found["edge_attributes"][name] for name in of_writes] == ["float64", "float64 (2,)"]
     assert found["graph_attributes"] == {}
 
 
