@@ -1,14 +1,15 @@
 """Neighbours of atoms in a periodic box, found on ranks: ``python benchmarks/neighbours.py``.
 
 The script times the search of edges, shifts and displacements; on ranks, halo and plan are
-included. SciPy's tree and vesin's cells search in one process. Processes and ranks take turns, with
-one thread each. Times are of the slowest rank. CPU milliseconds are the time of ranks with a core
-each.
+included. SciPy's tree, and vesin's cells if it is installed, search in one process. They and ranks
+take turns, with one thread each. Times are of the slowest rank. CPU milliseconds are the time of
+ranks with a core each.
 """
 
 import argparse
 import os
 import time
+from importlib.util import find_spec
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -57,7 +58,9 @@ def by_vesin(pos, side, cutoff):
     return search.compute(pos, np.eye(3) * side, True, "ijSD")
 
 
-ALONE = {"SciPy": by_scipy, "vesin": by_vesin}
+ALONE = {"SciPy": by_scipy}
+if find_spec("vesin") is not None:
+    ALONE["vesin"] = by_vesin
 
 
 def measure(rank, way, atoms, neighbours, repeats):
