@@ -12,6 +12,7 @@ from varcomm.errors import ArgumentError, GroupError
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.checks import checked_tensor, checking
 from varcomm.ops.gather_v import gather_v
+from varcomm.sharding.optimizers import refuse_mixing
 from varcomm.sizes import ShardSizes, checked_dim, checked_sizes, exact_int
 from varcomm.transport.group import Group, GroupLike, resolve
 
@@ -193,7 +194,9 @@ def mark(param: T, spec: ShardSpec) -> T:
     Raises
     ------
     ArgumentError
-        If the number of rows of `param` is not this rank's number of rows in `spec`.
+        If the number of rows of `param` is not this rank's number of rows in `spec`. Also raised
+        by ``step()`` of an optimizer that computes with whole tensors, such as LBFGS, Muon,
+        Adafactor, Shampoo, SOAP or LAMB, if it has a marked parameter.
 
     See Also
     --------
@@ -211,6 +214,7 @@ def mark(param: T, spec: ShardSpec) -> T:
     """
     spec.check_local(param)
     setattr(param, _NAME, _Mark(spec))
+    refuse_mixing(_NAME)
     return param
 
 

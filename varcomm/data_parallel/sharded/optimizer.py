@@ -14,6 +14,7 @@ from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.digest import digest
 from varcomm.sharding import Box, Sharded, ShardSpec, shard_spec
 from varcomm.sharding.optimizer_state import OptimizerStates, Part
+from varcomm.sharding.optimizers import OF_A_TENSOR, OF_ALL, names_of
 from varcomm.transport.group import Group
 
 __all__ = ["Factory", "Options", "held", "made", "norms", "options", "states_of"]
@@ -21,12 +22,6 @@ __all__ = ["Factory", "Options", "held", "made", "norms", "options", "states_of"
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 _WHOLE = 'Pass sizes="whole-parameters", which gives each parameter one owner'
-
-# Optimizers that cannot update pieces as one process would, and do not check for it, as Muon does.
-_NOT_OF_PIECES = {
-    "LBFGS": "needs products of full gradients, and a rank has pieces",
-    "Adafactor": f"needs full matrices. {_WHOLE}",
-}
 
 
 def made(
@@ -57,8 +52,14 @@ def made(
             "with, in their order and each with its tensors. Make it of all groups, and of nothing "
             f"else; got {kind}."
         )
-    if kind in _NOT_OF_PIECES and not (whole and kind == "Adafactor"):
-        raise ArgumentError(f"{kind} {_NOT_OF_PIECES[kind]}.")
+    names = names_of(optimizer)
+    if names & OF_ALL:
+        raise ArgumentError(f"{kind} needs products of full gradients, and a rank has pieces.")
+    if names & OF_A_TENSOR:
+        if not whole:
+            raise ArgumentError(f"{kind} needs full tensors. {_WHOLE}.")
+        if any(shard_spec(given.trained[name]) is not None for name in pieces):
+            raise ArgumentError(f"{kind} needs full tensors, and a parameter is sharded.")
     return optimizer
 
 
