@@ -34,10 +34,9 @@ test-sample: $(STAMP)  ## run one in 20 tests of the second tier, drawn by SEED
 test-mpi: $(STAMP)  ## run the tests of primitives and plans on MPI
 	@$(BIN)/python -m pytest --engine mpi -k "not compiled and not refus" tests/ops tests/plan
 
-# In "no_description" one rank calls alone and sends nothing, which strict_nccl refuses.
 test-nccl: $(STAMP)  ## run primitives, plans and models with the NCCL engine on CPUs
 	@$(BIN)/python -m pytest --engine strict-nccl \
-		-k "not compiled and not refus and not no_description and not cuda_graph" tests/ops tests/plan \
+		-k "not compiled and not refus and not cuda_graph" tests/ops tests/plan \
 		tests/data_parallel/test_sharded_gradients.py tests/data_parallel/test_sharded_overlap.py \
 		tests/models/test_mesh_networks.py tests/models/test_graph_transformer.py
 

@@ -19,6 +19,7 @@ from varcomm.ops.all_reduce import all_reduce
 from varcomm.ops.all_to_all_v import all_to_all_v, transpose_v
 from varcomm.ops.broadcast import broadcast, reduce
 from varcomm.ops.broadcast_module import broadcast_module
+from varcomm.ops.carried import check
 from varcomm.ops.gather_v import gather_v, scatter_v
 from varcomm.ops.handle import Handle
 from varcomm.ops.reduce_scatter_v import reduce_scatter_v
@@ -56,6 +57,7 @@ __all__ = [
     "broadcast",
     "broadcast_module",
     "capture",
+    "check",
     "debug",
     "from_dtensor",
     "gather_v",

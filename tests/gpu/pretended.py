@@ -202,7 +202,10 @@ def _record(name: str, args: tuple[Any, ...], kwargs: Any, operands: list[Tensor
         if kwargs.get("output_size") is None:
             seen("repeat_interleave without output_size")
     elif name in _COPIES and len({isinstance(x, Pretended) for x in operands}) == 2:
-        seen(f"{name} between CPU and GPU")
+        # whether memory is pinned is not known without a GPU
+        waits = not kwargs.get("non_blocking", len(args) > 2 and args[2])
+        if waits or isinstance(operands[0], Pretended):
+            seen(f"{name} between CPU and GPU")
 
 
 # --- Functions that take a device

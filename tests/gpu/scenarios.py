@@ -1120,6 +1120,7 @@ EXCEPTIONS = {
             "an error",
         ),
         **dict.fromkeys(("Call", "Trace", "Traffic"), "numbers that trace() returns"),
+        "check": "it looks at what sums have carried",
         **dict.fromkeys(("Ranks", "World", "init", "launch"), "they start the ranks"),
         **dict.fromkeys(("CapturedStep", "capture"), "tests/gpu/test_capture.py"),
         "ShardSizes": "ints; its owner() is called by plans",

@@ -223,7 +223,7 @@ def test_forward_mode_sums_of_nothing_dtypes_and_refusals(rank):
         eight = partition(no_edges(8, x=values.to(dtype)), method=torch.arange(8) % 3)
         with varcomm.trace() as calls:
             total = eight.sum(eight.x)
-        assert sum(call.sent for call in calls) <= 16 * 2
+        assert sum(call.sent for call in calls) <= (16 + 16) * 2
         assert (total.dtype, total.item(), eight.mean(eight.x).item()) == (dtype, 2.0, 0.25)
     three = partition(no_edges(9), method="block")
     for kind, (message, given) in product(("sum", "mean", "max"), WRONG.items()):

@@ -34,6 +34,7 @@ class GlobalCount:
     >>> import torch, varcomm
     >>> from varcomm.data_parallel import GlobalCount, sum_gradients
     >>> def fn(rank):
+    ...     torch.manual_seed(0)  # the same parameters on all ranks
     ...     count, model = GlobalCount(), torch.nn.Linear(1, 1, bias=False)
     ...     rows = torch.full((3 * rank, 1), 2.0)  # rank 0 has none
     ...     count.add(len(rows))

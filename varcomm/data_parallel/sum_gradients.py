@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
@@ -20,11 +20,15 @@ from varcomm.data_parallel.buckets import (
 from varcomm.data_parallel.global_count import Reduce, described, divisor_of
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_reduce import AllReduce
+from varcomm.ops.carried import Word, carried, settle
 from varcomm.ops.checks import checked_tensor, checking
 from varcomm.ops.digest import digest
+from varcomm.ops.graph_operator import in_graph
 from varcomm.ops.handle import send_in_rule
+from varcomm.ops.sampled import word_with
 from varcomm.sizes import at_least
 from varcomm.transport.agreement import compare, debugging
+from varcomm.transport.engine import Pending
 from varcomm.transport.group import GroupLike, resolve
 
 __all__ = ["sum_gradients"]
@@ -87,6 +91,7 @@ def sum_gradients(
     --------
     >>> import torch, varcomm
     >>> def fn(rank):
+    ...     torch.manual_seed(0)  # the same parameters on all ranks
     ...     layer = torch.nn.Linear(1, 1, bias=False)
     ...     layer(torch.full((1, 1), rank + 1.0)).sum().backward()
     ...     varcomm.data_parallel.sum_gradients(layer)
@@ -94,9 +99,10 @@ def sum_gradients(
     >>> varcomm.launch(fn, 2)
     [3.0, 3.0]
     """
+    ranks, names = resolve(group), {}
     if isinstance(parameters, torch.nn.Module):
-        parameters = parameters.parameters()
-    ranks = resolve(group)
+        names = {parameter: name for name, parameter in parameters.named_parameters()}
+        parameters = list(names)
     with checking("sum_gradients", ranks, use_fp32=use_fp32) as where:
         size = at_least(1, bucket_bytes, "bucket_bytes")
         how = {"reduce": described(reduce, where), "bucket_bytes": size}
@@ -108,17 +114,23 @@ def sum_gradients(
         compare(ranks, {**call, "values of parameters": values})
     divisor = divisor_of(reduce, ranks, "sum_gradients")
     buckets = cut(dict(enumerate(trained)), range(len(trained)), size)
-    total = AllReduce(ranks, use_fp32, divisor=divisor)
+    total = AllReduce(ranks, use_fp32, divisor=divisor, compares=False)
     with torch.no_grad():
         # new gradients are ordinary tensors, as those of autograd, for parameters of any class
-        as_ordinary(_sum, total, [[trained[index] for index in members] for members in buckets])
+        named = {names.get(p, f"parameter {n}"): p for n, p in enumerate(trained)}
+        as_ordinary(
+            _sum, total, [[trained[index] for index in members] for members in buckets], named
+        )
 
 
-def _sum(total: AllReduce, buckets: Iterable[Sequence[torch.nn.Parameter]]) -> None:
+def _sum(
+    total: AllReduce,
+    buckets: Iterable[Sequence[torch.nn.Parameter]],
+    named: Mapping[str, torch.nn.Parameter],
+) -> None:
     """Replace gradients by their sums; while a bucket travels, the one before is delivered."""
-    begun: Iterator[Any] = (
-        (bucket, send_in_rule(total, _flat(bucket), False)) for bucket in buckets
-    )
+    settle(total.group)
+    begun: Iterator[Any] = _begun(total, buckets, named)
     unused: list[_Unused] = []
     for (bucket, message), _ in pairwise(chain(begun, [None])):  # _: the bucket after, begun first
         unused += _delivered(bucket, message.wait())
@@ -154,11 +166,31 @@ def _checked(parameters: Iterable[torch.nn.Parameter], where: str) -> list[torch
     return trained
 
 
-def _flat(bucket: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+def _begun(
+    total: AllReduce,
+    buckets: Iterable[Sequence[torch.nn.Parameter]],
+    named: Mapping[str, torch.nn.Parameter],
+) -> Iterator[tuple[Sequence[torch.nn.Parameter], Pending]]:
+    """Start the sums; the first carries the comparison of calls and of some entries."""
+    for place, bucket in enumerate(buckets):
+        dtype, device = gradient_dtype(bucket[0]), bucket[0].device
+        word = None
+        if place == 0 and not in_graph(bucket[0]):
+            word = word_with(total.group, dtype, device, named)
+        flat = _flat(bucket, word)
+        message = send_in_rule(total, flat, False)
+        if word is not None:
+            values = len(flat) - len(word.values)
+            message = carried(message, total.group, (values,), word, total.divisor)
+        yield bucket, message
+
+
+def _flat(bucket: Sequence[torch.nn.Parameter], word: Word | None) -> torch.Tensor:
     """Return all gradients in a row, and a flag for each, by which others learn of its use."""
     gradients = [None if p.grad is None else p.grad.reshape(-1) for p in bucket]
     empty = bucket[0].new_empty(0, dtype=gradient_dtype(bucket[0]))
-    return torch.cat(with_flags(gradients, [p.numel() for p in bucket], empty))
+    parts = with_flags(gradients, [p.numel() for p in bucket], empty)
+    return torch.cat([*parts, *([] if word is None else [word.values])])
 
 
 class _Unused(NamedTuple):

@@ -14,9 +14,10 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import AllGatherV, ReduceScatterV
 from varcomm.ops.all_reduce import AllReduce
+from varcomm.ops.carried import carried, settle, words
 from varcomm.ops.checks import checking
 from varcomm.ops.handle import send_in_rule
-from varcomm.ops.reduction import pieces
+from varcomm.ops.reduction import SMALL, pieces
 from varcomm.ops.rule import Operator
 from varcomm.transport.agreement import debugging
 from varcomm.transport.engine import Pending
@@ -91,7 +92,13 @@ def sum_hook(state: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch
             watch = sums.watched[id(parameter)] = _Watch(weakref.ref(parameter), weakly(ranks))
             parameter.register_hook(watch)
         watch.summed = True
-    values = bucket.buffer()
+    values, word = bucket.buffer(), None
+    if bucket.is_last() and values.nbytes > SMALL:
+        of_dtype = words(ranks, values.dtype, values.device)
+        word = None if of_dtype is None else of_dtype.now()
+        settle(ranks)
+    count = len(values)
+    values = values if word is None else torch.cat((values, word.values))
     on: list[int | str | torch.device] = [values.device] if values.is_cuda else []
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=on)
     # None for a small bucket, and for many ranks, where all rounds of a sum are one operator
@@ -104,7 +111,9 @@ def sum_hook(state: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch
 
     def last_round() -> Pending:
         total = begun or start()
-        return send_in_rule(AllGatherV(*how), total.wait(), False) if counts else total
+        if counts:
+            total = send_in_rule(AllGatherV(*how), total.wait(), False)
+        return total if word is None else carried(total, ranks, (count,), word)
 
     sums.jobs.append((first, last_round, future))
     if bucket.is_last():

@@ -188,6 +188,7 @@ class _CopiesToOne(Operator):
     """From equal copies on all ranks to one value, their mean; `parts`: the adjoint of this."""
 
     name = "replicated"
+    communicates = False
     group: Group
     parts: bool = False
     compared: bool = False

@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 
 from varcomm.ops import levels, packing
+from varcomm.ops.carried import carrying
 from varcomm.ops.checks import checking
 from varcomm.ops.graph_operator import torch_operator
 from varcomm.ops.handle import TensorOrHandle, collective
@@ -114,6 +115,12 @@ class AllReduce(Sum):
     use_fp32: bool
     one_round: bool = False
     divisor: int = 1
+    compares: bool = True  # the calls of ranks, if it is small
+
+    def prepared(self, x: torch.Tensor) -> Callable[[torch.Tensor], Pending]:
+        if not self.compares:
+            return super().prepared(x)
+        return carrying(self.group, super().prepared, x, self.divisor)
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         return x.new_empty(x.shape)

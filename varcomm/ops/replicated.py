@@ -27,6 +27,7 @@ class ReplicatedUse(Operator):
     """From a replicated value to a use of it on each rank, of its own; no communication."""
 
     name = "replicated_use"
+    communicates = False
     group: Group
     use_fp32: bool
 
@@ -62,6 +63,7 @@ class ReplicatedShard(Operator):
     """From a replicated value to each rank's own rows of it; no communication."""
 
     name = "replicated_shard"
+    communicates = False
     group: Group
     sizes: tuple[int, ...]
     dim: int

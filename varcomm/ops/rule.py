@@ -19,6 +19,7 @@ from torch import Tensor
 
 from varcomm.errors import CommunicationError
 from varcomm.ops.checks import checking
+from varcomm.transport.call_log import CallLog, word_of
 from varcomm.transport.debug import debugging
 from varcomm.transport.engine import EngineFailure, Pending, recorders, span
 from varcomm.transport.engines.choose import engine_for
@@ -31,6 +32,8 @@ class Operator(ABC):
     name: ClassVar[str]
     schema: ClassVar[str]  # of its arguments in a graph
     names: ClassVar[tuple[str, ...]]  # of the fields that are arguments there
+    communicates: ClassVar[bool] = True  # ranks must make its calls in one order
+    holds_tensors: ClassVar[bool] = False  # such as indices, which nothing else may keep alive
     group: Group
 
     def send(self, x: Tensor) -> Pending:
@@ -60,9 +63,13 @@ class Operator(ABC):
 
     def describe(self, x: Tensor) -> dict[str, Any]:
         """Return the mapping that :func:`~varcomm.transport.agreement.compare` compares."""
-        shown = [name for name in self.names if name not in ("elsewhere", "divisor")]
+        shown = [name for name in self.names if name not in ("elsewhere", "divisor", "compares")]
         values = {name.replace("one_round", "async_op"): getattr(self, name) for name in shown}
         return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
+
+    def in_log(self, x: Tensor) -> dict[str, Any]:
+        """Return what :meth:`describe` does, but for words that need values of a tensor."""
+        return self.describe(x)
 
     def arguments(self) -> tuple[Any, ...]:
         """Return the operator's arguments in a graph, in the order of `schema`."""
@@ -85,11 +92,13 @@ class Call:
     What the first tensor needs is kept for the next: the prepared messages, and the adjoint.
     """
 
-    __slots__ = ("_adjoint", "operator", "send")
+    __slots__ = ("_adjoint", "log", "name", "operator", "send", "word")
 
     def __init__(self, operator: Operator) -> None:
         self.operator = operator
         self.send: Callable[[Tensor], Pending] | None = None
+        self.log: CallLog | None = operator.group.log if operator.communicates else None
+        self.name, self.word = "", 0  # in the log
         self._adjoint: Call | None = None
 
     @property
@@ -125,6 +134,8 @@ def send(
     failed = partial(_failed, operator, x.dtype, x.shape, time.monotonic())
     try:
         if call.send is None:
+            if call.log is not None:
+                call.name, call.word = _in_log(operator, x)
             call.send = operator.prepared(x)
         if recorders:
             with span(operator.name):
@@ -133,10 +144,37 @@ def send(
             pending = call.send(x)
     except EngineFailure as error:  # in the first of several rounds
         raise failed(error) from error.__cause__
+    if call.log is not None:  # now that nothing can be refused on this rank alone
+        call.log.add(call.name, call.word)
     pending.number, pending.failed = number, failed
     if in_flight:
         pending.earlier = tuple(in_flight)
     return pending
+
+
+_MOST_NAMES = 64
+_OF_A_RANK = frozenset({"send", "recv", "async_op"})  # which may differ between ranks
+
+
+def _in_log(operator: Operator, x: Tensor) -> tuple[str, int]:
+    """Return the name of a call, which must be equal on all ranks, and its number in the log."""
+    if operator.holds_tensors:
+        name = _name(operator, x)
+        return name, word_of(name)
+    known = operator.group.calls
+    key = "name", operator, x.dtype, x.shape  # those that are made anew have equal operators
+    if key not in known:
+        if len(known) >= 2 * _MOST_NAMES:
+            known.clear()
+        name = _name(operator, x)
+        known[key] = name, word_of(name)
+    return known[key]  # type: ignore[no-any-return]
+
+
+def _name(operator: Operator, x: Tensor) -> str:
+    words = operator.in_log(x).items()
+    of = ", ".join(f"{word} {value}" for word, value in words if word not in _OF_A_RANK)
+    return f"{operator.name} of {str(x.dtype).removeprefix('torch.')}, {of}"
 
 
 def _compared(operator: Operator, x: Tensor, recorded: bool, of: int | None) -> int:

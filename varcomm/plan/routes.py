@@ -87,6 +87,7 @@ class _Planned(Operator):
     use_fp32: bool
 
     known_in_range: ClassVar[bool] = True
+    holds_tensors: ClassVar[bool] = True
     schema = (
         "str group, int rank, Tensor index, Tensor table, Tensor? places, Tensor? bounds, "
         "SymInt num_received, SymInt num_rows, int dim, bool use_fp32"

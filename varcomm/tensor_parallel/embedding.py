@@ -225,6 +225,7 @@ def feature_parallel_embedding(
 class _Lookup(Operator):
     """From this rank's rows of the table to the rows of ids; back to sums if `transposed`."""
 
+    holds_tensors = True
     group: Group
     ids: torch.Tensor  # all ids, flat, identical on all ranks
     sizes: tuple[int, ...]  # rows of the table per rank; one size if each rank has all rows
@@ -233,9 +234,11 @@ class _Lookup(Operator):
     transposed: bool
 
     def describe(self, x: Tensor) -> dict[str, Any]:
+        return {"ids": digest(self.ids), **self.in_log(x)}
+
+    def in_log(self, x: Tensor) -> dict[str, Any]:
         return {
             "transposed": self.transposed,
-            "ids": digest(self.ids),
             "sizes": list(self.sizes),
             "padding_idx": self.padding,
             "sequence_sizes": list(self.parts),

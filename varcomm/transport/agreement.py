@@ -1,7 +1,7 @@
 """Agreement between ranks: all raise the same error, or none does.
 
-Set-up always agrees. Hot calls agree inside :func:`varcomm.debug`, because it costs a round of
-messages per call.
+Set-up always agrees. Hot calls agree before they start inside :func:`varcomm.debug`, because it
+costs a round of messages per call; else at the next sum over ranks (:mod:`varcomm.ops.carried`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -75,6 +75,8 @@ def agree_and_share(
         cause = error
         own = (k.__name__ for k in type(error).__mro__ if k.__module__ == errors.__name__)
         call |= {"error": str(error), "kind": next(own, "ArgumentError")}
+    if group.log is not None and group.log.active:
+        call["digest"] = group.log.digest
     calls = _gathered(call, group, cause)
     if failures := [rank for rank, other in enumerate(calls) if "error" in other]:
         first, *others = failures
@@ -85,6 +87,8 @@ def agree_and_share(
         agreed.on_all_ranks = True
         raise agreed from cause
     _require_equal(group, ["operation"], calls)
+    if any(other.get("digest") != call.get("digest") for other in calls):
+        disagree(group)
     return value, [from_bytes(other["value"].encode()) for other in calls]
 
 
@@ -154,6 +158,46 @@ def announce(
     if "error" in message:
         raise ArgumentError(f"refused by its root, rank {src}: {message['error']}")
     return message
+
+
+def disagree(group: Group, explain: Callable[[], None] | None = None) -> NoReturn:
+    """Raise DisagreementError with the first calls that differ; on all ranks, collective.
+
+    If all calls are equal, `explain` raises the error.
+    """
+    log = group.log
+    assert log is not None
+    own = {"count": log.count, "calls": list(log.last), "digest": log.digest}
+    own["explains"] = explain is not None
+    with explained("comparison of calls", group):
+        given = all_gather_object(own, group)
+    log.clear()
+    same = all(each["digest"] == own["digest"] for each in given)
+    if explain is not None and same and all(each["explains"] for each in given):
+        explain()
+    names = [_numbered(each) for each in given]
+    kept_by_all = max(min(row, default=1) for row in names)
+    numbers = [n for n in sorted(set().union(*names)) if n >= kept_by_all]
+    first = next((n for n in numbers if len({row.get(n) for row in names}) > 1), None)
+    where = "ranks have made different calls"
+    if first is None:
+        text = f"{where}, and more than {len(numbers)} equal calls after that."
+    else:
+        rows = ({"call": first, "name": row.get(first, "not made")} for row in names)
+        text = (
+            f"{where}; the first that differs is call {first} of the group.\n{failure.table(rows)}"
+        )
+    error = DisagreementError(
+        f"{text}\nRun the program inside varcomm.debug() to see the line of each rank."
+    )
+    error.on_all_ranks = True
+    raise error
+
+
+def _numbered(calls: dict[str, Any]) -> dict[int, str]:
+    """Return the names of the last calls of a rank by their numbers."""
+    count, names = calls["count"], calls["calls"]
+    return dict(enumerate(names, count - len(names) + 1))
 
 
 def all_gather_object(value: Any, group: Group, timeout: timedelta = NO_LIMIT) -> list[Any]:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from varcomm._torch_private import group_exists, group_named, timeout_of
 from varcomm.errors import GroupError
+from varcomm.transport.call_log import CallLog
 
 # Ranks from which sums go by levels: as few as keep this many clusters from one merge, on average.
 MANY = 16
@@ -37,8 +38,10 @@ class Group:
         self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.label = f"rank {self.rank} of {self.size}"
         self.engines: dict[torch.device, Any] = {}  # as `engine_for` found them
+        self.agreement = True  # of the world: sums over ranks compare their calls
         self.over_mpi = False  # of the world: whether MPI serves it and its subgroups
         self.node_size = 0  # of the world: ranks on each node, if consecutive and known
+        self.log: CallLog | None = None  # of its calls, where sums over ranks compare them
         self.compared_calls = 0  # calls that this rank compared with the other ranks
         self.given_up = ""  # message of the call in which this rank stopped to wait for others
         self.note: dict[str, Any] = {}  # of the world: note of this rank on its last call
@@ -120,6 +123,16 @@ def forget_destroyed(also_living: bool = False) -> None:
             del _groups[group.process_group]
 
 
+def compare_calls(agreement: bool) -> None:
+    """Let sums over ranks compare calls from now on, or no longer, in all groups."""
+    resolve(None).agreement = agreement
+    for group in _groups.values():
+        group.calls.clear()  # which are prepared for it
+        if group.log is not None:
+            group.log.active = agreement
+            group.log.clear()
+
+
 @atexit.register
 def _forget_all(owner: int = os.getpid()) -> None:
     if os.getpid() == owner:  # a forked child has no threads to end
@@ -190,8 +203,12 @@ def _of(process_group: dist.ProcessGroup) -> Group:
             ) from error
         forget_destroyed()
         _groups[process_group] = found
-        if process_group is not dist.group.WORLD:
+        world = process_group is dist.group.WORLD
+        if not world:
             found.in_flight = resolve(None).in_flight
+        if found.size > 1:
+            found.log = CallLog()
+            found.log.active = world or resolve(None).agreement
     return found
 
 

@@ -33,7 +33,7 @@ from varcomm.errors import ArgumentError, LaunchError, MissingPackageError, Varc
 from varcomm.transport import environment
 from varcomm.transport.debug import checked_seconds, is_on
 from varcomm.transport.environment import Place
-from varcomm.transport.group import MANY, forget_destroyed, resolve
+from varcomm.transport.group import MANY, compare_calls, forget_destroyed, resolve
 from varcomm.transport.notes import note_exceptions
 
 logger = logging.getLogger("varcomm")
@@ -71,7 +71,9 @@ class World:
     device: torch.device
 
 
-def init(backend: str | None = None, timeout: float | timedelta = 600.0) -> World:
+def init(
+    backend: str | None = None, timeout: float | timedelta = 600.0, *, agreement: bool | None = None
+) -> World:
     """Join the ranks of the job.
 
     The call reads the variables of torchrun, ``mpirun`` (Open MPI, MPICH) or ``srun``. Without a
@@ -88,6 +90,9 @@ def init(backend: str | None = None, timeout: float | timedelta = 600.0) -> Worl
         names its library.
     timeout : float or timedelta
         Timeout in seconds of joining and of each collective; at most 24 days.
+    agreement : bool, optional
+        Whether sums over ranks compare the calls that ranks have made, and entries of parameters;
+        the same on all ranks. None leaves it as it is, at first True.
 
     Returns
     -------
@@ -125,6 +130,11 @@ def init(backend: str | None = None, timeout: float | timedelta = 600.0) -> Worl
         if backend is None and _has_mpi(timeout):
             backend = "mpi"
         join(environment.read(os.environ, uses_mpi(backend)), backend, timeout)
+    world = resolve(None)
+    if agreement not in (None, True, False):
+        raise ArgumentError(f"agreement must be True, False or None; got {agreement!r}.")
+    if agreement is not None and agreement != world.agreement:
+        compare_calls(agreement)
     rank = local_rank = dist.get_rank()
     with suppress(LaunchError):  # without a launcher, all ranks are on one host
         place = environment.read(os.environ, mpi=True)  # needs no meeting point

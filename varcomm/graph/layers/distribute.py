@@ -128,11 +128,11 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
     for name, module in model.named_modules(remove_duplicate=False):
         if is_readout(model, name) and _RUNNING not in vars(module):
             module.register_forward_pre_hook(_check_readout, with_kwargs=True)
-    for module in model.modules():
+    for name, module in model.named_modules():
         vars(module)[_RUNNING] = running
         replace_methods(module, running)
         if isinstance(module, MessagePassing):
-            attach(module, running)
+            attach(module, running, name)
             _drop_cache(module)
         elif is_global_norm(module):
             vars(module)["forward"] = global_norm(module, graph, module in in_layers)
@@ -198,7 +198,7 @@ def _check_parts(model: torch.nn.Module) -> None:
                     f"{name or 'the model'} is being explained, and this rank has a part of the "
                     "edges. Explain the model on the full graph, in one process."
                 )
-            attach(module, running)
+            attach(module, running, name)
 
 
 def _hidden(module: torch.nn.Module) -> Iterator[torch.nn.Module]:

@@ -17,6 +17,7 @@ from varcomm.graph.index.edges import EdgeRules
 from varcomm.graph.index.partitioned_index import Numbering, PartitionedIndex
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.ops.checks import checking
+from varcomm.transport.call_log import word_of
 
 __all__ = ["Digests", "Running", "attach", "is_attached"]
 
@@ -34,6 +35,7 @@ class Running:
     digests: Digests = field(default_factory=WeakTensorKeyDictionary)
     # called with a layer's name when it propagates, in a call that exchanges once for all layers
     step: Callable[[str], None] | None = None
+    is_compiled: bool = False  # torch.compile has traced a layer
     rules: frozenset[Numbering] = field(init=False)  # of the graph's edges
 
     def __post_init__(self) -> None:
@@ -79,18 +81,20 @@ _HOOKS = [
 ]
 
 
-def attach(layer: MessagePassing, running: Running) -> None:
+def attach(layer: MessagePassing, running: Running, name: str) -> None:
     """Let a layer check the edges that it propagates along, and exchange once to propagate.
+
+    Ranks compare the `name` that it has in the model at their next sum.
 
     The instance's methods are replaced, because torch.compile skips PyG's hooks.
     """
-    layer.propagate = _adapted(layer, "propagate", running, _MESSAGE_FUNCTIONS)
+    layer.propagate = _adapted(layer, "propagate", running, name, _MESSAGE_FUNCTIONS)
     if layer.inspector.implements("edge_update"):
-        layer.edge_updater = _adapted(layer, "edge_updater", running, ("edge_update",))
+        layer.edge_updater = _adapted(layer, "edge_updater", running, name, ("edge_update",))
 
 
 def _adapted(
-    layer: MessagePassing, method: str, running: Running, functions: Sequence[str]
+    layer: MessagePassing, method: str, running: Running, name: str, functions: Sequence[str]
 ) -> _Adapted:
     names = dict.fromkeys(
         name
@@ -102,7 +106,8 @@ def _adapted(
     reads_all_rows = not names.keys().isdisjoint((*at_j, *at_i))
     shows_ids = any(_shows_ids(layer, function) for function in functions)
     hides_ids = _is_of_pyg(layer, method) and not shows_ids and not reads_all_rows
-    return _Adapted(layer, method, running, at_j, at_i, hides_ids)
+    call = f"{method} of {name or 'the model'} ({type(layer).__name__})"
+    return _Adapted(layer, method, running, at_j, at_i, hides_ids, call, word_of(call))
 
 
 def _is_of_pyg(layer: MessagePassing, method: str) -> bool:
@@ -145,6 +150,8 @@ class _Adapted:
     at_i: list[str]
     # whether only code of PyG sees ids, and those of targets alone: its results are local
     hides_ids: bool
+    call: str  # in the log of the group, and its word there
+    word: int
 
     def __call__(self, edge_index: PartitionedIndex, size: Any = None, **values: Any) -> Any:
         self.running.check(edge_index, self.method)
@@ -161,6 +168,7 @@ class _Adapted:
             ids, size, values = edge_index.plain, (None, edges.layer_counts()[2]), values | rows
         own = getattr(type(self.layer), self.method)
         if torch.compiler.is_compiling():
+            self.running.is_compiled = True
             return own(self.layer, ids, size=size, **values)
         before, edges.exchanged = edges.exchanged, []
         exchanged = edges.exchanged
@@ -168,6 +176,9 @@ class _Adapted:
             out = own(self.layer, ids, size=size, **values)
         finally:
             edges.exchanged = before
+        log = self.running.graph.group.log
+        if log is not None and not self.running.is_compiled:  # a rank may fall back to eager code
+            log.add(self.call, self.word)
         exchanged += [rows for x, rows in edge_index.known if rows is not x and rows.requires_grad]
         # backward is collective: without edges, it must contain all tensors that a message reads
         unread = unread if edge_index.plain.shape[1] == 0 else []

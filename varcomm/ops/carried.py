@@ -1,0 +1,228 @@
+"""What a sum over ranks carries: a few bits of the digest of this rank's calls.
+
+The bits are numbers that are summed with the values, so no message is added. From the sums alone
+each rank sees whether all numbers were equal. So all ranks raise, or none does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import inf, isinf, prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from varcomm.errors import DisagreementError
+from varcomm.ops.reduction import SMALL
+from varcomm.transport.agreement import disagree, share
+from varcomm.transport.call_log import CallLog
+from varcomm.transport.engine import Pending
+from varcomm.transport.group import Group, GroupLike, resolve
+
+# Bits of integers that a dtype represents exactly; two are left for the rounding of a quotient.
+_EXACT = {torch.float32: 22, torch.float64: 50, torch.complex64: 22, torch.complex128: 50}
+_EXACT |= {torch.int32: 30, torch.int64: 62}
+_MOST = 16  # bits that a sum carries; their table has 65,536 rows
+_FLAGS = 8  # bits that floats of two bytes carry
+_AGE = 32  # sums after which one on a GPU is compared at the latest
+
+
+class Word(NamedTuple):
+    """The numbers that a sum carries, and how often ranks had differed before."""
+
+    values: Tensor
+    errors: int
+    explain: Callable[[], None] | None = None  # raises if something else than calls differs
+
+
+class Words:
+    """Makes words for sums of one dtype on one device.
+
+    A word is ``w, w * w``: P numbers are equal if P times the sum of their squares is the square of
+    their sum. Floats of two bytes have a pair of flags per bit: one of both is infinite.
+    """
+
+    def __init__(
+        self, group: Group, log: CallLog, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._log = log
+        has_flags = dtype.is_floating_point and dtype.itemsize == 2
+        exact = (_EXACT.get(dtype, 0) - (group.size - 1).bit_length()) // 2
+        self.bits = _FLAGS if has_flags else max(0, min(exact, _MOST))
+        numbers = torch.arange(1 << self.bits, device="cpu").unsqueeze(1)
+        if has_flags:
+            flags = torch.cat([numbers >> n & 1 for n in range(_FLAGS)], 1)
+            flags = torch.cat([flags, 1 - flags], 1).to(dtype)
+            table = flags.masked_fill(flags != 0, inf)
+        else:
+            table = torch.cat([numbers, numbers * numbers], 1).to(dtype)
+        self.table = table.to(device)
+
+    def now(self) -> Word:
+        """Return the word of the present digest."""
+        return Word(self.table[self._log.bits(self.bits)], self._log.errors)
+
+    def with_sample(self, sample: Tensor, explain: Callable[[], None]) -> Word:
+        """Return the word of the digest and of a hash of values, in int64 on the device."""
+        number = (sample + self._log.bits(self.bits)) & ((1 << self.bits) - 1)
+        values = self.table.index_select(0, number.view(1)).view(-1)
+        return Word(values, self._log.errors, explain)
+
+
+def words(group: Group, dtype: torch.dtype, device: torch.device) -> Words | None:
+    """Return the words of a group; None if it keeps no log, or the dtype has no room."""
+    if group.log is None or not group.log.active:
+        return None
+    key = "words", dtype, device
+    kept: Words | None = group.auxiliary.get(key)
+    if kept is None:
+        kept = group.auxiliary[key] = Words(group, group.log, dtype, device)
+    return kept if kept.bits else None
+
+
+def carrying(
+    group: Group,
+    prepare: Callable[[Tensor], Callable[[Tensor], Pending]],
+    x: Tensor,
+    divisor: int,
+) -> Callable[[Tensor], Pending]:
+    """Return the start of sums like `x`, which carry a word if they are small.
+
+    The sums of many values have no room for it: all of them would be copied.
+    """
+    of_dtype = words(group, x.dtype, x.device) if x.nbytes <= SMALL else None
+    if of_dtype is None:
+        return prepare(x)
+    shape, width = x.shape, of_dtype.table.shape[1]
+    begin = prepare(x.new_empty(x.numel() + width))
+
+    def start(x: Tensor) -> Pending:
+        own = of_dtype.now()
+        pending = begin(torch.cat((x.reshape(-1), own.values)))
+        return carried(pending, group, shape, own, divisor)
+
+    return start
+
+
+def carried(
+    pending: Pending, group: Group, shape: Sequence[int], word: Word, divisor: int = 1
+) -> Pending:
+    """Let a sum of flat values and a word behind them compare it, and return the values."""
+    finish, count = pending.finish, prod(shape)
+    refused: DisagreementError | None = None
+
+    def checked() -> Tensor:
+        nonlocal refused
+        if refused is not None:  # to wait again is not collective
+            raise refused
+        total = finish()
+        try:
+            _compare(group, total[count:], word, divisor)
+        except DisagreementError as error:
+            refused = error
+            raise
+        return total[:count].view(shape)
+
+    pending.finish = checked
+    return pending
+
+
+def _compare(group: Group, total: Tensor, word: Word, divisor: int) -> None:
+    """Raise on all ranks if the `total` of a word shows that they differ.
+
+    On an accelerator it is copied, and compared at a later sum: nothing waits here.
+    """
+    log = group.log
+    if log is None or group.simulated:
+        return
+    if total.is_cpu:
+        _raise_if_differing(group, [(total, word, divisor)])
+        return
+    if torch.cuda.is_current_stream_capturing():
+        return
+    has_gpu = torch.accelerator.is_available()
+    here = torch.empty(total.shape, dtype=total.dtype, device="cpu", pin_memory=has_gpu)
+    here.copy_(total, non_blocking=True)
+    done = torch.Event(total.device) if has_gpu else None
+    if done is not None:
+        done.record()
+    log.pending.append((here, done, word, divisor))
+    settle(group, _AGE)
+
+
+def settle(group: Group, left: int = 0) -> None:
+    """Compare what sums on a GPU carried, but for the last `left`."""
+    log, sums = group.log, list[tuple[Tensor, Word, int]]()
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return
+    while log is not None and len(log.pending) > left:
+        here, done, word, divisor = log.pending.popleft()
+        if done is not None:
+            done.synchronize()
+        sums.append((here, word, divisor))
+    _raise_if_differing(group, sums)
+
+
+def _raise_if_differing(group: Group, sums: Sequence[tuple[Tensor, Word, int]]) -> None:
+    log = group.log
+    for total, word, divisor in sums:
+        # a word from before an error is of another digest
+        is_of_now = log is not None and word.errors == log.errors
+        if is_of_now and not _of_equal_words(total.tolist(), group.size, divisor):
+            disagree(group, word.explain)
+
+
+def _of_equal_words(total: Sequence[float | complex], ranks: int, divisor: int) -> bool:
+    """Return whether all ranks carried the same word, from its sum alone."""
+    if len(total) > 2:
+        half = len(total) // 2
+        pairs = zip(total[:half], total[half:], strict=True)
+        return all(isinf(one.real) != isinf(other.real) for one, other in pairs)
+    first, squares = (round(value.real * divisor) for value in total)
+    return ranks * squares == first * first
+
+
+def check(group: GroupLike = None) -> None:
+    """Compare the calls that ranks have made so far; collective.
+
+    Each sum over ranks compares them as well. Use this function at the end of a program without
+    sums, or on GPUs, where a sum compares what an earlier one has carried.
+
+    Parameters
+    ----------
+    group : ProcessGroup or DeviceMesh, optional
+        Ranks that take part; None means the whole world.
+
+    Raises
+    ------
+    DisagreementError
+        On every rank, with the first call that differs, and the name that it has on each rank.
+
+    See Also
+    --------
+    debug, init
+
+    Notes
+    -----
+    Adjoint: none; no tensor is returned.
+    Communication: a gather and a broadcast of 1 KiB per rank.
+
+    In one process: nothing.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> def fn(rank):
+    ...     x = torch.zeros(2, dtype=torch.int32 if rank == 1 else torch.float32)
+    ...     varcomm.all_gather_v(x, [2, 2])  # of equal length, so that nothing fails
+    ...     try:
+    ...         varcomm.check()
+    ...     except varcomm.DisagreementError as error:
+    ...         return str(error).split(";")[0]
+    >>> varcomm.launch(fn, 2)
+    ['ranks have made different calls', 'ranks have made different calls']
+    """
+    ranks = resolve(group)
+    settle(ranks)
+    share("check", lambda: None, ranks)

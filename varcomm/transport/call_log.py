@@ -1,0 +1,54 @@
+"""The calls of a group, as ranks compare them at their next sum: a digest, and the last names.
+
+A rank that makes other calls than its peers can receive rows of the right size and the wrong
+meaning. So each call changes a digest of 64 bits, and sums over ranks carry a few bits of it
+(:mod:`varcomm.ops.carried`). The digest is never set back: if it differs once, each later sum finds
+it with other bits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+from zlib import crc32
+
+_SHOWN = 64  # last calls whose names are kept
+_FACTOR = 0x9E3779B97F4A7C15  # odd: another digest stays another
+_MASK = (1 << 64) - 1
+
+
+class CallLog:
+    """The calls of one rank in a group since it was made."""
+
+    __slots__ = ("active", "count", "digest", "errors", "last", "pending", "sampled")
+
+    def __init__(self) -> None:
+        self.active = True  # whether sums compare it
+        self.errors = 0  # how often ranks have found that they differ
+        self.digest = 0
+        self.count = 0  # calls
+        self.last: deque[str] = deque(maxlen=_SHOWN)
+        self.sampled = 0  # tensors of parameters whose entries sums have carried
+        self.pending: deque[Any] = deque()  # sums on a GPU whose bits are not compared yet
+
+    def add(self, name: str, word: int) -> None:
+        """Add a call, or the layer that makes the next ones; `word` is :func:`word_of` the name."""
+        self.digest = (self.digest ^ word) * _FACTOR & _MASK
+        self.count += 1
+        self.last.append(name)
+
+    def bits(self, number: int) -> int:
+        """Return that many bits of the digest; the upper ones, which depend on all calls."""
+        return self.digest >> (64 - number)
+
+    def clear(self) -> None:
+        """Begin anew, after ranks have found that they differ."""
+        self.errors += 1
+        self.digest = self.count = self.sampled = 0
+        self.last.clear()
+        self.pending.clear()
+
+
+def word_of(name: str) -> int:
+    """Return the number by which a call enters the digest: the same in all processes."""
+    return crc32(name.encode())
