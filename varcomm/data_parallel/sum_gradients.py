@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
@@ -99,10 +100,9 @@ def sum_gradients(
     >>> varcomm.launch(fn, 2)
     [3.0, 3.0]
     """
-    ranks, names = resolve(group), {}
+    ranks, model = resolve(group), None
     if isinstance(parameters, torch.nn.Module):
-        names = {parameter: name for name, parameter in parameters.named_parameters()}
-        parameters = list(names)
+        model, parameters = parameters, parameters.parameters()
     with checking("sum_gradients", ranks, use_fp32=use_fp32) as where:
         size = at_least(1, bucket_bytes, "bucket_bytes")
         how = {"reduce": described(reduce, where), "bucket_bytes": size}
@@ -117,20 +117,24 @@ def sum_gradients(
     total = AllReduce(ranks, use_fp32, divisor=divisor, compares=False)
     with torch.no_grad():
         # new gradients are ordinary tensors, as those of autograd, for parameters of any class
-        named = {names.get(p, f"parameter {n}"): p for n, p in enumerate(trained)}
-        as_ordinary(
-            _sum, total, [[trained[index] for index in members] for members in buckets], named
-        )
+        parts = [[trained[index] for index in members] for members in buckets]
+        as_ordinary(_sum, total, parts, trained, partial(_name, model, trained))
+
+
+def _name(model: torch.nn.Module | None, trained: Sequence[torch.Tensor], place: int) -> str:
+    named = () if model is None else model.named_parameters()
+    return next((name for name, p in named if p is trained[place]), f"parameter {place}")
 
 
 def _sum(
     total: AllReduce,
     buckets: Iterable[Sequence[torch.nn.Parameter]],
-    named: Mapping[str, torch.nn.Parameter],
+    trained: Sequence[torch.nn.Parameter],
+    name_of: Callable[[int], str],
 ) -> None:
     """Replace gradients by their sums; while a bucket travels, the one before is delivered."""
     settle(total.group)
-    begun: Iterator[Any] = _begun(total, buckets, named)
+    begun: Iterator[Any] = _begun(total, buckets, trained, name_of)
     unused: list[_Unused] = []
     for (bucket, message), _ in pairwise(chain(begun, [None])):  # _: the bucket after, begun first
         unused += _delivered(bucket, message.wait())
@@ -169,14 +173,15 @@ def _checked(parameters: Iterable[torch.nn.Parameter], where: str) -> list[torch
 def _begun(
     total: AllReduce,
     buckets: Iterable[Sequence[torch.nn.Parameter]],
-    named: Mapping[str, torch.nn.Parameter],
+    trained: Sequence[torch.nn.Parameter],
+    name_of: Callable[[int], str],
 ) -> Iterator[tuple[Sequence[torch.nn.Parameter], Pending]]:
     """Start the sums; the first carries the comparison of calls and of some entries."""
     for place, bucket in enumerate(buckets):
         dtype, device = gradient_dtype(bucket[0]), bucket[0].device
         word = None
         if place == 0 and not in_graph(bucket[0]):
-            word = word_with(total.group, dtype, device, named)
+            word = word_with(total.group, dtype, device, trained, name_of)
         flat = _flat(bucket, word)
         message = send_in_rule(total, flat, False)
         if word is not None:

@@ -17,7 +17,7 @@ from varcomm.ops.all_reduce import AllReduce
 from varcomm.ops.carried import carried, settle, words
 from varcomm.ops.checks import checking
 from varcomm.ops.handle import send_in_rule
-from varcomm.ops.reduction import SMALL, pieces
+from varcomm.ops.reduction import pieces
 from varcomm.ops.rule import Operator
 from varcomm.transport.agreement import debugging
 from varcomm.transport.engine import Pending
@@ -93,7 +93,7 @@ def sum_hook(state: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch
             parameter.register_hook(watch)
         watch.summed = True
     values, word = bucket.buffer(), None
-    if bucket.is_last() and values.nbytes > SMALL:
+    if bucket.is_last():
         of_dtype = words(ranks, values.dtype, values.device)
         word = None if of_dtype is None else of_dtype.now()
         settle(ranks)
@@ -104,7 +104,9 @@ def sum_hook(state: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch
     # None for a small bucket, and for many ranks, where all rounds of a sum are one operator
     counts = None if ranks.size >= MANY else pieces(values, ranks, one_round=False)
     how = ranks, tuple(counts or ()), 0, True
-    operator: Operator = ReduceScatterV(*how) if counts else AllReduce(ranks, use_fp32=True)
+    operator: Operator = (
+        ReduceScatterV(*how) if counts else AllReduce(ranks, use_fp32=True, compares=False)
+    )
     start = partial(send_in_rule, operator, values, False)
     # comparing blocks, and ranks may be at other places of their backward
     begun = None if debugging() else start()

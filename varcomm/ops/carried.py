@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from varcomm.errors import DisagreementError
-from varcomm.ops.reduction import SMALL
 from varcomm.transport.agreement import disagree, share
 from varcomm.transport.call_log import CallLog
 from varcomm.transport.engine import Pending
@@ -25,6 +24,7 @@ _EXACT = {torch.float32: 22, torch.float64: 50, torch.complex64: 22, torch.compl
 _EXACT |= {torch.int32: 30, torch.int64: 62}
 _MOST = 16  # bits that a sum carries; their table has 65,536 rows
 _FLAGS = 8  # bits that floats of two bytes carry
+_SMALL = 1024  # bytes of sums that carry a word: one of 16 KiB would take up to a quarter longer
 _AGE = 32  # sums after which one on a GPU is compared at the latest
 
 
@@ -91,15 +91,15 @@ def carrying(
 
     The sums of many values have no room for it: all of them would be copied.
     """
-    of_dtype = words(group, x.dtype, x.device) if x.nbytes <= SMALL else None
+    of_dtype = words(group, x.dtype, x.device) if x.nbytes <= _SMALL else None
     if of_dtype is None:
         return prepare(x)
-    shape, width = x.shape, of_dtype.table.shape[1]
-    begin = prepare(x.new_empty(x.numel() + width))
+    shape, flat = x.shape, x.dim() == 1
+    begin = prepare(x.new_empty(x.numel() + of_dtype.table.shape[1]))
 
     def start(x: Tensor) -> Pending:
         own = of_dtype.now()
-        pending = begin(torch.cat((x.reshape(-1), own.values)))
+        pending = begin(torch.cat((x if flat else x.reshape(-1), own.values)))
         return carried(pending, group, shape, own, divisor)
 
     return start
@@ -109,7 +109,7 @@ def carried(
     pending: Pending, group: Group, shape: Sequence[int], word: Word, divisor: int = 1
 ) -> Pending:
     """Let a sum of flat values and a word behind them compare it, and return the values."""
-    finish, count = pending.finish, prod(shape)
+    finish, count, row_major = pending.finish, prod(shape), _strides(shape)
     refused: DisagreementError | None = None
 
     def checked() -> Tensor:
@@ -122,10 +122,15 @@ def carried(
         except DisagreementError as error:
             refused = error
             raise
-        return total[:count].view(shape)
+        return total.as_strided(shape, row_major)
 
     pending.finish = checked
     return pending
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    """Return the strides of a row-major tensor."""
+    return [prod(shape[place + 1 :]) for place in range(len(shape))]
 
 
 def _compare(group: Group, total: Tensor, word: Word, divisor: int) -> None:

@@ -13,8 +13,6 @@ from varcomm.transport.group import Group
 
 # Up to here a second round of messages costs more than the bytes that it saves.
 SMALL = 16 * 1024
-# Bytes that a small sum carries beside its values.
-CARRIED = 32
 
 # Elements that are widened and summed at a time: 1 MiB of fp32 fits the cache.
 BLOCK = 256 * 1024
@@ -67,7 +65,7 @@ def pieces(x: torch.Tensor, group: Group, one_round: bool) -> ShardSizes | None:
     Pieces take two rounds of messages and ``2 (P - 1) / P`` times the bytes of `x`, else one round
     and ``P - 1`` times. An asynchronous call of few ranks does not begin a second round.
     """
-    if one_round or group.size <= 2 or x.numel() * x.element_size() <= SMALL + CARRIED:
+    if one_round or group.size <= 2 or x.numel() * x.element_size() <= SMALL:
         return None
     return ShardSizes.balanced(x.numel(), group.size)
 

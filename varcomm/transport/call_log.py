@@ -28,7 +28,7 @@ class CallLog:
         self.digest = 0
         self.count = 0  # calls
         self.last: deque[str] = deque(maxlen=_SHOWN)
-        self.sampled = 0  # tensors of parameters whose entries sums have carried
+        self.sampled = 0  # sums of gradients, of which some carry entries of parameters
         self.pending: deque[Any] = deque()  # sums on a GPU whose bits are not compared yet
 
     def add(self, name: str, word: int) -> None:
