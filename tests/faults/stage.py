@@ -157,7 +157,7 @@ def befall(fault, rounds):
         return begin
 
     engine.prepare = counted
-    vars(resolve(None)).pop("operators", None)  # prepared before
+    resolve(None).calls.clear()  # prepared before
 
 
 def act(rank, fault, place, culprit, rounds):

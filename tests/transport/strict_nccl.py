@@ -79,10 +79,15 @@ def strict_nccl(device_types: Sequence[str] = ("cpu", "cuda")) -> Iterator[None]
 
 
 def _forget_engines() -> None:
-    """Let groups choose their engines again, and drop the calls that are prepared for one."""
+    """Let groups choose their engines again, and drop the calls that are prepared for one.
+
+    Communicators get a device again: each block stands for a process that has one.
+    """
     for known in [*group._groups.values()]:
         known.engines.clear()
-        vars(known).pop("operators", None)
+        known.calls.clear()
+    for communicator in _communicators.values():
+        communicator.device = None
 
 
 @contextmanager
