@@ -38,7 +38,6 @@ class Group:
         self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.label = f"rank {self.rank} of {self.size}"
         self.engines: dict[torch.device, Any] = {}  # as `engine_for` found them
-        self.agreement = True  # of the world: sums over ranks compare their calls
         self.over_mpi = False  # of the world: whether MPI serves it and its subgroups
         self.node_size = 0  # of the world: ranks on each node, if consecutive and known
         self.log: CallLog | None = None  # of its calls, where sums over ranks compare them
@@ -125,10 +124,9 @@ def forget_destroyed(also_living: bool = False) -> None:
 
 def compare_calls(agreement: bool) -> None:
     """Let sums over ranks compare calls from now on, or no longer, in all groups."""
-    resolve(None).agreement = agreement
     for group in _groups.values():
-        group.calls.clear()  # which are prepared for it
-        if group.log is not None:
+        if group.log is not None and group.log.active != agreement:
+            group.calls.clear()  # which are prepared for it
             group.log.active = agreement
             group.log.clear()
 
@@ -203,12 +201,13 @@ def _of(process_group: dist.ProcessGroup) -> Group:
             ) from error
         forget_destroyed()
         _groups[process_group] = found
-        world = process_group is dist.group.WORLD
-        if not world:
-            found.in_flight = resolve(None).in_flight
         if found.size > 1:
             found.log = CallLog()
-            found.log.active = world or resolve(None).agreement
+        if process_group is not dist.group.WORLD:
+            world = resolve(None)
+            found.in_flight = world.in_flight
+            if found.log is not None and world.log is not None:
+                found.log.active = world.log.active
     return found
 
 

@@ -130,10 +130,10 @@ def init(
         if backend is None and _has_mpi(timeout):
             backend = "mpi"
         join(environment.read(os.environ, uses_mpi(backend)), backend, timeout)
-    world = resolve(None)
     if agreement not in (None, True, False):
         raise ArgumentError(f"agreement must be True, False or None; got {agreement!r}.")
-    if agreement is not None and agreement != world.agreement:
+    if agreement is not None:
+        resolve(None)  # whose log those of other groups follow
         compare_calls(agreement)
     rank = local_rank = dist.get_rank()
     with suppress(LaunchError):  # without a launcher, all ranks are on one host
