@@ -159,9 +159,9 @@ def _compare(group: Group, total: Tensor, word: Word, divisor: int) -> None:
 def settle(group: Group, left: int = 0) -> None:
     """Compare what sums on a GPU carried, but for the last `left`."""
     log, sums = group.log, list[tuple[Tensor, Word, int]]()
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if log is None or len(log.pending) <= left or torch.cuda.is_current_stream_capturing():
         return
-    while log is not None and len(log.pending) > left:
+    while len(log.pending) > left:
         here, done, word, divisor = log.pending.popleft()
         if done is not None:
             done.synchronize()

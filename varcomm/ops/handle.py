@@ -30,11 +30,10 @@ from varcomm.ops.graph_operator import (
     records_graph,
     token_of,
 )
-from varcomm.ops.rule import Call, Operator, send
+from varcomm.ops.rule import Call, Operator, keep, send
 from varcomm.sizes import ShardSizes
 from varcomm.transport.debug import debugging
 from varcomm.transport.engine import Pending
-from varcomm.transport.group import Calls
 
 
 class Handle:
@@ -137,7 +136,6 @@ def send_in_rule(operator: Operator, x: Tensor, requires_grad: bool) -> Pending:
 _SIZES = frozenset((ShardSizes, tuple, list))
 _INT = frozenset((int,))
 _PLAIN = frozenset((int, bool, torch.Size))
-_MOST = 64  # calls that a group or plan keeps
 
 
 def collective(
@@ -172,13 +170,6 @@ def collective(
         call = Call(operator.in_one_round if async_op else operator)
         keep(owner.calls, key, call)
     return start(call, x) if async_op else at_once(call, x)  # type: ignore[return-value]
-
-
-def keep(calls: Calls, key: object, value: object) -> None:
-    """Keep a value for the next call with equal arguments."""
-    if len(calls) >= _MOST:
-        calls.clear()
-    calls[key] = value
 
 
 def start_or_apply(operator: Operator, x: Tensor, async_op: bool) -> TensorOrHandle:

@@ -23,7 +23,7 @@ from varcomm.transport.call_log import CallLog, word_of
 from varcomm.transport.debug import debugging
 from varcomm.transport.engine import EngineFailure, Pending, recorders, span
 from varcomm.transport.engines.choose import engine_for
-from varcomm.transport.group import Group, named
+from varcomm.transport.group import Calls, Group, named
 
 
 class Operator(ABC):
@@ -152,7 +152,7 @@ def send(
     return pending
 
 
-_MOST_NAMES = 64
+_MOST = 128  # calls and names that a group or plan keeps
 _OF_A_RANK = frozenset({"send", "recv", "async_op"})  # which may differ between ranks
 
 
@@ -164,11 +164,16 @@ def _in_log(operator: Operator, x: Tensor) -> tuple[str, int]:
     known = operator.group.calls
     key = "name", operator, x.dtype, x.shape  # those that are made anew have equal operators
     if key not in known:
-        if len(known) >= 2 * _MOST_NAMES:
-            known.clear()
         name = _name(operator, x)
-        known[key] = name, word_of(name)
+        keep(known, key, (name, word_of(name)))
     return known[key]  # type: ignore[no-any-return]
+
+
+def keep(calls: Calls, key: object, value: object) -> None:
+    """Keep a value for the next call with equal arguments."""
+    if len(calls) >= _MOST:
+        calls.clear()
+    calls[key] = value
 
 
 def _name(operator: Operator, x: Tensor) -> str:

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from varcomm.errors import DisagreementError
 from varcomm.ops.carried import Word, words
+from varcomm.ops.checks import TENSORS
 from varcomm.ops.digest import differing, digest
 from varcomm.transport.agreement import share
 from varcomm.transport.group import Group
 
 _EVERY, _TENSORS, _RUN = 4, 8, 4  # steps, tensors in one of them, entries in a row of each
-_ORDINARY = torch.Tensor, torch.nn.Parameter
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTORS = 0x2545F4914F6CDD1D, 0x5851F42D4C957F2D  # odd; of the draws, and of the hash
 
@@ -63,7 +63,7 @@ def _drawn(
     runs = []
     for place in range(min(_TENSORS, len(parameters))):
         entries = parameters[(first + place) % len(parameters)]
-        if type(entries) not in _ORDINARY or entries.device != device or not entries.numel():
+        if type(entries) not in TENSORS or entries.device != device or not entries.numel():
             continue
         entries = entries.detach()
         while entries.dim() > 1:

@@ -19,8 +19,9 @@ from varcomm.ops.checks import TENSORS, checked_tensor, checking
 from varcomm.ops.compilation import count_in, extent_of
 from varcomm.ops.digest import digest
 from varcomm.ops.graph_operator import in_graph
-from varcomm.ops.handle import Handle, collective, keep
+from varcomm.ops.handle import Handle, collective
 from varcomm.ops.reduction import checked_summable
+from varcomm.ops.rule import keep
 from varcomm.plan.checks import checked_count_matrix, checked_index, checked_indices
 from varcomm.plan.packed import exchange_packed
 from varcomm.plan.routes import Exchange, ExchangeAdjoint, Routes
