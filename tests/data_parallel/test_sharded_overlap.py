@@ -141,8 +141,16 @@ def test_a_step_that_is_captured_in_a_cuda_graph(rank, ranks):
         return [p.detach() for p in model.parameters()]
 
     want = steps("cpu")
-    captures = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True)
-    with strict_nccl(["cuda"]), pretended() as device, capturing(), captures:
+    def yes():
+        return True
+
+    captures = {"is_available": yes, "is_current_stream_capturing": yes}
+    with (
+        strict_nccl(["cuda"]),
+        pretended() as device,
+        capturing(),
+        mock.patch.multiple(torch.cuda, **captures),
+    ):
         got = steps(device)
     for value, expected in zip(got, want, strict=True):
         torch.testing.assert_close(pretended_values(value), expected)

@@ -16,7 +16,7 @@ from torch import Tensor
 from varcomm.errors import DisagreementError
 from varcomm.transport.agreement import disagree, share
 from varcomm.transport.call_log import CallLog
-from varcomm.transport.engine import Pending
+from varcomm.transport.engine import Pending, is_capturing
 from varcomm.transport.group import Group, GroupLike, resolve
 
 # Bits of integers that a dtype represents exactly; two are left for the rounding of a quotient.
@@ -144,7 +144,7 @@ def _compare(group: Group, total: Tensor, word: Word, divisor: int) -> None:
     if total.is_cpu:
         _raise_if_differing(group, [(total, word, divisor)])
         return
-    if torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         return
     has_gpu = torch.accelerator.is_available()
     here = torch.empty(total.shape, dtype=total.dtype, device="cpu", pin_memory=has_gpu)
@@ -159,7 +159,7 @@ def _compare(group: Group, total: Tensor, word: Word, divisor: int) -> None:
 def settle(group: Group, left: int = 0) -> None:
     """Compare what sums on a GPU carried, but for the last `left`."""
     log, sums = group.log, list[tuple[Tensor, Word, int]]()
-    if log is None or len(log.pending) <= left or torch.cuda.is_current_stream_capturing():
+    if log is None or len(log.pending) <= left or is_capturing():
         return
     while len(log.pending) > left:
         here, done, word, divisor = log.pending.popleft()

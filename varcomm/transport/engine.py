@@ -187,6 +187,11 @@ def recording(record: Record) -> Iterator[None]:
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
 
+def is_capturing() -> bool:
+    """Return whether a CUDA graph captures the current stream."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def span(name: str) -> AbstractContextManager[object]:
     """Return a context that torch's profiler shows as ``varcomm::name`` inside a trace."""
     return torch.profiler.record_function(f"varcomm::{name}") if recorders else _NOTHING

@@ -18,7 +18,7 @@ from varcomm.ops.checks import checking
 from varcomm.ops.reduction import accumulated, accumulation_dtype
 from varcomm.transport.agreement import debugging
 from varcomm.transport.auxiliary_group import Lane
-from varcomm.transport.engine import Pending
+from varcomm.transport.engine import Pending, is_capturing
 from varcomm.transport.group import MANY, Group, weakly
 
 __all__ = ["Reducer"]
@@ -212,7 +212,7 @@ class Reducer:
 def _may_ask(group: Group, flat: torch.Tensor) -> bool:
     """Return whether a message may be asked if it is done."""
     # on a GPU, further rounds begin in one order on all ranks, and a capture refuses the question
-    return not flat.is_cuda or (group.size < MANY and not torch.cuda.is_current_stream_capturing())
+    return not flat.is_cuda or (group.size < MANY and not is_capturing())
 
 
 def _begun(name: str, group: Group, flat: torch.Tensor, rows: Sequence[int]) -> Pending:
