@@ -2,8 +2,8 @@
 
 A rank that makes other calls than its peers can receive rows of the right size and the wrong
 meaning. So each call changes a digest of 64 bits, and sums over ranks carry a few bits of it
-(:mod:`varcomm.ops.carried`). The digest is never set back: if it differs once, each later sum finds
-it with other bits.
+(:mod:`varcomm.ops.carried`). The digest is set back only after an error: if it differs once, each
+later sum finds it with other bits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CallLog:
         self.pending: deque[Any] = deque()  # sums on a GPU whose bits are not compared yet
 
     def add(self, name: str, word: int) -> None:
-        """Add a call, or the layer that makes the next ones; `word` is :func:`word_of` the name."""
+        """Add a call, or a layer that has run; `word` is :func:`word_of` the name."""
         self.digest = (self.digest ^ word) * _FACTOR & _MASK
         self.count += 1
         self.last.append(name)
