@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -134,9 +133,12 @@ def _sum(
 ) -> None:
     """Replace gradients by their sums; while a bucket travels, the one before is delivered."""
     settle(total.group)
-    begun: Iterator[Any] = _begun(total, buckets, trained, name_of)
+    begun = _begun(total, buckets, trained, name_of)
     unused: list[_Unused] = []
-    for (bucket, message), _ in pairwise(chain(begun, [None])):  # _: the bucket after, begun first
+    before = next(begun, None)
+    while before is not None:
+        bucket, message = before
+        before = next(begun, None)
         unused += _delivered(bucket, message.wait())
     for one, is_used in zip(unused, listed([one.flag for one in unused]), strict=True):
         if is_used:
