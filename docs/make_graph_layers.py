@@ -79,6 +79,21 @@ three ranks, one of which owns nothing. `distribute` refuses the other layers.
 """
 
 TAIL = """
+These options of layers are refused on all ranks:
+
+- **`add_self_loops=True`** with edges between two types of nodes: the default of `GATConv`,
+  `GATv2Conv`, `PointNetConv`, `PointTransformerConv` and `PPFConv`. PyG joins the source and the
+  target with the same id, which are different nodes; `HeteroConv` and `to_hetero` refuse it in one
+  process. Build the layer with `add_self_loops=False`.
+- **`decomposed_layers` above 1** exchanges once for each part of the features. The default of 1
+  computes the same values.
+- **`explain`**, `Explainer` and `to_captum_model` mask all edges of the graph, and a rank has a
+  part of them. Load the `state_dict` into the model in one process, and explain it on the full
+  graph.
+
+In the first call of a lazy `HGTConv` or `HANConv`, all ranks pass the same types of nodes. Pass
+`graph.x_dict`, which also has the types of which this rank owns no nodes.
+
 A subclass of an exact layer is accepted. The subclass is exact if values reach edges only by
 `propagate` and `edge_updater`: compare it with `same_as_one_process`.
 

@@ -9,12 +9,19 @@ from torch import nn
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.nn.models.schnet import RadiusInteractionGraph
-from torch_geometric.utils import get_laplacian
+from torch_geometric.utils import (
+    add_remaining_self_loops,
+    add_self_loops,
+    get_laplacian,
+    remove_self_loops,
+    to_undirected,
+)
 
 import varcomm
 from tests.graph.layers import example
 from tests.graph.parts import refusing
-from tests.worlds import on_ranks
+from tests.graph.typed import drawn, owners
+from tests.worlds import on_ranks, refused_alike
 from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import distribute, partition
 from varcomm.graph.layers.refused import REFUSED as LAYERS_REFUSED
@@ -205,6 +212,89 @@ def test_ranks_with_different_models(rank):
     mixed = seeded(lambda: nn.ModuleList([pyg.SAGEConv(-1, 4), nn.Linear(2, 2)]), rank)
     with pytest.raises(DisagreementError, match=r"they differ in 1\.weight, 1\.bias\. Make"):
         distribute(mixed, graph)
+
+
+def loops_between(g):
+    """Layers and functions that add or remove self loops of edges between two types of nodes."""
+    edges, x, sizes = g["a", "to", "b"].edge_index, (g["a"].x, g["b"].x), (3, 3)
+    pos = x[0][:, :3], x[1][:, :3]
+    yield pyg.GATConv((4, 4), 5, heads=2), (x, edges)
+    yield pyg.GATConv((4, 4), 5), ((x[0], None), edges, None, sizes)
+    yield pyg.GATv2Conv((-1, -1), 5), (x[::-1], edges.flip(0))
+    yield pyg.PointTransformerConv((4, 4), 5), (x, pos, edges)
+    yield pyg.PointNetConv(), ((x[0], None), pos, edges)
+    yield pyg.PPFConv(nn.Linear(8, 2)), ((x[0], None), pos, pos, edges)
+    for function in (add_self_loops, add_remaining_self_loops):
+        yield Calls(partial(function, num_nodes=min(map(len, x)))), (edges[:, :0],)
+    yield Calls(remove_self_loops), (edges,)
+
+
+@on_ranks(3)
+def test_self_loops_between_two_types(rank):
+    """Refused on all ranks, also on one without edges, with the option that runs."""
+    data = drawn({"a": (9, 4), "b": (6, 4)}, {("a", "to", "b"): 20})
+    graph = partition(data, method=owners(data, "a rank owns nothing", 3))
+    torch.manual_seed(0)
+    for model, given in loops_between(graph):
+        model = distribute(model.double(), graph)
+        refused_alike(ArgumentError, lambda m=model, a=given: m(*a), "add_self_loops=False")
+    layer = distribute(pyg.GATConv((4, 4), 5, add_self_loops=False).double(), graph)
+    edges = graph["a", "to", "b"].edge_index
+    assert len(layer((graph["a"].x, graph["b"].x), edges)) == graph["b"].num_owned
+
+
+TYPES = ["a", "b", "c", "d"], [("a", "to", "b"), ("b", "of", "a"), ("c", "in", "b")]
+
+
+@on_ranks(3)
+def test_lazy_layers_without_a_type(rank):
+    """A type that no rank passes stays lazy; one that some ranks pass is an error on all."""
+    data = drawn({"a": (9, 4), "b": (6, 3), "c": (3, 2)}, dict.fromkeys(TYPES[1], 7))
+    graph = partition(data, method=owners(data, "each type on one", 3))
+    for kind in (pyg.HGTConv, pyg.HANConv):
+        model = distribute(seeded(lambda kind=kind: kind(-1, 4, TYPES).double()), graph)
+        own = {key: x for key, x in graph.x_dict.items() if len(x)}
+        words = "ranks [1, 2] pass other types", "Pass graph.x_dict"
+        refused_alike(DisagreementError, lambda m=model, x=own: m(x, {}), *words)
+        weight = torch.ones((), dtype=torch.float64, requires_grad=True)
+        for _ in range(5):  # sums compare values of all parameters
+            out = model(graph.x_dict, graph.edge_index_dict)
+            (graph["a"].sum(out["a"]) + graph["b"].sum(out["b"]) * weight).backward()
+            varcomm.data_parallel.sum_gradients(model)
+        lazy = [name for name, p in model.named_parameters() if nn.parameter.is_lazy(p)]
+        assert lazy == [f"{'kqv_lin.lins' if kind is pyg.HGTConv else 'proj'}.d.weight"]
+        with varcomm.debug():
+            varcomm.data_parallel.sum_gradients(model)
+
+
+@on_ranks(3)
+def test_advice_that_runs(rank):
+    """What a message advises, on all ranks: it runs, and is as in one process."""
+    data = example()
+    graph, row, col = partition(data, method="random"), *data.edge_index
+    refuse, edges = partial(refused_alike, ArgumentError), graph.edge_index
+    both = "before graph.partition: to_undirected"
+    refuse(lambda: torch.cat([edges, edges.flip(0)], 1), both)
+    refuse(lambda: torch.cat([edges[0], edges[1]]), both)
+    refuse(lambda: to_undirected(edges), both)
+    ends = graph.x[edges[0]], graph.x[edges[1]]
+    sums = torch.zeros_like(graph.x).index_add(0, edges[1], ends[0]).index_add(0, edges[0], ends[1])
+    expected = torch.zeros_like(data.x).index_add(0, col, data.x[row])
+    expected = expected.index_add(0, row, data.x[col])[graph.owned_ids]
+    torch.testing.assert_close(sums, expected)
+    decoder = distribute(pyg.InnerProductDecoder(), graph)
+    with pytest.raises(ArgumentError, match=r"all pairs .* z @ graph\.gather\(z\)\.t\(\)"):
+        decoder.forward_all(graph.x)
+    pairs = torch.sigmoid(graph.x @ graph.gather(graph.x).t())
+    torch.testing.assert_close(pairs, torch.sigmoid(data.x @ data.x.t())[graph.owned_ids])
+    scores = decoder(graph.x, edges)
+    own = torch.isin(col, graph.owned_ids)
+    torch.testing.assert_close(scores, pyg.InnerProductDecoder()(data.x, data.edge_index)[own])
+    layer = pyg.RGATConv(4, 4, 3).double()
+    layer.l2.data.fill_(rank)  # which PyG leaves as memory was
+    refused_alike(DisagreementError, lambda: distribute(layer, graph), "broadcast_module(model)")
+    varcomm.broadcast_module(layer)
+    assert distribute(layer, graph) is layer
 
 
 class Calls(nn.Module):

@@ -310,6 +310,14 @@ class EdgeRules(Numbering):
         """Return whether a number of nodes counts owned nodes up to the last one with an edge."""
         return not torch.compiler.is_compiling() and self._up_to_last_edge == count
 
+    def check_has_loops(self) -> None:
+        """Raise ArgumentError if sources and targets are of two types of nodes."""
+        if not self.has_loops:
+            raise ArgumentError(
+                "edges between two types of nodes have no self loops: build the layer with "
+                "add_self_loops=False."
+            )
+
     def positions_of_loops(self, loops: bool, mask: torch.Tensor) -> torch.Tensor | slice:
         """Return a selector of all self loops, or of all other edges, in place of a mask."""
         count = count_in(self.extent, 2)
@@ -328,11 +336,7 @@ class EdgeRules(Numbering):
     def check_loops(self, edges: torch.Tensor) -> torch.Tensor:
         """Return appended edges if they are self loops of owned nodes."""
         targets = self.layer_counts()[2]
-        if not self.has_loops:
-            raise ArgumentError(
-                "edges between two types of nodes have no self loops: build the layer with "
-                "add_self_loops=False."
-            )
+        self.check_has_loops()
         if in_graph(edges):
             return torch.ops.varcomm.self_loops(edges, targets)  # type: ignore[no-any-return]
         return _self_loops(edges, targets, self)

@@ -65,9 +65,6 @@ def functions_named(name: str) -> set[Rule]:
 class Numbering:
     """The edges or the graphs that numbers stand for; what is not known of them is refused."""
 
-    #: whether a source and a target with the same number are the same node
-    has_loops = False
-
     def selected_from(self, kind: Kind, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return the rows that numbers of this kind select from, given those of this rank."""
         raise _unknown("selecting rows")
@@ -93,6 +90,10 @@ class Numbering:
     def is_up_to_last(self, count: int) -> bool:
         """Return whether a number of nodes is the number up to the last node that has an edge."""
         return False
+
+    def check_has_loops(self) -> None:
+        """Raise unless a source and a target with the same number are the same node."""
+        raise _unknown("self loops")
 
     def positions_of_loops(self, loops: bool, mask: torch.Tensor) -> torch.Tensor | slice:
         """Return a selector of all self loops, or of all other edges, in place of a mask."""

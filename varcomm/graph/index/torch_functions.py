@@ -363,8 +363,9 @@ def _compare(func: Callable[..., Any], a: Any, b: Any) -> Any:
     both = isinstance(a, PartitionedIndex) and isinstance(b, PartitionedIndex)
     kinds = {a.kind, b.kind} if both else set()
     if kinds == {"source", "target"}:
-        if a.of is not b.of or not a.of.has_loops or name not in _EQUAL:
+        if a.of is not b.of or name not in _EQUAL:
             raise refuse(func, "edges", "Sources and targets have local ids, in no order.")
+        a.of.check_has_loops()
         kind: Kind = "loops" if _EQUAL[name] else "no loops"
         whole = a.whole and b.whole
         return PartitionedIndex.make(func(a.plain, b.plain), a.of, kind, whole)

@@ -188,7 +188,10 @@ def inexact(kind: type[aggr.Aggregation]) -> str | None:
 
 def _reason_against_layer(layer: MessagePassing) -> str | None:
     if layer.decomposed_layers > 1:
-        return "decomposed_layers is not supported"
+        return (
+            "decomposed_layers above 1 propagates parts of the features one after another, with an "
+            "exchange for each. Build the layer with decomposed_layers=1, which computes the same"
+        )
     if layer.explain:
         return "explain is on; explain the model on the full graph, in one process"
     functions = ("message", "aggregate", "update", "edge_update")
