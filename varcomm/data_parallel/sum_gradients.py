@@ -7,6 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from varcomm.data_parallel.buckets import (
     BUCKET_BYTES,
@@ -153,8 +154,9 @@ def _checked(parameters: Iterable[torch.nn.Parameter], where: str) -> list[torch
                 f"{where}parameters must be a Module or an iterable of Parameter; it holds a "
                 f"{type(value).__name__} that is none. Pass the model, or model.parameters()."
             )
-    # tied parameters are listed twice, and summed once
-    trained = list({id(each): each for each in given if each.requires_grad}.values())
+    # tied parameters are listed twice, and summed once; lazy ones without a call have no shape
+    known = (each for each in given if each.requires_grad and not is_lazy(each))
+    trained = list({id(each): each for each in known}.values())
     for number, parameter in enumerate(trained):
         gradient, dtype = parameter.grad, gradient_dtype(parameter)
         checked_tensor(parameter, where, f"parameter {number}")

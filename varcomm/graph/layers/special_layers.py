@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.functional import dropout
+from torch.nn.parameter import is_lazy
 from torch_geometric import nn as pyg
 from torch_geometric.nn.models.attentive_fp import GATEConv
 from torch_geometric.utils import add_remaining_self_loops, get_laplacian, one_hot, scatter
 
-from varcomm.errors import ArgumentError
+from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.graph.index.batch import extreme, largest
 from varcomm.graph.index.edges import EdgeRules
 from varcomm.graph.index.partitioned_index import PartitionedIndex, plain
@@ -21,6 +23,8 @@ from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_reduce import all_reduce
 from varcomm.ops.checks import checking
 from varcomm.ops.compilation import kept_from_compilation
+from varcomm.ops.digest import differing
+from varcomm.transport.agreement import share
 
 __all__ = ["replace_methods"]
 
@@ -35,22 +39,45 @@ def replace_methods(module: torch.nn.Module, running: Running) -> None:
                     if vars(module).get(name) != method:  # compiled code holds the former one
                         vars(module)[name] = method
 
+    if isinstance(module, pyg.Linear) and is_lazy(module.weight) and module.bias is not None:
+        module.bias.data.zero_()  # uninitialised memory, which stays in a layer without a call
     if isinstance(module, pyg.HeteroDictLinear | pyg.GMMConv) and hasattr(module, "_hook"):
-        module.register_forward_pre_hook(_initialize, prepend=True)
+        module.register_forward_pre_hook(_Method(_initialize, module, running), prepend=True)
 
 
-def _initialize(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def _initialize(
+    self: Any, running: Running, module: Any, args: tuple[Any, ...]
+) -> tuple[Any, ...] | None:
     """Make lazy parameters from the width of x; PyG looks at its first row, which may be absent."""
     if isinstance(module, pyg.GMMConv):
         pair = (args[0], args[0]) if isinstance(args[0], torch.Tensor) else args[0]
         module.rel_in_channels = pair[0].shape[-1]  # which PyG leaves at -1
         return pair, *args[1:]
+    _check_types(module, running, args[0])
     for key, x in args[0].items():
         linear = module.lins[key]
-        if torch.nn.parameter.is_lazy(linear.weight):
+        if is_lazy(linear.weight):
             linear.initialize_parameters(None, x.new_empty(1, x.shape[1]))
             linear.reset_parameters()
     return None
+
+
+_HAS_TYPES = "_varcomm_has_types"
+
+
+def _check_types(module: torch.nn.Module, running: Running, x_dict: Any) -> None:
+    """Compare the types of nodes in the first call of a lazy layer; collective."""
+    if _HAS_TYPES in vars(module) or torch.compiler.is_compiling():
+        return
+    widths = {key: x.shape[-1] for key, x in x_dict.items()}
+    others, names = differing(share("x_dict", lambda: widths, running.graph.group))
+    if others:
+        raise DisagreementError(
+            f"x_dict: in the first call of a lazy layer, ranks {others} pass other types or widths "
+            f"than rank 0: {', '.join(names)}. Pass graph.x_dict, which also has types of which "
+            "this rank owns no nodes."
+        )
+    vars(module)[_HAS_TYPES] = True
 
 
 @dataclass(frozen=True)
@@ -177,6 +204,8 @@ def _han_forward(
 ) -> Any:
     """Weigh types of edges by a mean over the nodes of all ranks: Wang et al., 2019."""
     heads = self.heads
+    if any(is_lazy(linear.weight) for linear in self.proj.values()):
+        _check_types(self, running, x_dict)
     nodes = {kind: self.proj[kind](x).unflatten(-1, (heads, -1)) for kind, x in x_dict.items()}
     found: dict[str, list[torch.Tensor]] = {kind: [] for kind in nodes}
     for (source, relation, target), edges in edge_index_dict.items():
