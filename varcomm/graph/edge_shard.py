@@ -136,6 +136,7 @@ class EdgeShard(Shard):
 
     def halo(self, x: torch.Tensor) -> torch.Tensor:
         """Fetch the rows of the halo, (h, *F), from owned rows, (n, *F)."""
+        self.plan.compare_first(x)
         return self.plan(x)
 
     @overload

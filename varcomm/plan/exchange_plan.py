@@ -17,8 +17,8 @@ from varcomm.errors import ArgumentError, DisagreementError, GroupError
 from varcomm.ops import packing
 from varcomm.ops.checks import TENSORS, checked_tensor, checking
 from varcomm.ops.compilation import count_in, extent_of
-from varcomm.ops.digest import digest
-from varcomm.ops.graph_operator import in_graph
+from varcomm.ops.digest import digest, require_equal
+from varcomm.ops.graph_operator import in_graph, is_traced
 from varcomm.ops.handle import Handle, collective
 from varcomm.ops.reduction import checked_summable
 from varcomm.ops.rule import keep
@@ -27,10 +27,16 @@ from varcomm.plan.packed import exchange_packed
 from varcomm.plan.routes import Exchange, ExchangeAdjoint, Routes
 from varcomm.plan.row_sum import RowSum
 from varcomm.sizes import ShardSizes, checked_dim, checked_sizes
-from varcomm.transport.agreement import agree_and_share, debugging
-from varcomm.transport.engine import Pending, Schedule
+from varcomm.transport.agreement import agree_and_share, debugging, share
+from varcomm.transport.engine import Pending, Schedule, is_capturing
 from varcomm.transport.failure import explained
 from varcomm.transport.group import Calls, Group, GroupLike, resolve
+
+
+class _First:
+    """How many more exchanges of a graph ranks compare, as attributes of a plan are frozen."""
+
+    left = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +92,7 @@ class ExchangePlan:
     num_rows: int
     identity: int = field(default=0, repr=False)
     calls: Calls = field(default_factory=dict, init=False, repr=False)
+    _first: _First = field(default_factory=_First, init=False, repr=False)
 
     def __post_init__(self) -> None:
         _ = self.routes, self.extent  # compiled code would make them in every call
@@ -269,6 +276,34 @@ class ExchangePlan:
             dims = [_forward(self, x, (), dim, use_fp32).dim for x in tensors]
             keep(self.calls, key, dims)
         return dims
+
+    def compare_first(self, *tensors: torch.Tensor, dim: int = 0) -> None:
+        """Compare the tensors of all ranks before the first exchanges of a graph; collective.
+
+        A rank with another dtype or row shape is an error before rows are sent. Later calls, calls
+        in recorded graphs, and groups that only have NCCL compare nothing here.
+        """
+        first = self._first
+        if torch.compiler.is_compiling():
+            first.left = 0  # later a rank may run eager code, where others run compiled code
+            return
+        if not first.left or debugging():
+            return
+        if self.group.size == 1 or self.group.device().type != "cpu":  # a GPU would be waited for
+            first.left = 0
+            return
+        dims = [_forward(self, x, (), dim, True).dim for x in tensors]
+        if any(map(is_traced, tensors)) or is_capturing():
+            return
+        first.left -= 1
+        rows = [list(packing.rest(x.shape, at)) for x, at in zip(tensors, dims, strict=True)]
+        words = {
+            "plan": f"{self.identity:08x}",
+            "dtype": ", ".join(str(x.dtype).removeprefix("torch.") for x in tensors),
+            "shape of a row": ", ".join(map(str, rows)),
+            "dim": dims,
+        }
+        require_equal("exchange", share("exchange", lambda: words, self.group))
 
     def start(self, tensor: torch.Tensor, dim: int = 0, use_fp32: bool = True) -> Handle:
         """Begin a call of the plan; :meth:`Handle.wait` returns the received rows."""

@@ -125,12 +125,14 @@ class EdgeRules(Numbering):
 
     def rows_and_halo(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """Return the rows of :meth:`with_halo` as an ordinary tensor."""
+        self.plan.compare_first(x, dim=dim)
         return _joined(x, self.plan(x, dim=dim), dim)
 
     def rows_and_halos(self, xs: Sequence[torch.Tensor], dim: int = 0) -> list[torch.Tensor]:
         """Return rows of several tensors with the halo's, from one exchange."""
         if len(xs) < 2:
             return [self.rows_and_halo(x, dim) for x in xs]
+        self.plan.compare_first(*xs, dim=dim)
         halos = self.plan(*xs, dim=dim)
         return [_joined(x, halo, dim) for x, halo in zip(xs, halos, strict=True)]
 

@@ -449,6 +449,14 @@ def _greatest(func: Callable[..., Any], x: PartitionedIndex, *args: Any, **kwarg
     return torch.tensor(x.of.count(x.kind, x.plain, x.whole) - 1)
 
 
+@rule("min amin")
+def _least(func: Callable[..., Any], x: PartitionedIndex, *args: Any, **kwargs: Any) -> Any:
+    """Return 0 of no ids: PyG looks for negative ones before it raises an error of an exchange."""
+    if args or kwargs or x.plain.numel():
+        return other(func, (x, *args), kwargs)
+    return PartitionedIndex.make(x.plain.new_zeros(()), x.of, "computed")
+
+
 @rule("numel nelement")
 def _numel(func: Callable[..., Any], x: PartitionedIndex) -> int:
     """Return at least 1 if other ranks may have elements: PyG skips empty vectors."""

@@ -75,6 +75,7 @@ class Transfer:
                 "x holds local ids, or the batch vector, of a partitioned graph. Read them from "
                 "the new graph: new.batch, new.edge_index."
             )
+        self.plan.compare_first(x)
         if self.weights is None:
             return taken(self.plan(x), self.place)
         if not (x.is_floating_point() or x.is_complex()):
@@ -83,11 +84,14 @@ class Transfer:
                 "by their ids: graph.rows(values, ids)."
             )
         if x.dim() == 1:  # torch.cat drops an empty tensor of one dimension from the autograd graph
-            return self(x[:, None])[:, 0]
+            return self._weighted(x[:, None], self.weights)[:, 0]
+        return self._weighted(x, self.weights)
+
+    def _weighted(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         rows = self.plan(x)
         rows = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
         wide = torch.float32 if x.element_size() < 4 else x.dtype  # a sum in bf16 would lose digits
-        weights = self.weights.to(wide).view(*self.weights.shape, *[1] * (x.dim() - 1))
+        weights = weights.to(wide).view(*weights.shape, *[1] * (x.dim() - 1))
         return (rows[self.place] * weights).sum(1).to(x.dtype)
 
     def to(self, device: torch.device | str) -> Transfer:
