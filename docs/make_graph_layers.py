@@ -142,7 +142,8 @@ Some code is outside these checks. `varcomm.testing.same_as_one_process` finds i
 
 {functions}- **BatchNorm and DiffGroupNorm** in a distributed model normalise over the nodes of all
   ranks. Inside a layer, these norms normalise over the edges of all ranks. After a pool, these
-  norms work as in one process.
+  norms work as in one process. They also normalise over some nodes or edges, such as those of a
+  mask, and over one sample of shape `(1, C, n)`.
 - **BatchNorm outside a distributed model** normalises this rank's rows. If you add a `BatchNorm`
   after `distribute`, the model refuses it.
 - **The other norms** need `graph.batch` outside a distributed model.

@@ -41,6 +41,36 @@ def test_norms_over_edges(rank, hops):
     return compare(OnEdges, lambda m, g: m(g.x, g.edge_index), data, graph)
 
 
+class SomeRows(nn.Module):
+    """Norms over edges and nodes of a mask, and over one sample whose length is the nodes."""
+
+    def __init__(self):
+        super().__init__()
+        self.of_edges, self.of_nodes = nn.BatchNorm1d(4), pyg.BatchNorm(4)
+        self.of_sample = nn.BatchNorm1d(4)
+
+    def forward(self, x, edge_index):
+        edges = edge_index[:, x[:, 1][edge_index[1]] > 0.3]
+        h = self.of_edges(x[edges[0]] - x[edges[1]]).tanh()
+        x = torch.zeros_like(x).index_add(0, edges[1], h) + x
+        chosen = x[:, 0] > 0
+        x = x.index_put((chosen,), self.of_nodes(x[chosen]).tanh())
+        return self.of_sample(x.t()[None])[0].t().tanh()
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+@on_ranks()
+def test_norms_over_some_rows(rank):
+    """As many as each rank has, in each call other ones."""
+    data = wild()
+    graph = graph_of(data)
+
+    def twice(m, g):
+        return m(g.x, g.edge_index) + m(-g.x, g.edge_index)
+
+    return compare(SomeRows, twice, data, graph)
+
+
 KEY = ("a", "to", "b")
 
 

@@ -312,7 +312,7 @@ ZEROS = torch.zeros(3, dtype=torch.int64)
 
 # a module, its arguments, and the name of the wrong one
 REFUSED = [
-    (lambda: nn.BatchNorm1d(C), (X[:2],), "x must have one row"),
+    (lambda: nn.BatchNorm1d(C), (torch.cat([X, X]),), "x must have one row"),
     (lambda: nn.BatchNorm1d(C), (torch.tensor(1.0),), "x must have one row"),
     (lambda: nn.BatchNorm1d(C), ([1.0],), "x must be a torch.Tensor"),
     (lambda: nn.BatchNorm1d(3), (X,), "x must be of shape"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, TypeAlias
 
 import torch
@@ -63,14 +64,14 @@ class Rows:
             raise ArgumentError(where + _refusal(x, [self]))
 
     def total(self, x: torch.Tensor) -> int | torch.Tensor:
-        """Return the number of rows on all ranks, of which this rank's are `x`.
+        """Return the number of values per channel on all ranks, of which this rank's are `x`.
 
         If no shard has the number, it is a sum over ranks, fp64 of shape (), and stays on the
         device of `x`.
         """
         if self.shard is not None:
-            return self.shard.sizes.total
-        own = x.new_full((1,), len(x), dtype=torch.float64)
+            return self.shard.sizes.total * prod(x.shape[2:])
+        own = x.new_full((1,), len(x) * prod(x.shape[2:]), dtype=torch.float64)
         return all_reduce(own, group=self.group.process_group)[0]
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
@@ -126,8 +127,8 @@ def rows_of_any_kind(name: str, x: torch.Tensor, where: Where, in_layer: bool) -
     """Return the rows that a normalisation is given, as all ranks agree.
 
     These are nodes, or else edges, or else rows that are equal on all ranks, as pools return them;
-    on all ranks without halos, or on all with them. Inside a layer they are the edges that it
-    computes with.
+    on all ranks without halos, or on all with them. Else they are some nodes or edges, such as
+    those of a mask, without halos. Inside a layer they are the edges that it computes with.
     """
     kinds = _kinds(where)
     group = kinds[0].group
@@ -135,20 +136,26 @@ def rows_of_any_kind(name: str, x: torch.Tensor, where: Where, in_layer: bool) -
         return Rows(group, "rows of one process", replicated=True)
     if len(kinds) == 1:
         return kinds[0]
-    if (
-        in_layer
-        and isinstance(where, PartitionedGraph)
-        and all(edges.rules.exchanges for edges in where.edge_shards.values())
-    ):
+    one_hop = isinstance(where, PartitionedGraph) and all(
+        edges.rules.exchanges for edges in where.edge_shards.values()
+    )
+    if in_layer and one_hop:
         return Rows(group, "rows of a layer")
 
-    def local() -> tuple[object, list[tuple[bool, bool]], str]:
+    def local() -> tuple[object, list[tuple[bool, bool]], list[bool], str]:
         checked_tensor(x, "", "x")
         fits = [rows.fits(x) for rows in kinds]
         known = digest(x) if x.dim() and len(x) else group.rank
-        return known, fits, "" if any(map(any, fits)) else _refusal(x, kinds)
+        refusal = "" if any(map(any, fits)) else _refusal(x, kinds)
+        # one sample of shape (1, C, rows), or rows
+        count = (x.shape[2] if x.dim() == 3 and len(x) == 1 else len(x)) if x.dim() else 0
+        some = [
+            count <= (rows.num_owned or 0) and bool(fit[0] or refusal or not count)
+            for rows, fit in zip(kinds, fits, strict=True)
+        ]
+        return known, fits, some, refusal
 
-    digests, fits, refusals = zip(*share(name, local, group), strict=True)
+    digests, fits, some, refusals = zip(*share(name, local, group), strict=True)
     found = [
         rows
         for rows, of_ranks in zip(kinds, zip(*fits, strict=True), strict=True)
@@ -159,6 +166,8 @@ def rows_of_any_kind(name: str, x: torch.Tensor, where: Where, in_layer: bool) -
         equal = bool((x != x[:1]).any())
     if equal and not found:
         return Rows(group, "rows that are equal on all ranks", replicated=True)
+    if not found and one_hop and any(map(all, zip(*some, strict=True))):
+        return Rows(group, "rows that are given")
     if not found:
         wrong = next((rank for rank, text in enumerate(refusals) if text), 0)
         text = refusals[wrong] or "x has no rows of the same kind on all ranks."
@@ -199,4 +208,8 @@ def _refusal(x: torch.Tensor, kinds: Sequence[Rows]) -> str:
         + (f", or for these and the {rows.num_halo} in the halo" if rows.num_halo else "")
         for rows in kinds
     )
-    return f"x must have one row {wanted}; got shape {tuple(x.shape)}. Pass the rows of this rank."
+    return (
+        f"x must have one row {wanted}; got shape {tuple(x.shape)}. Pass the rows of this rank. "
+        "For any number of nodes or edges, without halos, set module.forward = "
+        "varcomm.graph.global_norm(module, graph, in_layer=True)."
+    )

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
-from math import prod
 from typing import Any
 
 import torch
@@ -40,7 +39,8 @@ def global_norm(
     graph : PartitionedGraph, NodeShard or EdgeShard
         The rows. For a graph, the first call selects the type of nodes or edges whose number of
         rows matches `x` on all ranks. Nodes have precedence. Rows that are equal on all ranks,
-        such as pooled rows, are normalised as in one process.
+        such as pooled rows, are normalised as in one process. Other rows are some nodes or edges,
+        such as those of a mask, without the halo.
     in_layer : bool
         Whether `x` has a row for each edge that a layer computes with, in any number.
 
@@ -154,7 +154,7 @@ def _batch_norm(module: torch.nn.BatchNorm1d, rows: Rows, input: torch.Tensor) -
             )
     if _is_kept(module):
         return type(module).forward(module, x)
-    count = rows.total(x) * prod(x.shape[2:])
+    count = rows.total(x)
     _check_count(count, name, rows)
 
     def mean_of(values: torch.Tensor) -> torch.Tensor:
