@@ -208,6 +208,7 @@ DIFFERENT = [
     ({"skin": 1.0}, "skin"),
     ({"cell": CELL * 2}, "cell"),
     ({"pbc": [True, True, False]}, "pbc"),
+    ({"pos": torch.ones(2, 2, dtype=torch.float64), "cell": CELL[:2, :2]}, "on shape and dtype"),
     ({"max_neighbours": 3}, "max_neighbours"),
     ({"pos": torch.ones(2, 3)}, "dtype"),
     ({"pos": torch.ones(2, 3, dtype=torch.float64).requires_grad_()}, "derivatives"),

@@ -388,6 +388,13 @@ def _equal_all(func: Callable[..., Any], a: Any, b: Any) -> bool:
     return func(plain(a), plain(b))  # type: ignore[no-any-return]
 
 
+_BOTH_WAYS = (
+    "Edges in the other direction end at nodes of other ranks. Make the graph undirected before "
+    "graph.partition: to_undirected(data.edge_index); or sum the messages of one direction at "
+    "edge_index[1], and of the other at edge_index[0]."
+)
+
+
 @rule("cat concat concatenate")
 def _cat(func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0) -> Any:
     ids = [one for one in tensors if isinstance(one, PartitionedIndex)]
@@ -398,7 +405,8 @@ def _cat(func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0) -> Any:
     else:
         across = len(ids) == len(tensors)
     if not same or not across or first.kind == "computed":
-        raise refuse(func, first.kind)
+        both_ways = {one.kind for one in ids} in ({"edges", "reversed"}, {"source", "target"})
+        raise refuse(func, first.kind, _BOTH_WAYS if both_ways else "")
     parts = [
         one.plain if isinstance(one, PartitionedIndex) else first.of.check_loops(one)
         for one in tensors

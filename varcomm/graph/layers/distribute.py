@@ -119,7 +119,8 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
         raise DisagreementError(
             f"{what}: ranks {others} have other parameters or buffers than rank 0, or layers with "
             f"other settings; they differ in {', '.join(names[:3])}{more}. Make the same model on "
-            "all ranks: set the same seed before, or broadcast the model of one rank."
+            "all ranks: set the same seed before, or call varcomm.broadcast_module(model). A seed "
+            "is not enough if a layer has uninitialised values, such as l2 of RGATConv."
         )
     running = _running_of(model, graph)
     running.digests = digests

@@ -300,13 +300,22 @@ def _no_edges(self: Any, running: Running, edge_index: torch.Tensor, *_: Any) ->
     return edge_index[:, :0]  # for the loss of attention
 
 
-def _of_this_rank(self: Any, running: Running, *_: Any, **__: Any) -> Any:
+def _of_this_rank(self: Any, running: Running, *_: Any, why: str = "", **__: Any) -> Any:
+    why = why or (
+        "this method is a mean over the nodes or edges that it is given, which are this rank's, or "
+        "samples among them. Compute the values of nodes or edges, and take graph.mean or "
+        "graph.edges.mean of them."
+    )
     with checking(type(self).__name__, running.graph.group) as where:
-        raise ArgumentError(
-            f"{where}this method is a mean over the nodes or edges that it is given, which are "
-            "this rank's, or samples among them. Compute the values of nodes or edges, and take "
-            "graph.mean or graph.edges.mean of them."
-        )
+        raise ArgumentError(f"{where}{why}")
+
+
+_all_pairs = partial(
+    _of_this_rank,
+    why="this method scores all pairs of the nodes that it is given, which are this rank's. Score "
+    "the edges by forward(z, graph.edge_index), or the pairs of this rank's nodes with all nodes "
+    "by z @ graph.gather(z).t().",
+)
 
 
 def _attention_loss(self: Any, running: Running) -> torch.Tensor:
@@ -335,7 +344,7 @@ _METHODS: dict[type[torch.nn.Module], dict[str, Callable[..., Any]]] = {
     pyg.GAE: _these("recon_loss test"),
     pyg.VGAE: _these("kl_loss"),
     pyg.ARGA: _these("reg_loss discriminator_loss"),
-    pyg.InnerProductDecoder: _these("forward_all"),
+    pyg.InnerProductDecoder: {"forward_all": _all_pairs},
     pyg.SignedGCN: _these("nll_loss pos_embedding_loss neg_embedding_loss loss test"),
     pyg.LightGCN: _these("link_pred_loss recommendation_loss recommend"),
     pyg.RECT_L: _these("get_semantic_labels"),

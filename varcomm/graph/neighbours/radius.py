@@ -230,11 +230,12 @@ def radius(
         periodic = _checked_pbc(pbc, rows.shape[1], vectors is not None)
         most = None if max_neighbours is None else at_least(1, max_neighbours, "max_neighbours")
         settings: dict[str, object] = {
+            # first: other settings differ if the dimensions do
+            "shape and dtype of pos": f"(n, {rows.shape[1]}) of {rows.dtype}",
             "cutoff": reach[0],
             "skin": reach[1],
             "pbc": periodic,
             "max_neighbours": most,
-            "shape and dtype of pos": f"(n, {rows.shape[1]}) of {rows.dtype}",
             "the kind of device": rows.device.type,
             "use of cell": cell is not None,
             "use of ids": ids is not None,
