@@ -226,3 +226,14 @@ def test_a_scheduler_more_or_less(tmp_path):
     save({"model": model, "o": torch.optim.SGD(model.parameters(), lr=0.125)}, tmp_path)
     load({"model": model, "o": scheduled}, tmp_path)
     assert scheduled.param_groups[0]["lr"] == 0.125
+
+
+@pytest.mark.parametrize("change", [lambda a, b: [b, a], lambda a, b: [a + b]])
+def test_the_same_parameters_in_other_groups(change, tmp_path):
+    model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 2))
+    groups = [[*model[0].parameters()], [*model[1].parameters()]]
+    save({"model": model, "o": torch.optim.SGD([{"params": one} for one in groups])}, tmp_path)
+    other = torch.optim.SGD([{"params": one} for one in change(*groups)])
+    told = r"same parameters in other groups .* with \['0.weight', '1.weight'\] and .* in the order"
+    with pytest.raises(ArgumentError, match=told):
+        load({"model": model, "o": other}, tmp_path)

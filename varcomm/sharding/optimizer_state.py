@@ -141,11 +141,20 @@ class OptimizerStates:
             )
         if given != self.names:
             theirs, ours = (set(chain.from_iterable(names)) for names in (given, self.names))
+            differ = (
+                f"it has {sorted(theirs - ours)[:3]}, which are not here, and lacks "
+                f"{sorted(ours - theirs)[:3]}."
+            )
+            if theirs == ours:
+                firsts = ([names[0] for names in groups if names] for groups in (given, self.names))
+                differ = (
+                    "they have the same parameters in other groups or in another order. The groups "
+                    "begin with {} and {}. Make the groups of this optimizer in the order of the "
+                    "saved one."
+                ).format(*firsts)
             raise ArgumentError(
                 f"the saved optimizer has groups of {[*map(len, given)]} parameters, and this one "
-                f"of {[*map(len, self.names)]}, or they differ in names or order: it has "
-                f"{sorted(theirs - ours)[:3]}, which are not here, and lacks "
-                f"{sorted(ours - theirs)[:3]}."
+                f"of {[*map(len, self.names)]}; {differ}"
             )
         for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
             if other := (group.keys() ^ saved.keys()) - _OF_SCHEDULERS:
