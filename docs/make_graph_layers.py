@@ -27,6 +27,9 @@ DRAWN = "it draws pairs of nodes or orders of this rank"
 POOLED = "it would pool this rank's nodes only"
 CLUSTERS = "its clusters are local ids of this rank; use `global_*_pool`"
 PACKAGE = "it needs a compiled package, and finds this rank's neighbours only"
+MAXIMUM = "it divides by the largest value of this rank, unless `norm=False` or `max_value=...`"
+NODES = "it uses this rank's nodes as the full graph; transform before `partition`"
+DRAWS = "each rank draws its own; transform before `partition`"
 DEGREES = "a mean over this rank's edges; use `graph.edges.mean`"
 
 # Functions by their state; `local` ones return this rank's value.
@@ -45,6 +48,22 @@ FUNCTIONS = {
                 structured_negative_sampling_feasible shuffle_node""",
         },
         "local": {DEGREES: "homophily assortativity", IDS: "to_scipy_sparse_matrix"},
+    },
+    "torch_geometric.transforms": {
+        "exact": """AddRemainingSelfLoops AddSelfLoops Constant GCNNorm LinearTransformation
+            LocalCartesian LocalDegreeProfile OneHotDegree PointPairFeatures RemoveSelfLoops""",
+        "refused": {
+            MAXIMUM: "Cartesian Distance Polar Spherical TargetIndegree",
+            IDS: """AddLaplacianEigenvectorPE AddRandomWalkPE GDC HalfHop LaplacianLambdaMax
+                LargestConnectedComponents LineGraph NodePropertySplit RemoveDuplicatedEdges
+                RemoveIsolatedNodes RootedEgoNets ToSparseTensor ToUndirected TwoHop VirtualNode""",
+        },
+        "local": {
+            NODES: """Center Delaunay FixedPoints NormalizeFeatures NormalizeRotation
+                NormalizeScale Pad SVDFeatureReduction ToDense""",
+            DRAWS: """RandomFlip RandomJitter RandomNodeSplit RandomRotate RandomScale
+                RandomShear""",
+        },
     },
     "torch_geometric.nn.pool": {
         "exact": """global_add_pool global_mean_pool global_max_pool max_pool_neighbor_x
@@ -126,9 +145,20 @@ returns local ids.
 
 Some code is outside these checks. `varcomm.testing.same_as_one_process` finds it:
 
-- **No index vector.** A mean over dimension 0, `F.batch_norm` or `global_mean_pool(x, None)`
-  reduces the rows of this rank. Use `graph.mean`, or pass `graph.batch`, which is zeros if the
-  data have none.
+- **No index vector.** A reduction without a vector of the graph is over the rows of this rank.
+  `graph.batch` is zeros if the data have none.
+
+  | of this rank | of all ranks |
+  | --- | --- |
+  | `x.mean()`, `x.sum()`, `x.max()` | `graph.mean(x)`, `graph.sum(x)`, `graph.max(x)` |
+  | `x.mean(0)`, `x.amax(0)` | `global_mean_pool(x, graph.batch)`, `global_max_pool(...)` |
+  | `lengths.max()` of edges | `graph.edges.max(lengths)` |
+  | `torch.softmax(x, 0)` | `torch_geometric.utils.softmax(x, graph.batch)` |
+  | `F.layer_norm(x, x.shape)` | `torch_geometric.nn.LayerNorm(C, affine=False)(x, graph.batch)` |
+  | `F.batch_norm(x, ...)` | `torch.nn.BatchNorm1d` in the distributed model |
+  | `global_mean_pool(x, None)` | `global_mean_pool(x, graph.batch)` |
+  | `T.Distance()` in a model | `T.Distance(norm=False)`, divided by `graph.edges.max(lengths)` |
+
 - **New tensors.** `zeros_like(graph.batch)`, `edge_index.new_zeros(len(x))` and masks are ordinary
   tensors: `x[graph.batch == b].mean(0)` is the mean of this rank.
 - **Copies of ids.** `torch.tensor`, `torch.sparse_coo_tensor` and TorchScript copy local ids.

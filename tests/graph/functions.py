@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 import torch_geometric.nn as pyg
-from torch_geometric import utils
+from torch_geometric import transforms, utils
 from torch_geometric.data import Data
 
 from tests.graph.layers import NODE
@@ -116,6 +116,40 @@ POOLS = {
 }
 
 
+def transformed(name, **settings):
+    """Return a call of PyG's transform on an object with the graph's edges."""
+
+    def call(g):
+        pos = g.x[:, : 2 if name == "Polar" else 3]
+        data = Data(x=g.x, edge_index=g.edge_index, pos=pos, norm=pos.cos())
+        more = {"walk_length": 3} if name == "AddRandomWalkPE" else {}
+        data = getattr(transforms, name)(**settings, **more)(data)
+        ends = data.edge_index
+        sums = [data.x.double(), data.pos]
+        for key in ("edge_weight", "edge_attr"):
+            if key in data:
+                rows = data[key].double()
+                rows = rows.unsqueeze(1) if rows.dim() == 1 else rows
+                sums.append(
+                    torch.zeros(len(g.x), rows.shape[1]).double().index_add(0, ends[1], rows)
+                )
+        return torch.cat(sums, 1)
+
+    return call
+
+
+LARGEST = ("Cartesian", "Distance", "Polar", "Spherical", "TargetIndegree")
+LOCAL = ("AddRemainingSelfLoops", "AddSelfLoops", "GCNNorm", "LocalCartesian", "LocalDegreeProfile")
+OTHERS = ("PointPairFeatures", "RemoveIsolatedNodes", "RemoveSelfLoops", "ToUndirected")
+BY_MATRIX = ("AddRandomWalkPE", "TwoHop", "VirtualNode")
+TRANSFORMS = {name: transformed(name) for name in (*LARGEST, *LOCAL, *OTHERS, *BY_MATRIX)}
+NORMALISED = {  # exact: by a value that the caller passes, or not at all
+    f"{name} with {word}": transformed(name, **{word: value})
+    for name in LARGEST
+    for word, value in (("norm", False), ("max_value", 2.5))
+}
+
+
 def pooling(kind, *args):
     def call(m, g):
         return m(g.x, g.edge_index, batch=g.batch)[0]
@@ -152,5 +186,9 @@ for name, *args in (
 
 def cases():
     """Return all calls: how to make a module, if there is one, and how to call it."""
-    functions = {n: (None, lambda m, g, f=f: f(g)) for n, f in (UTILS | POOLS).items()}
+    functions = {n: (None, lambda m, g, f=f: f(g)) for n, f in (UTILS | POOLS | TRANSFORMS).items()}
     return functions | POOL_MODULES | NORMS
+
+
+def normalised():
+    return {name: (None, lambda m, g, f=f: f(g)) for name, f in NORMALISED.items()}

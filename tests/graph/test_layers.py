@@ -188,6 +188,10 @@ def test_functions_do_what_the_page_says(worlds):
     assert_verdicts(worlds, functions.cases, expected)
 
 
+def test_transforms_that_need_no_maximum(worlds):
+    assert_verdicts(worlds, functions.normalised, dict.fromkeys(functions.NORMALISED, "exact"))
+
+
 def outside(rank):
     data = data_of()
     graph = graph_of(data)

@@ -5,6 +5,7 @@ Each rule takes the function and its arguments. Functions without a rule compute
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -132,6 +133,8 @@ def _is_all(key: Any) -> bool:
 def _getitem(func: Callable[..., Any], x: Any, key: Any) -> Any:
     if isinstance(x, PartitionedIndex):
         if isinstance(key, int) and x.kind in _ENDS:
+            if not torch.compiler.is_compiling():
+                _check_reader()
             return PartitionedIndex.make(
                 x.plain[key], x.of, _ENDS[x.kind][key], x.whole, known=x.known
             )
@@ -158,6 +161,33 @@ def _getitem(func: Callable[..., Any], x: Any, key: Any) -> Any:
     if len(places) > 1 or not is_along_dim:
         raise refuse(func, key[first].kind)
     return _rows(func, key[first], x, dim)[unwrapped(key)]
+
+
+def _check_reader() -> None:
+    """Raise ArgumentError if PyG's EdgeIndex, or a transform that normalises, reads the edges."""
+    frame = sys._getframe(2)
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
+        frame = frame.f_back
+    reader = frame.f_globals.get("__name__", "")
+    if reader == "torch_geometric.edge_index":  # its products would read rows out of range
+        raise ArgumentError(
+            "EdgeIndex is not known on a part of a graph: it would hold the ids of this rank. "
+            "Make it of the edges before graph.partition."
+        )
+    if not reader.startswith("torch_geometric.transforms."):
+        return
+    transform = frame.f_locals.get("self")
+    if getattr(transform, "norm", False) and getattr(transform, "max", 0) is None:
+        name = type(transform).__name__
+        raise ArgumentError(
+            f"{name} divides by the largest value of the edges that it is given, which are this "
+            f"rank's. Transform the data before graph.partition; or use {name}(norm=False), and "
+            "divide by graph.edges.max or graph.max of the values."
+        )
+
+
+# Modules between the code that reads an index and the rule for it.
+_BETWEEN = ("torch.", "varcomm.graph.index.")
 
 
 def _part(func: Callable[..., Any], x: PartitionedIndex, key: Any) -> Any:
