@@ -1,5 +1,7 @@
 """``migrate``: the part that ``partition`` makes by the new owners, and the model's one answer."""
 
+import warnings
+
 import pytest
 import torch
 from torch_geometric import nn as pyg
@@ -10,7 +12,7 @@ from tests.graph.against_one import compare
 from tests.graph.graphs import WORLDS, grid, rich, split_by, wild
 from tests.graph.parts import contents, differences, refusing, same
 from tests.graph.typed import WAYS, owners, typed
-from tests.worlds import on_ranks
+from tests.worlds import on_ranks, refused_alike
 from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import assign, partition, rebalance
 
@@ -158,6 +160,44 @@ def test_rebalance(rank, ranks):
         # on more ranks costs cross ranks between the hot one and the last, and nodes of each move
         assert moved <= (1.5 if ranks <= 3 else 2.0) or name != "rcb", (hot, moved)
         assert moved == 0 or name != "zeros"
+
+
+# edges, nodes of each rank, and the cost of each rank before; the largest ratio to the mean after
+SMALL = [
+    ("path", [39, 19, 2], [1, 2, 3], 1.25),
+    ("path", [3, 2, 1], [1, 2, 3], 1.5),
+    ("none", [39, 19, 2], [1, 2, 3], 1.1),
+    ("path", [1, 1, 1], [1, 2, 3], 1.5),
+    ("none", [1, 0, 1], [1, 0, 1], 1.5),
+    ("path", [4, 4, 4], [1, 1, 10], 1.25),
+]
+
+
+@on_ranks(3)
+def test_rebalance_of_few_nodes_moves_or_warns(rank):
+    """On all ranks, with the ratio that is left."""
+    for edges, counts, seconds, largest in SMALL:
+        nodes = sum(counts)
+        ends = torch.arange(nodes) if edges == "path" else torch.zeros(0, dtype=torch.int64)
+        data = Data(edge_index=torch.stack([ends[:-1], ends[1:]]), num_nodes=nodes)
+        data.cost = (torch.tensor(seconds) / torch.tensor(counts).clamp(min=1)).repeat_interleave(
+            torch.tensor(counts)
+        )
+        graph = partition(data, method=torch.arange(3).repeat_interleave(torch.tensor(counts)))
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            new = rebalance(graph, seconds[rank])
+        loads = varcomm.all_gather_v(new.cost.sum()[None], [1] * 3)
+        ratio = float(loads.max() / loads.mean())
+        case = edges, counts, seconds, ratio
+        assert ratio <= largest + 1e-6, case
+        assert len(found) == (ratio > 1.1), (case, found)
+        for one in found:
+            assert f"is {ratio:.2f} times the mean" in str(one.message), (case, one)
+    same = torch.full((graph.num_owned,), 2.0)
+    refused_alike(
+        DisagreementError, lambda: rebalance(graph, same if rank else 1.0), "weights", "a number"
+    )
 
 
 def nodes_of_cost_zero(ranks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -14,8 +15,9 @@ from varcomm.graph.node_shard import described
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.repartition.migrate import migrate
 from varcomm.graph.repartition.transfer import transfer
+from varcomm.ops.digest import require_equal
 from varcomm.ops.packing import counted_from
-from varcomm.transport.agreement import agree, share
+from varcomm.transport.agreement import agree_and_share, share
 
 __all__ = ["rebalance"]
 
@@ -26,6 +28,9 @@ _WHAT = "graph.rebalance"
 # Rounds stop at this ratio of the largest cost to the mean, or at this number. A rank passes on at
 # most the nodes that it has, so transport over several ranks takes several rounds.
 _EVEN, _ROUNDS = 1.02, 16
+
+# Above this ratio, some rounds that gain nothing are followed by others, and ranks warn at the end.
+_UNEVEN, _PATIENCE = 1.1, 3
 
 # Smaller parts of the mean cost are rounding, which would move nodes of cost 0.
 _LEAST_FLOW = 1e-6
@@ -62,12 +67,16 @@ def rebalance(graph: PartitionedGraph, weights: torch.Tensor | float) -> Partiti
     Returns
     -------
     PartitionedGraph
-        The migrated graph; `graph` itself if the largest cost is within 2 % of the mean.
+        The migrated graph; `graph` itself if the largest cost is within 2 % of the mean, or if no
+        move of nodes reduces it. Nodes move whole, so parts of few nodes can stay uneven: all ranks
+        warn if the largest cost is still more than 10 % above the mean.
 
     Raises
     ------
     ArgumentError
         On every rank, if weights are invalid on one rank, or the graph has several types of nodes.
+    DisagreementError
+        On every rank, if some ranks pass a number, and others a tensor.
 
     See Also
     --------
@@ -92,7 +101,11 @@ def rebalance(graph: PartitionedGraph, weights: torch.Tensor | float) -> Partiti
     >>> varcomm.launch(fn, 2)
     [[0, 1, 2], [3, 4, 5, 6, 7]]
     """
-    cost = agree(_WHAT, lambda: _checked_cost(graph, weights), graph.group)
+    kind = {"weights": "a cost of each node" if _is_of_nodes(weights) else "a number"}
+    cost, kinds = agree_and_share(
+        _WHAT, lambda: _checked_cost(graph, weights), lambda _: kind, graph.group
+    )
+    require_equal(_WHAT, kinds)
     nodes, edges = graph.nodes, graph.edges
     bare = best = replace(
         graph,
@@ -100,20 +113,35 @@ def rebalance(graph: PartitionedGraph, weights: torch.Tensor | float) -> Partiti
         edge_shards={None: replace(edges, attributes={})},
         attributes={},
     )
-    least = torch.inf
+    ratios: list[float] = []
     for _ in range(_ROUNDS):
-        loads, neighbours = _loads(bare)
-        if loads.max() >= least:
+        loads, dearest, neighbours = _loads(bare)
+        mean = loads.mean() or 1.0
+        ratios.append(float(loads.max() / mean))
+        least = min(ratios)
+        if ratios.index(least) == len(ratios) - 1:
+            best = bare
+        elif least <= _UNEVEN or min(ratios[-_PATIENCE:]) > least:
             break
-        best, least = bare, loads.max()
-        if least <= _EVEN * loads.mean():
+        if least <= _EVEN:
             break
         flows = _flows(loads, neighbours)[graph.group.rank]
         bare = migrate(bare, _chosen(bare, flows))
+    if least > _UNEVEN:
+        warnings.warn(
+            f"{_WHAT}: the largest cost of a rank is {least:.2f} times the mean, and was "
+            f"{ratios[0]:.2f} times. Nodes move whole, and the costliest has {dearest / mean:.2f} "
+            "times the mean cost of a rank. Pass the cost of each node, or use fewer ranks.",
+            stacklevel=2,
+        )
     if best.nodes.ids is nodes.ids:
         return graph
     here = torch.full((best.num_owned,), graph.group.rank, device=cost.device)
     return migrate(graph, transfer(best, graph)(here))
+
+
+def _is_of_nodes(weights: Any) -> bool:
+    return not (isinstance(weights, int | float) or getattr(weights, "shape", None) == ())
 
 
 def _checked_cost(graph: PartitionedGraph, weights: torch.Tensor | float) -> torch.Tensor:
@@ -124,7 +152,7 @@ def _checked_cost(graph: PartitionedGraph, weights: torch.Tensor | float) -> tor
             "by type."
         )
     rows, device = graph.num_owned, graph.nodes.ids.device
-    if isinstance(weights, int | float) or getattr(weights, "shape", None) == ():
+    if not _is_of_nodes(weights):
         weights = torch.full((rows,), float(weights) / max(rows, 1), dtype=torch.float64)
     if (
         not isinstance(weights, torch.Tensor)
@@ -142,11 +170,13 @@ def _checked_cost(graph: PartitionedGraph, weights: torch.Tensor | float) -> tor
     return cost
 
 
-def _loads(graph: PartitionedGraph) -> tuple[Array, list[list[int]]]:
-    """Return the cost and the neighbours of each rank; collective."""
-    own = float(graph.nodes.attributes["cost"].sum()), list(graph.plan.neighbours)
-    loads, neighbours = zip(*share(_WHAT, lambda: own, graph.group), strict=True)
-    return np.array(loads), list(neighbours)
+def _loads(graph: PartitionedGraph) -> tuple[Array, float, list[list[int]]]:
+    """Return each rank's cost, the cost of the dearest node, and neighbours; collective."""
+    cost = graph.nodes.attributes["cost"]
+    top = float(cost.max()) if len(cost) else 0.0
+    own = float(cost.sum()), top, list(graph.plan.neighbours)
+    loads, tops, neighbours = zip(*share(_WHAT, lambda: own, graph.group), strict=True)
+    return np.array(loads), max(tops), list(neighbours)
 
 
 def _flows(loads: Array, neighbours: list[list[int]]) -> Array:
