@@ -293,6 +293,11 @@ def test_what_meshio_has_to_say_goes_to_the_log(tmp_path, caplog, capfd):
     assert re.search("odd.mesh: .*Ridges", record.getMessage())
 
 
+def saved_text(path, text):
+    path.write_text(text)
+    return path
+
+
 def refused(path, words="", **options):
     with pytest.raises(varcomm.ArgumentError, match=rf"^read_mesh: (.|\n)*{words}"):
         read_mesh(path, **options)
@@ -309,27 +314,20 @@ def test_files_that_are_refused(tmp_path, capfd):
     path = saved(tmp_path, points, blocks)
     path.write_bytes(path.read_bytes()[:-200])
     refused(path)
-    # two pieces, of which meshio reads one; a strip of triangles, which meshio omits
+    # a strip of triangles
     assert capfd.readouterr() == ("", ""), "meshio has printed"
     meshio.vtu.write(str(tmp_path / "mesh.vtu"), meshio.Mesh(points, blocks), binary=False)
     capfd.readouterr()  # a warning of the writer
     text = (tmp_path / "mesh.vtu").read_text()
-    piece = re.search("<Piece.*</Piece>", text, re.DOTALL).group()
-    (tmp_path / "two.vtu").write_text(text.replace(piece, piece + piece))
-    refused(tmp_path / "two.vtu", "2 pieces")
     types = re.search('Name="types" .*?</DataArray>', text, re.DOTALL).group()
     (tmp_path / "strip.vtu").write_text(text.replace(types, types.replace("9", "6", 1)))
-    refused(tmp_path / "strip.vtu", "type 6")
+    refused(tmp_path / "strip.vtu", r"types \[6\]")
     # cells without edges, of kinds without a graph, and with points that do not exist
     refused(saved(tmp_path, np.eye(3), [("vertex", [[0], [1]])]), "no cells")
-    path = saved(tmp_path, np.random.default_rng(0).random((18, 3)), [("wedge18", [range(18)])])
-    refused(path, "wedge18")
-    path = saved(tmp_path, np.random.default_rng(0).random((9, 3)), [("quad9", [range(9)])])
-    refused(path, "quad9")
-    assert read_mesh(path, nodes="cells").data.num_nodes == 1
-    faces = [(0, 3, 2, 1), (4, 5, 6, 7), (0, 1, 5, 4), (1, 2, 6, 5), (2, 3, 7, 6), (3, 0, 4, 7)]
-    poly = [("polyhedron8", [[np.array(face) for face in faces]])]
-    refused(saved(tmp_path, np.array(CUBE, dtype=float), poly), "polyhedron8")
+    cubic = meshio.Mesh(np.random.default_rng(0).random((10, 3)), [("triangle10", [range(10)])])
+    with pytest.raises(varcomm.ArgumentError, match="triangle10"):
+        read_mesh(cubic)
+    assert read_mesh(cubic, nodes="cells").data.num_nodes == 1
     (tmp_path / "off.off").write_text("OFF\n3 1 0\n0 0 0\n1 0 0\n0 1 0\n3 0 1 7\n")
     refused(tmp_path / "off.off", "out of range")
     path = saved(tmp_path, np.eye(3), [("triangle", [[0, 1, 2]])])
@@ -353,7 +351,7 @@ def test_writing_is_refused(tmp_path):
 def test_without_meshio(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "meshio", None)
     with pytest.raises(varcomm.MissingPackageError, match="pip install meshio"):
-        read_mesh(tmp_path / "mesh.vtu")
+        read_mesh(saved_text(tmp_path / "mesh.off", "OFF"))
 
 
 @pytest.mark.slow

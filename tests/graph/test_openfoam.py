@@ -141,6 +141,81 @@ def test_a_case_is_the_same_mesh_as_a_vtu_file(tmp_path, form):
         np.testing.assert_allclose(middle, found.data.pos[cell], rtol=1e-6)
 
 
+def by_openfoam(points, faces, owner, neighbour):
+    """Volumes of cells and area vectors of faces, by the loops of OpenFOAM's primitiveMesh."""
+    areas, centres = [], []
+    for face in faces:
+        corners = [points[i] for i in face]
+        middle = sum(corners) / len(corners)
+        total, weights, moment = np.zeros(3), 0.0, np.zeros(3)
+        for a, b in zip(corners, corners[1:] + corners[:1], strict=True):
+            normal = np.cross(b - a, middle - a)
+            weight = np.linalg.norm(normal)
+            total, weights = total + normal, weights + weight
+            moment = moment + weight * (a + b + middle)
+        areas.append(total / 2)
+        centres.append(moment / weights / 3)
+    cells = max(owner) + 1
+    around = [[] for _ in range(cells)]
+    for i, cell in enumerate(owner):
+        around[cell].append((i, 1))
+    for i, cell in enumerate(neighbour):
+        around[cell].append((i, -1))
+    volumes = np.zeros(cells)
+    for cell, own in enumerate(around):
+        apex = sum(centres[i] for i, _ in own) / len(own)
+        volumes[cell] = sum(sign * areas[i] @ (centres[i] - apex) for i, sign in own) / 3
+    return volumes, np.array(areas)
+
+
+def test_volumes_and_areas_are_those_of_openfoam(tmp_path):
+    shape = (3, 2, 2)
+    case = write_case(tmp_path / "case", shape)
+    points, faces, owner, neighbour, _ = block(shape)
+    points = points + np.random.default_rng(0).uniform(-0.3, 0.3, points.shape) + [1e4, 0, 0]
+    content = head("vectorField", "points", "ascii") + listed(points, "<f8", False)
+    (case / "constant" / "polyMesh" / "points").write_bytes(content)
+    volumes, areas = by_openfoam(points - [1e4, 0, 0], faces, owner, neighbour)
+    mesh = read_mesh(case, "cells")
+    np.testing.assert_allclose(mesh.data.volume, volumes, rtol=1e-11)
+    np.testing.assert_allclose(mesh.source.area, areas, atol=1e-11)
+    pairs = list(zip(owner, neighbour, strict=False))
+    lengths = dict(zip(pairs, np.linalg.norm(areas, axis=1), strict=False))
+    expected = [lengths[min(a, b), max(a, b)] for a, b in mesh.data.edge_index.T.tolist()]
+    np.testing.assert_allclose(mesh.data.edge_area, expected, rtol=1e-11)
+    # a prism with five sides, whose faces are not flat
+    ring = [(np.cos(k), np.sin(k)) for k in 2 * np.pi / 5 * np.arange(5)]
+    points = np.array([(*place, z) for z in (0, 1) for place in ring])
+    points += np.random.default_rng(1).uniform(-0.2, 0.2, points.shape)
+    faces = [[4, 3, 2, 1, 0], [5, 6, 7, 8, 9]]
+    faces += [[k, (k + 1) % 5, (k + 1) % 5 + 5, k + 5] for k in range(5)]
+    mesh = read_mesh(meshio.Mesh(points, [("polyhedron10", [faces])]), "cells")
+    volumes, areas = by_openfoam(points, faces, [0] * 7, [])
+    np.testing.assert_allclose(mesh.data.volume, volumes, rtol=1e-12)
+    total = np.linalg.norm(areas, axis=1).sum()
+    assert np.linalg.norm(mesh.source.area, axis=1).sum() == pytest.approx(total, rel=1e-12)
+
+
+def test_fields_that_are_left_out_are_named(tmp_path, caplog):
+    fields = [("U", "volVectorField", np.ones((2, 3))), ("phi", "surfaceScalarField", "0")]
+    fields += [("h", "pointScalarField", "1"), ("s", "volSphericalTensorField", np.ones(2))]
+    case = write_case(tmp_path / "case", (2, 1, 1), fields=fields)
+    inner = (case / "0.5" / "U").read_bytes().replace(b"internalField", b"value")
+    inner = inner.replace(b"volVectorField", b"volVectorField::Internal")
+    (case / "0.5" / "V").write_bytes(inner.replace(b"object U", b"object V"))
+    data = read_mesh(case / "0.5", "cells").data
+    assert data.V.tolist() == data.U.tolist() == [[1, 1, 1], [1, 1, 1]]
+    assert data.s.tolist() == [1, 1]
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first.endswith("fields left out: phi (surfaceScalarField)")
+    assert second.endswith('fields left out: h. nodes="points" reads them.')
+    caplog.clear()
+    read_mesh(case / "0.5")
+    assert 'U, V, s. nodes="cells"' in caplog.text
+    with pytest.raises(varcomm.ArgumentError, match="folder of a time"):
+        read_mesh(case, step=1)
+
+
 def walls_of(shape):
     """Cells with a face at the boundary, other than the floor."""
     last = [n - 1 for n in shape]
@@ -219,6 +294,7 @@ def by_one(rank, case):
     mesh = read_mesh(case if rank == 1 else "elsewhere", "cells", src=1)
     assert (mesh is None) == (rank != 1)
     graph = varcomm.graph.partition(mesh.data if mesh else None, src=1)
+    assert len(graph.edge_area) == graph.edge_index.size(1)
     with pytest.raises(varcomm.ArgumentError, match=r"refused on rank 1 .*no file missing"):
         read_mesh("missing.vtu", src=1)
     return graph.num_owned

@@ -8,20 +8,22 @@ from typing import Any
 
 import numpy as np
 
-from varcomm.graph.mesh.cells import Cells, facets_of
-from varcomm.graph.mesh.openfoam import PolyMesh
+from varcomm.graph.mesh.cells import Cells, facets_of, numbered
+from varcomm.graph.mesh.polyhedra import PolyMesh
 from varcomm.graph.mesh.ragged import Ragged
 
-__all__ = ["CellLists"]
+__all__ = ["POLYHEDRON", "TYPES", "CellLists"]
 
 Array = np.ndarray[Any, Any]
 
 # VTK's numbers of kinds
-_TYPES = {
-    **{"vertex": 1, "line": 3, "triangle": 5, "polygon": 7, "quad": 9},
-    **{"tetra": 10, "hexahedron": 12, "wedge": 13, "pyramid": 14},
+TYPES = {
+    **{"vertex": 1, "line": 3, "triangle": 5, "polygon": 7, "quad": 9, "tetra": 10},
+    **{"hexahedron": 12, "wedge": 13, "pyramid": 14, "line3": 21, "triangle6": 22},
+    **{"quad8": 23, "tetra10": 24, "hexahedron20": 25, "wedge15": 26, "pyramid13": 27},
+    **{"quad9": 28, "hexahedron27": 29, "wedge18": 32, "triangle7": 34},
 }
-_POLYHEDRON = 42
+POLYHEDRON = 42
 _WEDGE = (0, 2, 1, 3, 5, 4)  # meshio has another order of its corners
 
 
@@ -41,30 +43,38 @@ class CellLists:
     source: PolyMesh | None = None
 
     @classmethod
-    def of_groups(cls, groups: Sequence[Cells], points: Array) -> CellLists:
-        """Return cells that are given by kind; of higher order, their corners."""
+    def of_groups(
+        cls, groups: Sequence[Cells], points: Array, second_order: bool = False
+    ) -> CellLists:
+        """Return cells that are given by kind; of higher order, their corners, or else all."""
         count = sum(len(group.ids) for group in groups)
         counts, types, dims = (np.zeros(count, np.int64) for _ in range(3))
+        shown = []
         for group in groups:
-            counts[group.ids] = group.shape.corners
-            types[group.ids] = _TYPES[group.kind.rstrip("0123456789")]
-            dims[group.ids] = group.shape.dim
+            kind, width = group.kind.rstrip("0123456789"), group.shape.corners
+            if second_order and group.kind in TYPES:
+                kind, width = group.kind, group.points.shape[1]
+            order = _WEDGE if kind == "wedge" else range(width)
+            shown.append(group.points[:, [*order]])
+            counts[group.ids], types[group.ids], dims[group.ids] = (
+                width,
+                TYPES[kind],
+                group.shape.dim,
+            )
         ends = np.cumsum(counts)
         values = np.zeros(counts.sum(), np.int64)
-        for group in groups:
-            first = ends[group.ids] - group.shape.corners
-            order = _WEDGE if types[group.ids[:1]].tolist() == [13] else range(group.shape.corners)
-            places = first[:, None] + np.arange(group.shape.corners)
-            values[places] = group.points[:, [*order]]
+        for group, table in zip(groups, shown, strict=True):
+            width = table.shape[1]
+            values[(ends[group.ids] - width)[:, None] + np.arange(width)] = table
         where = np.zeros((len(points), 3), points.dtype)
         where[:, : points.shape[1]] = points
         return cls(where, types, Ragged(ends, values), dims, groups)
 
     @classmethod
     def of_case(cls, mesh: PolyMesh) -> CellLists:
-        """Return the cells of an OpenFOAM mesh, as polyhedra."""
+        """Return the cells of a mesh of polyhedra."""
         count = mesh.num_cells
-        types, dims = np.full(count, _POLYHEDRON), np.full(count, 3)
+        types, dims = np.full(count, POLYHEDRON), np.full(count, 3)
         return cls(mesh.points, types, mesh.corners_of_cells(), dims, (), mesh)
 
     @property
@@ -115,11 +125,8 @@ class CellLists:
         none = len(self.points)
         corners, cell = facets_of([each for each in self.groups if each.shape.dim == 3], none)
         corners, cell = corners[chosen[cell]], cell[chosen[cell]]
-        key = np.sort(corners, axis=1)
-        order = np.lexsort(key.T)
-        same = (key[order][1:] == key[order][:-1]).all(axis=1)
-        shared = np.zeros(len(key), bool)
-        shared[order[1:][same]] = shared[order[:-1][same]] = True
-        corners, cell = corners[~shared], cell[~shared]
+        number = numbered(np.sort(corners, axis=1))
+        outer = np.bincount(number)[number] == 1
+        corners, cell = corners[outer], cell[outer]
         counts = (corners < none).sum(axis=1)
         return Ragged(np.cumsum(counts), corners[corners < none]), cell

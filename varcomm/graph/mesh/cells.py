@@ -19,6 +19,7 @@ __all__ = [
     "cells_of",
     "facets_of",
     "geometry",
+    "numbered",
     "shape_of",
 ]
 
@@ -59,6 +60,13 @@ _SHAPES = {
     "hexahedron": _solid(8, "01 12 23 30 45 56 67 74 04 15 26 37", "0321 4567 0154 1265 2376 3047"),
 }
 
+# The facets in which points stand behind those of edges, one each; None is the cell itself.
+_MIDDLES: dict[str, list[int | None]] = {
+    **{"line3": [], "triangle6": [], "quad8": [], "tetra10": [], "pyramid13": []},
+    **{"wedge15": [], "hexahedron20": [], "triangle7": [None], "quad9": [None], "pyramid14": [0]},
+    **{"wedge18": [2, 3, 4], "hexahedron27": [5, 3, 2, 4, 0, 1, None]},
+}
+
 
 class Cells(NamedTuple):
     """All cells of one kind, by meshio's name: their points, (C, K), and positions among all."""
@@ -70,13 +78,35 @@ class Cells(NamedTuple):
 
     @property
     def joined(self) -> list[tuple[int, int]]:
-        """Pairs of points of a cell that are joined, along its edges."""
-        if self.shape.dim and self.points.shape[1] != self.shape.corners:
+        """Pairs of points of a cell that are joined, along its edges.
+
+        A point on an edge is between its ends. A point in a facet is joined to the points on the
+        facet's edges, and a point in the cell to those in facets, or else to those on edges.
+        """
+        corners, edges, count = self.shape.corners, self.shape.edges, self.points.shape[1]
+        if self.shape.dim == 0 or count == corners:
+            return edges
+        if self.kind not in _MIDDLES:
             raise ArgumentError(
                 f"points of cells of kind {self.kind!r} cannot be joined. Keep their corners, "
                 'or let cells be the nodes: nodes="cells".'
             )
-        return self.shape.edges
+        on_edge = range(corners, corners + len(edges))
+        pairs = [(end, middle) for middle, edge in zip(on_edge, edges, strict=True) for end in edge]
+        inner = [*zip(_MIDDLES[self.kind], range(on_edge.stop, count), strict=True)]
+        of_cell = [middle for facet, middle in inner if facet is not None] or on_edge
+        for facet, middle in inner:
+            around = (
+                of_cell
+                if facet is None
+                else [
+                    m
+                    for m, edge in zip(on_edge, edges, strict=True)
+                    if {*edge} <= {*self.shape.facets[facet]}
+                ]
+            )
+            pairs += [(middle, other) for other in around]
+        return pairs
 
 
 def shape_of(kind: str, points: int = 3) -> Shape:
@@ -87,26 +117,28 @@ def shape_of(kind: str, points: int = 3) -> Shape:
     if base not in _SHAPES:
         raise ArgumentError(
             f"cells of kind {kind!r} are not supported; those that are: "
-            f"{', '.join([*_SHAPES, 'polygon'])}, and those of higher order."
+            f"{', '.join([*_SHAPES, 'polygon', 'polyhedron'])}, and those of higher order. "
+            "Split the others, as pyvista.read(path).triangulate() does, and pass its mesh."
         )
     return _SHAPES[base]
 
 
-def cells_of(blocks: Sequence[tuple[str, Any]], points: int) -> list[Cells]:
+def cells_of(blocks: Sequence[tuple[Any, ...]], points: int) -> list[Cells]:
     """Return the cells of a file by kind, or raise if a point is out of range.
 
-    `blocks` are names of kinds and arrays of (C, K); a kind may have many blocks.
+    `blocks` are names of kinds, arrays of (C, K), and ids (C,); without ids, cells are numbered.
+    A kind may have many blocks.
     """
     groups: dict[tuple[str, int], list[tuple[Array, Array]]] = {}
     first = 0
-    for kind, data in blocks:
+    for kind, data, *given in blocks:
         table = np.asarray(data, dtype=np.int64)
         if table.size and not (table.min() >= 0 and table.max() < points):
             raise ArgumentError(
                 f"cells of kind {kind!r} have points {table.min()}...{table.max()}, out of range "
-                f"for {points} points."
+                f"for {points} points. Write the mesh again."
             )
-        ids = np.arange(first, first + len(table))
+        ids = given[0] if given else np.arange(first, first + len(table))
         groups.setdefault((kind, table.shape[1]), []).append((table, ids))
         first += len(table)
     return [
@@ -120,7 +152,7 @@ def facets_of(cells: Sequence[Cells], points: int) -> tuple[Array, Array]:
 
     A facet of fewer than four corners is filled up with `points`, which is no corner.
     """
-    facets, owners = [], []
+    facets, owners = [np.zeros((0, 4), np.int64)], [np.zeros(0, np.int64)]
     for group in cells:
         for facet in group.shape.facets:
             corners = np.full((len(group.points), 4), points)
@@ -128,6 +160,14 @@ def facets_of(cells: Sequence[Cells], points: int) -> tuple[Array, Array]:
             facets.append(corners)
             owners.append(group.ids)
     return np.concatenate(facets), np.concatenate(owners)
+
+
+def numbered(rows: Array) -> Array:
+    """Return the number of each row, (R,), among the distinct rows."""
+    order = np.lexsort(rows.T)
+    number = np.empty(len(rows), np.int64)
+    number[order] = np.cumsum(np.r_[0, (rows[order][1:] != rows[order][:-1]).any(axis=1)])
+    return number
 
 
 def cell_edges(cells: Sequence[Cells], count: int, points: int) -> torch.Tensor:

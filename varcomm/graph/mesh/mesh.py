@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import re
-import warnings
 from collections.abc import Mapping
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from keyword import kwlist
 from pathlib import Path
-from textwrap import shorten
 from typing import Any, Literal, overload
-from xml.sax.saxutils import escape
 
 import numpy as np
 import torch
 from torch_geometric.data import Data
+from torch_geometric.utils import to_undirected
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.build.pyg_data import IDS, members
-from varcomm.graph.libraries import package
 from varcomm.graph.mesh.cell_lists import CellLists
 from varcomm.graph.mesh.cells import both_directions, cell_edges, cells_of, geometry, shape_of
-from varcomm.graph.mesh.openfoam import PolyMesh, read_case
+from varcomm.graph.mesh.polyhedra import PolyMesh
+from varcomm.graph.mesh.readers import read_source, source_of
 from varcomm.graph.mesh.vtu import Piece, stored, write_piece
 from varcomm.graph.node_shard import described
 from varcomm.sizes import checked_rank
@@ -54,8 +50,10 @@ class Mesh:
     nodes : {"points", "cells"}
         The nodes of the graph.
     source : meshio.Mesh or object
-        The contents of the file. For an OpenFOAM case, this is an object with the attributes
-        `points`, `faces`, `owner`, `neighbour`, `patches`, `cell_data` and `point_data`.
+        The contents of the file: an object with the attributes `points`, `cells`, `cell_data` and
+        `point_data`, which is meshio's own if meshio reads the file. Of an OpenFOAM case, or if
+        cells are polyhedra: an object with `points`, `faces`, `owner`, `neighbour`, `patches`,
+        `cell_data`, `point_data`, and `area` (F, 3), the area vector of each face.
 
     See Also
     --------
@@ -71,7 +69,7 @@ class Mesh:
         """Write the mesh as VTU, with its fields and with values of the graph's nodes.
 
         Not collective: call it on a rank that has the values of all nodes. If cells are the nodes,
-        cells of fewer dimensions, as on a boundary, are omitted.
+        or if cells are polyhedra, cells of fewer dimensions, as on a boundary, are omitted.
 
         Parameters
         ----------
@@ -91,50 +89,23 @@ class Mesh:
         if where.suffix.lower() != ".vtu":
             raise ArgumentError(f"mesh.write: path must end in .vtu; got {os.fspath(path)!r}.")
         values = {name: self._checked(name, value) for name, value in fields.items()}
-        source = self.source
-        if isinstance(source, PolyMesh):
-            at_points = {name: stored(value) for name, value in source.point_data.items()}
-            at_cells = {name: stored(value) for name, value in source.cell_data.items()}
-            lists = cell_lists(self)
-            piece = Piece.of(lists, np.arange(len(lists.types)), np.arange(len(lists.points)))
-            (at_points if self.nodes == "points" else at_cells).update(values)
-            try:
-                write_piece(where, piece, at_points, at_cells)
-            except OSError as error:
-                raise ArgumentError(f"mesh.write: {where} cannot be written: {error}.") from error
-        else:
-            self._write_by_meshio(where, values)
-
-    def _write_by_meshio(self, where: Path, values: dict[str, Array]) -> None:
-        import meshio
-
-        source, cells = self.source, [self.source.cells[i] for i in self._blocks]
-        point_data = {name: stored(value) for name, value in source.point_data.items()}
-        cell_data = {
-            name: [stored(v[i]) for i in self._blocks] for name, v in source.cell_data.items()
-        }
-        if self.nodes == "points":
-            point_data |= values
-        else:
-            ends = np.cumsum([len(block.data) for block in cells])[:-1]
-            cell_data |= {name: [*np.split(value, ends)] for name, value in values.items()}
-
-        def xml(fields: dict[str, Any]) -> dict[str, Any]:
-            # meshio does not escape names
-            return {escape(name, {'"': "&quot;"}): values for name, values in fields.items()}
-
-        points = np.zeros((len(source.points), 3))
-        points[:, : source.points.shape[1]] = source.points
-        mesh = meshio.Mesh(
-            points,
-            [(block.type, block.data) for block in cells],
-            xml({name: v for name, v in point_data.items() if v is not None}),
-            xml({name: v for name, v in cell_data.items() if all(p is not None for p in v)}),
+        source, at_cells = self.source, dict(self.source.cell_data)
+        if not isinstance(source, PolyMesh):
+            at_cells = {
+                name: np.concatenate([np.asarray(parts[i]) for i in self._blocks])
+                for name, parts in at_cells.items()
+            }
+        fields = {"points": {**source.point_data}, "cells": at_cells}
+        at_points, at_cells = (
+            {name: stored(value) for name, value in fields[at].items()} for at in fields
         )
+        (at_points if self.nodes == "points" else at_cells).update(values)
+        lists = cell_lists(self, second_order=True)
+        piece = Piece.of(lists, np.arange(len(lists.types)), np.arange(len(lists.points)))
         try:
-            mesh.write(where, file_format="vtu")
-        except (OSError, KeyError) as error:
-            raise ArgumentError(f"mesh.write: {where} cannot be written: {error!r}.") from error
+            write_piece(where, piece, at_points, at_cells)
+        except OSError as error:
+            raise ArgumentError(f"mesh.write: {where} cannot be written: {error}.") from error
 
     def _checked(self, name: str, value: Any) -> Array:
         rows = stored(value)
@@ -149,31 +120,34 @@ class Mesh:
 
 @overload
 def read_mesh(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Any,
     nodes: Nodes = "points",
     dtype: torch.dtype | None = None,
     src: None = None,
     group: GroupLike = None,
+    step: int = 0,
 ) -> Mesh: ...
 
 
 @overload
 def read_mesh(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Any,
     nodes: Nodes = "points",
     dtype: torch.dtype | None = None,
     *,
     src: int,
     group: GroupLike = None,
+    step: int = 0,
 ) -> Mesh | None: ...
 
 
 def read_mesh(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Any,
     nodes: Nodes = "points",
     dtype: torch.dtype | None = None,
     src: int | None = None,
     group: GroupLike = None,
+    step: int = 0,
 ) -> Mesh | None:
     """Read a mesh file as a graph of its points, or of its cells.
 
@@ -182,13 +156,17 @@ def read_mesh(
 
     Parameters
     ----------
-    path : path
-        A file in any format that meshio reads: VTU, VTK, Gmsh, Abaqus, Nastran, SU2, STL, ... Or an
-        OpenFOAM case: its folder, its file ``.foam``, or the folder of a time. The fields of that
-        time are then read as well.
+    path : path or mesh
+        - A file: VTU, PVTU or PVD, or any format that meshio reads, as Gmsh, Abaqus, Nastran, SU2,
+          STL and XDMF. Other files of VTK are read if PyVista is installed. Points of two pieces at
+          the same place are one point; ghost cells are left out.
+        - An OpenFOAM case: its folder, its file ``.foam``, or the folder of a time. The fields of
+          that time are then read as well.
+        - A mesh object of meshio, PyVista or VTK.
     nodes : {"points", "cells"}
         - ``"points"``: all points, with an edge between two points that an edge of a cell connects.
-          Cells are linear.
+          In a cell of second order, the point on an edge is joined to both ends, a point in a
+          facet to the points on the facet's edges.
         - ``"cells"``: the cells of the highest dimension, with an edge between two cells that share
           a facet: a face, or in two dimensions an edge.
     dtype : torch.dtype, optional
@@ -198,6 +176,8 @@ def read_mesh(
         every rank.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part with `src`; None means the whole world.
+    step : int, optional
+        The step to read of a series in PVD or XDMF; negative steps count from the end.
 
     Returns
     -------
@@ -207,7 +187,10 @@ def read_mesh(
         - ``pos`` (N, D): the points, or the means of the cells' corners. D is 2 if all z are zero.
         - ``edge_index`` (2, E): both directions of each edge, sorted, without duplicates.
         - ``edge_attr`` (E, D + 1): the displacement from source to target, and its length.
-        - ``volume`` (N,), of cells only: length, area or volume.
+        - ``volume`` (N,), of cells only: length, area or volume. Of polyhedra and of OpenFOAM cases
+          it is OpenFOAM's, see Notes.
+        - ``edge_area`` (E,), of the cells of polyhedra and of OpenFOAM cases only: the area of the
+          faces between two cells.
         - every numeric field of the nodes, (N, *F), by its name: ``_`` replaces characters that
           are invalid in names, ``number`` replaces ``index`` and ``idx``, and reserved names get
           ``field_``.
@@ -217,11 +200,10 @@ def read_mesh(
     Raises
     ------
     ArgumentError
-        If the file is missing or cannot be read completely, such as a VTU file of several pieces.
-        Also raised if the file has no cells, or cells of an unsupported kind, or if files of a case
-        contradict each other.
+        If the file is missing or cannot be read completely. Also raised if it has no cells, or
+        cells of an unsupported kind, or if files of a case contradict each other.
     MissingPackageError
-        If meshio is not installed; OpenFOAM cases do not need it.
+        If the format needs a package that is not installed. OpenFOAM cases and VTU need none.
 
     See Also
     --------
@@ -229,6 +211,10 @@ def read_mesh(
 
     Notes
     -----
+    OpenFOAM cuts a face into triangles around the mean of its corners. The area vector of a face is
+    the sum of theirs, and its centre the mean of their centres, weighted by area. The volume of a
+    cell is the sum of the pyramids that its faces form with the mean of the faces' centres.
+
     Communication: none without `src`; with it, an agreement on errors, 1 KiB per rank.
     In one process: the same call.
 
@@ -252,22 +238,26 @@ def read_mesh(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ArgumentError(f"read_mesh: dtype must be one of floats; got {dtype!r}.")
     if src is None:
-        return _mesh_of(Path(path), nodes, dtype)
+        return _mesh_of(path, nodes, dtype, step)
     ranks = resolve(group)
     reader = checked_rank(src, ranks.size, "src", "read_mesh: ")
     is_reader = ranks.rank == reader
     return agree(
-        "read_mesh", lambda: _mesh_of(Path(path), nodes, dtype) if is_reader else None, ranks
+        "read_mesh", lambda: _mesh_of(path, nodes, dtype, step) if is_reader else None, ranks
     )
 
 
-def _mesh_of(path: Path, nodes: str, dtype: torch.dtype | None) -> Mesh:
-    case = read_case(path)
-    source = _read(path) if case is None else case
+def _mesh_of(path: Any, nodes: str, dtype: torch.dtype | None, step: int) -> Mesh:
+    if isinstance(path, str | os.PathLike):
+        source, name = read_source(Path(path), step), f"read_mesh: {os.fspath(path)}: "
+    else:
+        source, name = None, "read_mesh: "
     try:
-        mesh = _graph(source, nodes) if case is None else _graph_of_case(case, nodes)
+        source = source_of(path) if source is None else source
+        make = _graph_of_polyhedra if isinstance(source, PolyMesh) else _graph
+        mesh = make(source, nodes)
     except ArgumentError as error:
-        raise ArgumentError(f"read_mesh: {path}: {error}") from error
+        raise ArgumentError(f"{name}{error}") from error
     if dtype is not None:
         mesh.data.apply(lambda x: x.to(dtype) if x.is_floating_point() else x)
     return mesh
@@ -276,14 +266,14 @@ def _mesh_of(path: Path, nodes: str, dtype: torch.dtype | None) -> Mesh:
 def _graph(source: Any, nodes: str) -> Mesh:
     points = np.asarray(source.points)
     if points.ndim != 2:
-        raise ArgumentError("it has no points.")
+        raise ArgumentError("it has no points. Pass a mesh of points and cells.")
     points = _native(points if points.dtype.kind == "f" else points.astype(np.float64))
     if points.shape[1] == 3 and not points[:, 2].any():
         points = points[:, :2]
     blocks = [(i, block) for i, block in enumerate(source.cells) if len(block.data)]
     dim = max((shape_of(block.type).dim for _, block in blocks), default=0)
     if dim == 0:
-        raise ArgumentError("it has no cells with edges.")
+        raise ArgumentError("it has no cells with edges. Pass a mesh of lines, polygons or solids.")
     if nodes == "cells":
         blocks = [(i, block) for i, block in blocks if shape_of(block.type).dim == dim]
     cells = cells_of([(block.type, block.data) for _, block in blocks], len(points))
@@ -301,16 +291,29 @@ def _graph(source: Any, nodes: str) -> Mesh:
     return Mesh(_data(pos, edges, volume, flat), nodes, source, tuple(i for i, _ in blocks))
 
 
-def _graph_of_case(case: PolyMesh, nodes: str) -> Mesh:
+def _graph_of_polyhedra(case: PolyMesh, nodes: str) -> Mesh:
     if nodes == "cells":
         pos, volume = case.geometry()
-        inner = case.owner[: len(case.neighbour)]
-        edges = both_directions(np.stack([inner, case.neighbour]), case.num_cells)
-        data = _data(pos, edges, volume, case.cell_data)
+        pairs = np.stack([case.owner[: len(case.neighbour)], case.neighbour])
+        area = np.linalg.norm(case.area[: pairs.shape[1]], axis=1)
+        is_edge = pairs[0] != pairs[1]
+        edges, area = to_undirected(
+            *map(torch.from_numpy, (pairs[:, is_edge], area[is_edge])), case.num_cells, "sum"
+        )
+        fields, others = case.cell_data, case.point_data
     else:
-        edges = both_directions(case.edges(), len(case.points))
-        data = _data(case.points, edges, None, case.point_data)
-    data[_attribute_name("patches", data)] = torch.from_numpy(case.on_patches(nodes))
+        pos, volume = case.points, None
+        edges = both_directions(np.concatenate([case.edges(), case.lines], axis=1), len(pos))
+        fields, others = case.point_data, case.cell_data
+    if case.patches and others:
+        other = "points" if nodes == "cells" else "cells"
+        names = ", ".join(others)
+        logger.warning('read_mesh: fields left out: %s. nodes="%s" reads them.', names, other)
+    data = _data(pos, edges, volume, fields)
+    if nodes == "cells":
+        data[_attribute_name("edge_area", data)] = area
+    if case.patches:
+        data[_attribute_name("patches", data)] = torch.from_numpy(case.on_patches(nodes))
     return Mesh(data, nodes, case, ())
 
 
@@ -324,50 +327,25 @@ def _data(
     if volume is not None:
         data.volume = _tensor(volume)
     for name, values in fields.items():
-        if values.dtype.kind in "fiub":
+        if values.dtype.kind not in "fiub":
+            logger.warning("read_mesh: the field %s is left out: it has no numbers", name)
+        else:
             data[_attribute_name(name, data)] = _tensor(values)
     return data
 
 
-def cell_lists(mesh: Mesh) -> CellLists:
-    """Return the cells of a mesh by their corners; if cells are the nodes, these cells."""
+def cell_lists(mesh: Mesh, second_order: bool = False) -> CellLists:
+    """Return the cells of a mesh by their corners; if cells are the nodes, these cells.
+
+    With `second_order`, cells have all of their points.
+    """
     if isinstance(mesh.source, PolyMesh):
         return CellLists.of_case(mesh.source)
     blocks = [mesh.source.cells[i] for i in mesh._blocks]
     points = _native(np.asarray(mesh.source.points))
     points = points if points.dtype.kind == "f" else points.astype(np.float64)
-    return CellLists.of_groups(cells_of([(b.type, b.data) for b in blocks], len(points)), points)
-
-
-def _read(path: Path) -> Any:
-    """Return the file as meshio reads it, or raise if meshio prints, exits or omits cells."""
-    meshio = package("meshio", "read_mesh")
-    if not path.is_file():
-        raise ArgumentError(f"read_mesh: there is no file {path}.")
-    if path.suffix.lower() == ".vtu":
-        with path.open("rb") as file:
-            pieces = sum(line.count(b"<Piece") for line in file)
-        if pieces > 1:
-            raise ArgumentError(
-                f"read_mesh: {path} is in {pieces} pieces, of which meshio would read the last "
-                "alone. Merge them first, with ParaView's filters Merge Blocks or Clean to Grid."
-            )
-    said = io.StringIO()
-    failure: BaseException | None = None
-    try:
-        with redirect_stdout(said), redirect_stderr(said), warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # NumPy, while meshio tries formats
-            source = meshio.read(path)
-    except (Exception, SystemExit) as error:
-        failure = error
-    printed = " ".join(said.getvalue().split())
-    if failure or "cannot handle" in printed:
-        # the message of a parser may quote the file
-        reason = shorten(f"{failure!r} {printed}" if failure else printed, 300)
-        raise ArgumentError(f"read_mesh: {path} cannot be read: {reason}.") from failure
-    if printed:
-        logger.warning("read_mesh: %s: %s", path, printed)
-    return source
+    cells = cells_of([(block.type, block.data) for block in blocks], len(points))
+    return CellLists.of_groups(cells, points, second_order)
 
 
 def _attribute_name(name: str, data: Data) -> str:

@@ -7,109 +7,28 @@ ascii or binary, with labels of 32 or 64 bits, scalars of 4 or 8 bytes, plain or
 from __future__ import annotations
 
 import gzip
+import logging
 import re
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from varcomm.errors import ArgumentError
+from varcomm.graph.mesh.polyhedra import PolyMesh
 from varcomm.graph.mesh.ragged import Ragged
 
-__all__ = ["PolyMesh", "is_case", "read_case"]
+__all__ = ["is_case", "read_case"]
 
 Array = np.ndarray[Any, Any]
 
-_COLUMNS = {"Scalar": 1, "Vector": 3, "SymmTensor": 6, "Tensor": 9}
+logger = logging.getLogger("varcomm")
+
+_COLUMNS = {"Scalar": 1, "SphericalTensor": 1, "Vector": 3, "SymmTensor": 6, "Tensor": 9}
 _COMMENT = re.compile(rb"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _SPACE = rb"(?:\s|//[^\n]*\n|/\*.*?\*/)*+"
 _WORD = r'("[^"]*"|[^\s;{}()"]+)'
-
-
-@dataclass(frozen=True, eq=False)
-class PolyMesh:
-    """An OpenFOAM mesh as its files have it, with the fields of the time that was read.
-
-    `faces` are the rows of `points` (P, 3) of each face, whose normal points from `owner` (F,), a
-    cell, to `neighbour`, the other cell of an inner face; inner faces are first. `patches` are
-    ranges of faces.
-    """
-
-    points: Array
-    faces: Ragged
-    owner: Array
-    neighbour: Array
-    patches: Mapping[str, range]
-    cell_data: dict[str, Array] = field(default_factory=dict)
-    point_data: dict[str, Array] = field(default_factory=dict)
-
-    @cached_property
-    def num_cells(self) -> int:
-        """Number of cells."""
-        return int(max(self.owner.max(initial=-1), self.neighbour.max(initial=-1))) + 1
-
-    def faces_of_cells(self) -> tuple[Array, Array]:
-        """Return (cell, face) pairs, ordered by cell: an inner face belongs to two cells."""
-        cell = np.concatenate([self.owner, self.neighbour])
-        face = np.concatenate([np.arange(len(self.owner)), np.arange(len(self.neighbour))])
-        order = np.argsort(cell, kind="stable")
-        return cell[order], face[order]
-
-    def corners_of_cells(self) -> Ragged:
-        """Return the points of each cell, each once, ascending."""
-        cell, face = self.faces_of_cells()
-        corners = self.faces.chosen(face)
-        pairs = np.unique(cell[corners.row] * len(self.points) + corners.values)
-        ends = np.cumsum(np.bincount(pairs // len(self.points), minlength=self.num_cells))
-        return Ragged(ends, pairs % len(self.points))
-
-    def edges(self) -> Array:
-        """Return the pairs of points along edges of faces, (2, E), with repetitions."""
-        following = np.arange(1, len(self.faces.values) + 1)
-        following[self.faces.ends - 1] = self.faces.ends - self.faces.counts
-        pairs: Array = np.stack([self.faces.values, self.faces.values[following]])
-        return pairs
-
-    def geometry(self) -> tuple[Array, Array]:
-        """Return the mean of each cell's corners, (C, 3), and its volume, (C,).
-
-        A face that is not flat counts as triangles around the mean of its corners.
-        """
-        corners = self.corners_of_cells()
-        means = (
-            np.stack(
-                [
-                    np.bincount(corners.row, self.points[corners.values, k], self.num_cells)
-                    for k in range(3)
-                ],
-                axis=1,
-            )
-            / np.maximum(corners.counts, 1)[:, None]
-        )
-        where = self.points - self.points.mean(axis=0)  # around the origin, for precision
-        start, end = where[self.edges()]
-        starts = self.faces.ends - self.faces.counts
-        area = np.add.reduceat(np.cross(start, end), starts, axis=0) / 2
-        middle = np.add.reduceat(start, starts, axis=0) / self.faces.counts[:, None]
-        cone = (area * middle).sum(axis=1) / 3
-        inner, cells = len(self.neighbour), self.num_cells
-        volume = np.bincount(self.owner, cone, cells)
-        volume -= np.bincount(self.neighbour, cone[:inner], cells)
-        return means.astype(self.points.dtype), np.abs(volume).astype(self.points.dtype)
-
-    def on_patches(self, nodes: str) -> Array:
-        """Return whether each cell, or point, has a face on each patch; bool of (N, B)."""
-        count = self.num_cells if nodes == "cells" else len(self.points)
-        found = np.zeros((count, len(self.patches)), bool)
-        for column, faces in enumerate(self.patches.values()):
-            chosen = np.arange(faces.start, faces.stop)
-            ids = self.owner[chosen] if nodes == "cells" else self.faces.chosen(chosen).values
-            found[ids, column] = True
-        return found
 
 
 def read_case(path: Path) -> PolyMesh | None:
@@ -129,8 +48,10 @@ def read_case(path: Path) -> PolyMesh | None:
     mesh = PolyMesh(points, faces, owner, neighbour, patches)
     _check(mesh, folders[-1])
     if path.is_dir() and _is_time(path):
-        for file in sorted(each for each in path.iterdir() if each.is_file()):
-            _read_field(file, mesh)
+        files = sorted(each for each in path.iterdir() if each.is_file())
+        left_out = [*filter(None, (_read_field(file, mesh) for file in files))]
+        if left_out:
+            logger.warning("read_mesh: %s: fields left out: %s", path, ", ".join(left_out))
     return mesh
 
 
@@ -194,10 +115,10 @@ class _File:
         self.place = header.end()
         self.kind = self.header.get("class", "")
         if self.kind == "decomposedBlockData":
-            raise self.error("it is in OpenFOAM's collated format. Run reconstructParMesh first")
+            raise self.error("it is in OpenFOAM's collated format", "Run reconstructParMesh")
 
-    def error(self, reason: str) -> ArgumentError:
-        return ArgumentError(f"read_mesh: {self.path}: {reason}.")
+    def error(self, reason: str, cure: str = "Write the file again") -> ArgumentError:
+        return ArgumentError(f"read_mesh: {self.path}: {reason}. {cure}.")
 
     def match(self, pattern: bytes) -> re.Match[bytes] | None:
         """Pass a pattern, if it comes next after white space and comments."""
@@ -262,7 +183,10 @@ def _file(folders: list[Path], name: str) -> _File:
         for path in (folder / name, folder / f"{name}.gz"):
             if path.is_file():
                 return _File(path)
-    raise ArgumentError(f"read_mesh: there is no file {folders[-1] / name} and no {name}.gz.")
+    raise ArgumentError(
+        f"read_mesh: there is no file {folders[-1] / name} and no {name}.gz. Run the mesher of the "
+        "case, such as blockMesh."
+    )
 
 
 def _list(file: _File, kind: str, columns: int) -> Array:
@@ -349,25 +273,28 @@ def _check(mesh: PolyMesh, folder: Path) -> None:
                     f"boundary are {inner}...{faces}"
                 )
     if wrong:
-        raise ArgumentError(f"read_mesh: {folder}: {wrong}.")
+        raise ArgumentError(f"read_mesh: {folder}: {wrong}. Write the mesh again; see checkMesh.")
 
 
-def _read_field(path: Path, mesh: PolyMesh) -> None:
-    """Add the values of a field at cells or points; pass over any other file."""
+def _read_field(path: Path, mesh: PolyMesh) -> str | None:
+    """Add the values of a field at cells or points; return the name of a field elsewhere."""
     with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as stream:
         try:
             head = stream.read(4096)
         except (OSError, EOFError, zlib.error):
-            return
-    kind = re.search(rb"class\s+(vol|point)(\w+)Field\s*;", head)
-    if not head.lstrip().startswith((b"/*", b"FoamFile", b"//")) or kind is None:
-        return
-    columns = _COLUMNS.get(kind[2].decode())
-    if columns is None:
-        return
+            return None
+    found = re.search(rb"class\s+(\w+Field[\w:]*)\s*;", head)
+    if not head.lstrip().startswith((b"/*", b"FoamFile", b"//")) or found is None:
+        return None
+    kind = re.fullmatch(rb"(vol|point)(\w+)Field(::Internal)?", found[1])
+    columns = _COLUMNS.get(kind[2].decode()) if kind else None
+    if kind is None or columns is None:
+        return f"{path.name} ({found[1].decode()})"
     at_cells = kind[1] == b"vol"
     file, count = _File(path), mesh.num_cells if at_cells else len(mesh.points)
-    start = re.compile(rb"\binternalField\s+(uniform|nonuniform)\b").search(file.data, file.place)
+    start = re.compile(rb"\b(?:internalField|value)\s+(uniform|nonuniform)\b").search(
+        file.data, file.place
+    )
     if start is None:
         raise file.error("it has no internalField")
     file.place = start.end()
@@ -383,3 +310,4 @@ def _read_field(path: Path, mesh: PolyMesh) -> None:
         raise file.error(f"it has {len(values)} values for {count} {noun}")
     name = path.name.removesuffix(".gz")
     (mesh.cell_data if at_cells else mesh.point_data)[name] = values
+    return None

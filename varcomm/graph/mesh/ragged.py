@@ -29,6 +29,12 @@ class Ragged:
         """The list of each value."""
         return np.repeat(np.arange(len(self.ends)), self.counts)
 
+    def mirrored(self, which: Array) -> Ragged:
+        """Return the lists with some of them, bool of (L,), in reverse order."""
+        place = np.arange(len(self.values))
+        last = (2 * self.ends - self.counts - 1)[self.row]
+        return Ragged(self.ends, self.values[np.where(which[self.row], last - place, place)])
+
     def chosen(self, rows: Array) -> Ragged:
         """Return some of the lists."""
         counts = self.counts[rows]
