@@ -72,6 +72,16 @@ def test_a_mesh_is_cut_for_ranks_to_load(worlds, ranks, tmp_path, capsys):
         assert ranks != 2 or of_rank == report.strip()
 
 
+def test_cells_are_the_nodes(tmp_path, capsys):
+    mesh = channel(tmp_path / "channel.vtu")
+    command = ["partition", str(mesh), "--parts", "2", "--method", "rcb", "--nodes", "cells"]
+    assert main(command) == 0
+    assert capsys.readouterr().out.startswith("32 nodes and 104 edges on 2 ranks by rcb\n")
+    np.savez(tmp_path / "ring.npz", edges=RING.T)
+    assert main(["partition", str(tmp_path / "ring.npz"), *command[2:]]) == 1
+    assert "Leave out --nodes" in capsys.readouterr().err
+
+
 def test_reports_of_arrays(monkeypatch, tmp_path, capsys):
     np.savez(tmp_path / "ring.npz", edges=RING.T)
     command = ["partition", str(tmp_path / "ring.npz"), "--parts"]

@@ -16,8 +16,8 @@ Cut a graph into parts in one process, report their quality, and write them into
 a folder. varcomm.graph.PartitionedGraph.load reads it on any number of ranks.
 
 FILE is one of
-  a mesh          any format that meshio reads: .vtu, .msh, .stl, ...; its
-                  points are the nodes; or the folder of an OpenFOAM case
+  a mesh          a file that read_mesh reads: .vtu, .msh, .stl, ...; or the
+                  folder of an OpenFOAM case; --nodes selects points or cells
   .pt, .pth       a dict of tensors: edge_index (2, E), and others such as x or
                   pos; torch.save(data.to_dict(), path) writes one from a Data;
                   nothing else is unpickled
@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "else block is used"
     )
     add("--method", type=one_of(METHODS, "a method"), metavar="M", help=method)
+    add("--nodes", choices=("points", "cells"), default="points", help="nodes of a mesh")
     add("--out", type=Path, metavar="FOLDER", help="write the parts; replaces an earlier partition")
     add(
         "--plot",
@@ -72,7 +73,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         check_target(options.plot)
     if options.out is not None:
         check_place(options.out)
-    data, mesh = read_graph_and_mesh(options.file)
+    data, mesh = read_graph_and_mesh(options.file, options.nodes)
     try:
         parts = simulate.partition(data, options.parts, options.method)
     except ArgumentError as error:

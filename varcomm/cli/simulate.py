@@ -64,7 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     add = parser.add_argument
     graph = parser.add_mutually_exclusive_group()
-    graph.add_argument("--mesh", type=Path, help="a mesh in any format that meshio reads")
+    graph.add_argument("--mesh", type=Path, help="a file of a mesh, or an OpenFOAM case")
+    add("--nodes", choices=("points", "cells"), default="points", help="nodes of the mesh")
     words, grid = "rows x columns; default 180x360", separated(positive, "x")
     graph.add_argument("--grid", type=grid, default="180x360", help=words)
     words, default = "default: 1,2,4,... to 4096", [2**place for place in range(13)]
@@ -92,7 +93,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     else:
         from varcomm.graph import read_mesh
 
-        data = read_mesh(options.mesh, dtype=torch.float32).data
+        data = read_mesh(options.mesh, options.nodes, torch.float32).data
     model = f"MeshGraphNet of width {options.width} with {options.blocks} blocks"
     print(f"{data.num_nodes:,} nodes, {data.num_edges:,} edges; {model}; {machine.name}")
     ranks, counts = sorted(set(options.ranks)), []

@@ -12,8 +12,9 @@ import torch
 from torch_geometric.data import Data
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.mesh.mesh import Mesh, read_mesh
+from varcomm.graph.mesh.mesh import Mesh, Nodes, read_mesh
 from varcomm.graph.mesh.openfoam import is_case
+from varcomm.graph.mesh.readers import SUFFIXES
 
 __all__ = ["globe", "read_graph", "read_graph_and_mesh"]
 
@@ -31,15 +32,15 @@ def read_graph(path: Path) -> Data:
     return read_graph_and_mesh(path)[0]
 
 
-def read_graph_and_mesh(path: Path) -> tuple[Data, Mesh | None]:
+def read_graph_and_mesh(path: Path, nodes: Nodes = "points") -> tuple[Data, Mesh | None]:
     """Return the graph in a file, and its mesh; raise ArgumentError with one line on a fault.
 
     - ``.pt`` and ``.pth``: a dict of tensors, as ``data.to_dict()`` of a Data is; no pickle is run.
     - ``.npz``: ``edge_index`` (2, E) or ``edges`` (E, 2), and attributes by their names.
-    - a folder is an OpenFOAM case; anything else is a mesh for meshio.
+    - a folder is an OpenFOAM case; anything else is another mesh. Its points or cells are `nodes`.
     """
     if is_case(path):
-        mesh = read_mesh(path)
+        mesh = read_mesh(path, nodes)
         return mesh.data, mesh
     if not path.is_file():
         wrong = "does not exist"
@@ -49,8 +50,10 @@ def read_graph_and_mesh(path: Path) -> tuple[Data, Mesh | None]:
     suffix = path.suffix.lower()
     if suffix not in (".pt", ".pth", ".npz"):
         _check_format(path, suffix)
-        mesh = read_mesh(path)
+        mesh = read_mesh(path, nodes)
         return mesh.data, mesh
+    if nodes != "points":
+        raise ArgumentError(f"{path} is not a mesh, and its nodes are fixed. Leave out --nodes.")
     accepted = _ARRAYS if suffix == ".npz" else _TENSORS
     try:
         if suffix == ".npz":
@@ -70,13 +73,13 @@ def read_graph_and_mesh(path: Path) -> tuple[Data, Mesh | None]:
 
 
 def _check_format(path: Path, suffix: str) -> None:
-    """Refuse a file of an unknown format, and list the formats of meshio and of this module."""
+    """Refuse a file of an unknown format, and list the known formats."""
     try:
         from meshio import extension_to_filetypes
     except ImportError:
         return  # read_mesh names the missing package
-    if suffix not in extension_to_filetypes:
-        known = " ".join(sorted(extension_to_filetypes))
+    if suffix not in SUFFIXES | extension_to_filetypes.keys():
+        known = " ".join(sorted(SUFFIXES | extension_to_filetypes.keys()))
         raise ArgumentError(
             f"{path} is in no known format. Pass a graph (.pt .pth .npz) or a mesh ({known})."
         )
