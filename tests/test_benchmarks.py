@@ -30,7 +30,7 @@ SLOW_RUNS = [
     ("checkpoints.py --ranks 2 --megabytes 4 --tensors 2 --repeats 2", "of dcp (quartiles)"),
     (
         "embedding.py --ranks 2 --tokens 64 --vocabulary 53 --width 8 --repeats 1",
-        "masked / this, turn by turn",
+        "sums / this, turn by turn",
     ),
     ("graph_build.py --side 30 --ranks 2 --nodes 400 --weak 3 --repeats 1", "bytes per exchange"),
     ("migration.py --side 30 --ranks 2 --rounds 1", "migrate / METIS"),

@@ -43,12 +43,14 @@ def on_graph(s, layer):
         torch.manual_seed(nodes)
         return layer().double()
 
+    whole = alone()  # a transform refuses to make a module
+
     def bind(group=None):
         graph = partitioned(s, group)
         return OnGraph(distribute(alone(), graph), graph.edge_index)
 
     def reference(xs):
-        return list(alone()(torch.cat(xs), edges_of(nodes)).split(s.sizes))
+        return list(whole(torch.cat(xs), edges_of(nodes)).split(s.sizes))
 
     return Case(tuple((rows, 2) for rows in s.sizes), bind, reference, has_async=False)
 
