@@ -141,6 +141,7 @@ def test_a_step_that_is_captured_in_a_cuda_graph(rank, ranks):
         return [p.detach() for p in model.parameters()]
 
     want = steps("cpu")
+
     def yes():
         return True
 
