@@ -418,6 +418,7 @@ EXACT = {
             0, g.batch, g.x, "mean", include_self=False
         ),
     ),
+    "rows of a table": (lambda: nn.Embedding(3, NODE), lambda m, g: g.x * m(g.batch)),
 }
 
 
@@ -460,7 +461,6 @@ REFUSED = {
         lambda: pyg.VGAE(Encoder()).eval(),
         lambda m, g: (m.encode(g.x, g.edge_index), m.kl_loss()),
     ),
-    "rows of a table": (lambda: nn.Embedding(3, NODE), lambda m, g: g.x * m(g.batch)),
     "LightGCN": (lambda: pyg.LightGCN(24, 6, 2), lambda m, g: m.get_embedding(g.edge_index)),
     "CorrectAndSmooth, scaled": (lambda: pyg.CorrectAndSmooth(2, 0.5, 2, 0.6), smoothed),
     "GraphUNet": (lambda: pyg.GraphUNet(NODE, 6, 3, 2), edges_of),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -11,8 +11,7 @@ import torch
 
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.graph.directory import Directory
-from varcomm.graph.index.batch import Graphs
-from varcomm.graph.index.partitioned_index import PartitionedIndex, plain
+from varcomm.graph.index.partitioned_index import PartitionedIndex
 from varcomm.graph.on_device import require
 from varcomm.graph.replicated_values import replicated_sum
 from varcomm.ops.all_gather_v import all_gather_v
@@ -400,21 +399,9 @@ class NodeShard(Shard):
         """Nodes of this type in the full graph, N, on every rank."""
         return self.sizes.total
 
-    @classmethod
-    def of(
-        cls, group: Group, sizes: ShardSizes, attributes: Mapping[str, Any], ids: torch.Tensor
-    ) -> NodeShard:
-        """Return nodes whose attribute ``batch``, if any, refers to the graphs of all ranks."""
-        batch = plain(attributes.get("batch"))
-        if isinstance(batch, torch.Tensor) and batch.dtype == torch.int64 and batch.dim() == 1:
-            known = PartitionedIndex.make(batch, Graphs(group), "graph", whole=True)
-            attributes = {**attributes, "batch": known}
-        return cls(group, sizes, attributes, ids)
-
     def to(self, device: torch.device | str) -> NodeShard:
         """Return a copy on another device."""
-        attributes = moved(self.attributes, device)
-        return NodeShard.of(self.group, self.sizes, attributes, self.ids.to(device))
+        return replace(self, attributes=moved(self.attributes, device), ids=self.ids.to(device))
 
 
 def _check_values(values: Any, mask: Any, shard: Shard, where: str) -> None:
@@ -451,6 +438,6 @@ def described(value: Any) -> str:
 def moved(attributes: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
     """Return attributes with their tensors on another device."""
     return {
-        name: plain(value).to(device) if isinstance(value, torch.Tensor) else value
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
         for name, value in attributes.items()
     }

@@ -13,7 +13,7 @@ from torch_geometric.data import Data, HeteroData
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.edge_shard import EdgeShard
-from varcomm.graph.index.batch import Graphs
+from varcomm.graph.index.node_groups import NodeGroups
 from varcomm.graph.index.partitioned_index import PartitionedIndex
 from varcomm.graph.node_shard import NodeShard, Shard, moved
 from varcomm.graph.report import Report
@@ -148,7 +148,7 @@ class PartitionedGraph:
                 return attributes[name]
         if name == "batch" and None in self.node_shards:  # all nodes are one graph
             zeros = torch.zeros(self.num_owned, dtype=torch.int64, device=self.edge_index.device)
-            return PartitionedIndex.make(zeros, self._one_graph, "graph", whole=True)
+            return PartitionedIndex.make(zeros, self._one_graph, "group", whole=True)
         if name in _COUNTS or (name.endswith("_dict") and None not in self.node_shards):
             try:
                 return getattr(self.data, name)
@@ -160,8 +160,8 @@ class PartitionedGraph:
         raise AttributeError(f"the graph has no attribute {name!r}; {known}.")
 
     @cached_property
-    def _one_graph(self) -> Graphs:
-        return Graphs(self.group, 1)
+    def _one_graph(self) -> NodeGroups:
+        return NodeGroups(self.group, 1)
 
     @property
     def _of_one_type(self) -> tuple[Mapping[str, Any], ...]:
@@ -333,6 +333,7 @@ class PartitionedGraph:
             /,
             owner: str | torch.Tensor | Mapping[str, torch.Tensor],
             node_attrs: Mapping[str, Any] | None = None,
+            groups: Sequence[str] = (),
         ) -> PartitionedGraph:
             """Return the graph with new owners of its nodes."""
 

@@ -18,6 +18,7 @@ import torch
 
 from varcomm.errors import ArgumentError, DisagreementError, VarcommError
 from varcomm.graph.build.assemble import BroughtNodes, Edges, sent_to_owners
+from varcomm.graph.build.groups import checked_names, names_of_groups
 from varcomm.graph.build.pyg_data import ends
 from varcomm.graph.build.several_hops import deepened
 from varcomm.graph.edge_shard import EdgeShard
@@ -130,6 +131,7 @@ class Staging(FolderSave):
             "node types": [[k, list(shard.sizes)] for k, shard in graph.node_shards.items()],
             "edge types": [[k, list(shard.sizes)] for k, shard in graph.edge_shards.items()],
             "attributes": self.attributes,
+            "groups": names_of_groups(graph),
             "arrays": rows,
         }
         self.commit(content, digests)
@@ -177,7 +179,8 @@ def _rows(shard: NodeShard | EdgeShard, prefix: str) -> Iterator[tuple[str, torc
 class Outline:
     """The index of a saved partition: `files` in rank order, and rows per saving rank by type.
 
-    `attributes` are the graph's own values; `part` describes the rows of tensors of each part.
+    `attributes` are the graph's own values, `groups` the names of nodes' attributes that hold ids
+    of groups; `part` describes the rows of tensors of each part.
     """
 
     folder: Path
@@ -187,6 +190,7 @@ class Outline:
     nodes: dict[NodeType, ShardSizes]
     edges: dict[EdgeType, ShardSizes]
     attributes: dict[str, Any]
+    groups: list[str]
     part: dict[str, Array]
 
     @property
@@ -212,6 +216,7 @@ class Outline:
                 sizes("node types"),
                 sizes("edge types"),
                 {k: from_bytes(text.encode()) for k, text in content["attributes"].items()},
+                checked_names(content.get("groups", [])),
                 {
                     key: Array(dtype_of(dtype), tuple(ShardSizes(rest)))
                     for key, (dtype, rest) in content["arrays"].items()
@@ -353,5 +358,5 @@ def load(folder: str | os.PathLike[str], group: GroupLike = None) -> Partitioned
         kind = f"edges {place}"
         numbers = torch.stack([part[kind + end] for end in _ENDS])
         edges[edge_type] = Edges(numbers, part[kind], attributes(kind))
-    graph = sent_to_owners(nodes, edges, outline.attributes, outline.method, ranks)
+    graph = sent_to_owners(nodes, edges, outline.attributes, outline.method, ranks, outline.groups)
     return deepened(graph, outline.hops)

@@ -67,6 +67,11 @@ def checked_tensor(tensor: object, where: str, name: str = "tensor") -> None:
         raise ArgumentError(
             f"{where}{name} must be this rank's own; got {type(tensor).__name__}. Pass to_local()."
         )
+    if getattr(type(tensor), "is_placeholder", False):
+        raise ArgumentError(
+            f"{where}{name} must hold values of its own; got {type(tensor).__name__}. Pass an "
+            "ordinary tensor."
+        )
     two_per_byte = str(tensor.dtype) == "torch.float4_e2m1fn_x2"
     special = tensor.is_quantized or tensor.is_nested or two_per_byte
     if tensor.layout != torch.strided or special:

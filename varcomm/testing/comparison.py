@@ -27,7 +27,9 @@ _CAUSES = {
     ),
     r"scatter|index_|bincount|segment": (
         "it covers this rank's rows and edges. A missing halo is in graph.with_halo(x)[row]; take "
-        "the index from graph.edge_index itself, not from a copy by torch.tensor or tolist."
+        "the index from graph.edge_index itself, not from a copy by torch.tensor or tolist. If the "
+        "index holds ids of groups of nodes, name the attribute: "
+        'vc.graph.partition(data, groups=["cell"]), and groups=["cell"] here.'
     ),
     r"norm|softmax|std|var": (
         "it normalises over this rank's rows. Use a norm of torch or PyG as a module of the model, "
@@ -84,6 +86,7 @@ def same_as_one_process(
     parts: int = 3,
     *,
     step: Callable[[torch.nn.Module, Any], Any] | None = None,
+    groups: Sequence[str] = (),
     tol: float = 1e-7,
 ) -> Comparison:
     """Assert that a model on a partitioned graph equals the model in one process.
@@ -112,6 +115,8 @@ def same_as_one_process(
     step : callable, optional
         ``step(model, data)``, in place of `call` and `loss`: your training step, which calls
         ``distribute``, ``backward`` and ``sum_gradients`` itself and returns the loss.
+    groups : list of str
+        Attributes of nodes that hold ids of groups; see :func:`varcomm.graph.partition`.
     tol : float
         Largest difference, relative to the largest value.
 
@@ -169,7 +174,7 @@ def same_as_one_process(
     owners = {kind: drawn(data[kind]) for kind in data.node_types} if several else drawn(data)
     if isinstance(model, torch.nn.Module):
         model = copy.deepcopy(model).double().cpu()
-    task = (model, copy.copy(data).apply(_as_double), call, loss, step)
+    task = (model, copy.copy(data).apply(_as_double), call, loss, step, groups)
     whole = None
     try:
         (whole,) = varcomm.launch(run, 1, Task(*task, None, []))

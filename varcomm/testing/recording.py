@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import is_dataclass
 from functools import partial
 from types import FrameType
@@ -32,6 +32,7 @@ class Task(NamedTuple):
     call: Callable[..., Any] | None
     loss: Callable[..., torch.Tensor] | None
     step: Callable[..., Any] | None
+    groups: Sequence[str]  # names of attributes of nodes
     owners: Any  # the rank of each node; None runs all in one process
     shapes: list[torch.Size]  # of the outputs in one process
 
@@ -74,7 +75,7 @@ def run(rank: int, task: Task) -> Run:
 def _run(task: Task) -> Run:
     in_one_process = task.owners is None
     method = "block" if in_one_process else task.owners
-    graph = varcomm.graph.partition(task.data, method=method)
+    graph = varcomm.graph.partition(task.data, method=method, groups=task.groups)
     torch.manual_seed(0)
     inputs, model = _require_gradients(graph), task.model
     if not isinstance(model, torch.nn.Module):
@@ -174,8 +175,8 @@ def _use_ordinary_vectors(graph: Any) -> None:
     for shard in graph.edge_shards.values():
         vars(shard)["is_plain"] = True
     for shard in graph.node_shards.values():
-        if "batch" in shard.attributes:
-            shard.attributes["batch"] = shard.attributes["batch"].as_subclass(torch.Tensor)
+        values = shard.attributes
+        values.update({name: getattr(value, "plain", value) for name, value in values.items()})
 
 
 def _axes(graph: Any) -> list[Axis]:

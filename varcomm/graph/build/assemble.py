@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from varcomm.errors import ArgumentError
+from varcomm.graph.build.groups import GroupIds, ids_of_groups
 from varcomm.graph.build.move import Move
 from varcomm.graph.build.pyg_data import EdgeTable, NodeTable, ends
 from varcomm.graph.directory import Directory
@@ -20,7 +21,7 @@ from varcomm.ops.packing import taken
 from varcomm.plan.checks import checked_range
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.sizes import ShardSizes, holds_integers
-from varcomm.transport.agreement import share
+from varcomm.transport.agreement import agree_and_share, share
 from varcomm.transport.group import Group
 
 __all__ = [
@@ -77,7 +78,7 @@ class Numbering:
         mine = self.sizes.range(group.rank)
         ids = self.order[mine.start : mine.stop]
         attributes = {key: taken(value, ids) for key, value in nodes.attributes.items()}
-        return NodeShard.of(group, self.sizes, attributes, ids)
+        return NodeShard(group, self.sizes, attributes, ids)
 
 
 def checked_owner(owner: Any, nodes: int, size: int) -> torch.Tensor:
@@ -110,9 +111,24 @@ def assemble(
     attributes: Mapping[str, Any],
     method: str,
     group: Group,
+    groups: Sequence[str],
 ) -> PartitionedGraph:
-    """Build this rank's part of the graph from owned edges by global numbers; collective."""
-    counts = share("graph.partition", lambda: [len(own.ids) for own in edges.values()], group)
+    """Build this rank's part of the graph from owned edges by global numbers; collective.
+
+    `groups` are the names of attributes of nodes that hold ids of groups.
+    """
+
+    def check() -> list[GroupIds]:
+        return ids_of_groups({key: own.attributes for key, own in nodes.items()}, groups)
+
+    def outline(found: list[GroupIds]) -> tuple[list[int], list[int]]:
+        return [len(own.ids) for own in edges.values()], [each.size for each in found]
+
+    found, outlines = agree_and_share("graph.partition", check, outline, group)
+    counts, of_groups = zip(*outlines, strict=True)
+    nodes = dict(nodes)
+    for each, numbers in zip(found, zip(*of_groups, strict=True), strict=True):
+        nodes[each.node_type] = each.known_in(nodes[each.node_type], max(numbers))
     shards = {}
     for (edge_type, own), sizes in zip(edges.items(), zip(*counts, strict=True), strict=True):
         sources, targets = (nodes[end] for end in ends(edge_type))
@@ -128,7 +144,7 @@ def assemble(
             plan=plan,
             num_targets=targets.num_owned,
         )
-    return PartitionedGraph(dict(nodes), shards, dict(attributes), method)
+    return PartitionedGraph(nodes, shards, dict(attributes), method)
 
 
 def localised(
@@ -173,7 +189,7 @@ def _placed(own: BroughtNodes, group: Group, device: torch.device) -> tuple[Dire
             ids, order = ids.sort()
             numbers = order.argsort() + sizes.offsets[group.rank]
             rows = {key: taken(value, order) for key, value in rows.items()}
-    return Directory(group, sizes, own.ranges, numbers), NodeShard.of(group, sizes, rows, ids)
+    return Directory(group, sizes, own.ranges, numbers), NodeShard(group, sizes, rows, ids)
 
 
 def sent_to_owners(
@@ -182,6 +198,7 @@ def sent_to_owners(
     attributes: Mapping[str, Any],
     name: str,
     group: Group,
+    groups: Sequence[str],
 ) -> PartitionedGraph:
     """Send nodes and edges to their owners, and build the graph; collective.
 
@@ -194,7 +211,7 @@ def sent_to_owners(
         for key, brought in edges.items()
     }
     shards = {key: shard for key, (_, shard) in placed.items()}
-    return assemble(shards, owned, attributes, name, group)
+    return assemble(shards, owned, attributes, name, group, groups)
 
 
 def _owned_edges(brought: Edges, sources: Directory, targets: Directory) -> Edges:

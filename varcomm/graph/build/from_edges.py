@@ -16,6 +16,7 @@ from varcomm.graph.build.assemble import (
     checked_owner,
     sent_to_owners,
 )
+from varcomm.graph.build.groups import checked_names, ids_of_groups
 from varcomm.graph.build.move import Move
 from varcomm.graph.build.pyg_data import check_edge_index, check_name
 from varcomm.graph.build.several_hops import check_hops, deepened
@@ -48,6 +49,7 @@ def from_edges(
     node_ids: torch.Tensor | None = None,
     method: str | torch.Tensor | None = None,
     hops: int = 1,
+    groups: Sequence[str] = (),
 ) -> PartitionedGraph:
     """Build a partitioned graph from the edges and nodes that each rank has read.
 
@@ -78,6 +80,8 @@ def from_edges(
         each node that this rank describes, (sizes[rank],).
     hops : int
         Layers that one exchange serves; see :func:`distribute`.
+    groups : list of str
+        Names in `node_attrs` that hold ids of groups, as in :func:`partition`.
 
     Returns
     -------
@@ -150,6 +154,8 @@ def from_edges(
                 f"{method!r}. The others of graph.assign need the full graph."
             )
         equal.update({"sizes": tuple(ranges), "method": name, "hops": int(hops)})
+        equal["groups"] = names = checked_names(groups)
+        ids_of_groups({None: of_nodes}, names)
         equal.update({"use of node_ids": ids is not None, "the kind of device": device.type})
         for what, rows in (("node_attrs", of_nodes), ("edge_attrs", of_edges)):
             equal[what] = {k: [str(v.dtype), list(v.shape[1:])] for k, v in rows.items()}
@@ -173,7 +179,8 @@ def from_edges(
         pos, pg = nodes.attributes["pos"], ranks.process_group
         nodes = replace(nodes, owner=assign_sharded(pos, ranks.size, name, group=pg))
     edges = replace(edges, ids=edges.ids + sum(count for _, count in outlines[: ranks.rank]))
-    return deepened(sent_to_owners({None: nodes}, {None: edges}, {}, name, ranks), hops)
+    graph = sent_to_owners({None: nodes}, {None: edges}, {}, name, ranks, checked_names(groups))
+    return deepened(graph, hops)
 
 
 def _at_home(

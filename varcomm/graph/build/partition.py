@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from varcomm.graph.build.assemble import (
     owned_edges,
     sent_to_owners,
 )
+from varcomm.graph.build.groups import checked_names, ids_of_groups
 from varcomm.graph.build.pyg_data import EdgeTable, NodeTable, Tables, ends, read
 from varcomm.graph.build.several_hops import check_hops, deepened
 from varcomm.graph.partitioned_graph import NodeType, PartitionedGraph
@@ -51,6 +52,7 @@ def partition(
     hops: int = 1,
     *,
     chunk: Chunk = None,
+    groups: Sequence[str] = (),
 ) -> PartitionedGraph:
     """Split a graph over ranks: each rank owns some nodes and all edges into them.
 
@@ -85,6 +87,11 @@ def partition(
     chunk : int or dict of int, optional
         For a named method: keep blocks of chunk consecutive nodes together, as in :func:`assign`,
         so that :class:`Rows` reads few chunks of a file on two ranks.
+    groups : list of str
+        Attributes of nodes that hold ids of groups, in addition to ``batch``: int64 of shape (N,),
+        from 0. With ``["cell"]``, pools, ``scatter`` and norms by ``graph.cell`` are over the
+        nodes of all ranks. With several types of nodes, of each type that has the attribute. With
+        `src`, every rank passes the names.
 
     Returns
     -------
@@ -126,19 +133,21 @@ def partition(
     """
     ranks = resolve(group)
 
-    def call() -> tuple[int | None, int]:
+    def call() -> tuple[int | None, int, list[str]]:
         check_hops(hops, data)
         if chunk is not None and not (method is None or isinstance(method, str)):
             raise ArgumentError("chunk is for named methods; got the ranks of nodes as well.")
-        return None if src is None else checked_rank(src, ranks.size, "src"), int(hops)
+        source = None if src is None else checked_rank(src, ranks.size, "src")
+        return source, int(hops), checked_names(groups)
 
     # first of all, because everything that follows depends on both
-    source, hops = agree(_WHAT, call, ranks)
-    compare(ranks, {"operation": _WHAT, "src": source, "hops": hops, "chunk": repr(chunk)})
+    source, hops, names = agree(_WHAT, call, ranks)
+    settings = {"src": source, "hops": hops, "chunk": repr(chunk), "groups": names}
+    compare(ranks, {"operation": _WHAT} | settings)
     if source is None:
-        graph = _from_all(data, method, ranks, chunk)
+        graph = _from_all(data, method, ranks, chunk, names)
     else:
-        graph = _from_one(data, method, source, ranks, chunk)
+        graph = _from_one(data, method, source, ranks, chunk, names)
     return deepened(graph, hops)
 
 
@@ -164,11 +173,20 @@ def assigned(data: Any, parts: int, method: str | None, chunk: Chunk = None) -> 
     return owner if isinstance(owner, dict) else {None: owner}, name
 
 
-def _from_all(data: Any, method: Method, group: Group, chunk: Chunk) -> PartitionedGraph:
+def _read(data: Any, groups: Sequence[str]) -> Tables:
+    """Return the tables of a graph that has these groups, or raise before nodes are assigned."""
+    tables = read(data)
+    ids_of_groups({key: nodes.attributes for key, nodes in tables.nodes.items()}, groups)
+    return tables
+
+
+def _from_all(
+    data: Any, method: Method, group: Group, chunk: Chunk, groups: Sequence[str]
+) -> PartitionedGraph:
     """Cut this rank's part out of a graph that all ranks have; only halo ids travel."""
 
     def check() -> tuple[Tables, str | Owners | None]:
-        tables = read(data)
+        tables = _read(data, groups)
         return tables, checked_method(method, tables, group.size)
 
     def digests(own: tuple[Tables, str | Owners | None]) -> dict[str, object]:
@@ -192,7 +210,7 @@ def _from_all(data: Any, method: Method, group: Group, chunk: Chunk) -> Partitio
         key: owned_edges(edges, group.rank, *(numbered[end] for end in ends(key)))
         for key, edges in tables.edges.items()
     }
-    return assemble(shards, owned, tables.attributes, name, group)
+    return assemble(shards, owned, tables.attributes, name, group, groups)
 
 
 def _owners(
@@ -211,7 +229,9 @@ def _owners(
     return {key: broadcast(part, group=pg) for key, part in parts.items()}, names[0]
 
 
-def _from_one(data: Any, method: Method, src: int, group: Group, chunk: Chunk) -> PartitionedGraph:
+def _from_one(
+    data: Any, method: Method, src: int, group: Group, chunk: Chunk, groups: Sequence[str]
+) -> PartitionedGraph:
     """Send the graph of one rank to its owners: `src` contributes all nodes and edges."""
 
     def check() -> Assigned | None:
@@ -222,7 +242,7 @@ def _from_one(data: Any, method: Method, src: int, group: Group, chunk: Chunk) -
                         f"{name} must be None on this rank: src={src}, so rank {src} has it."
                     )
             return None
-        tables = read(data)
+        tables = _read(data, groups)
         checked = checked_method(method, tables, group.size)
         if isinstance(checked, dict):
             return tables, checked, _GIVEN
@@ -255,4 +275,4 @@ def _from_one(data: Any, method: Method, src: int, group: Group, chunk: Chunk) -
         ids = torch.arange(table.edge_index.shape[1], device=table.edge_index.device)
         edges[key] = Edges(table.edge_index, ids, table.attributes)
     attributes = attributes if given is None else given[0].attributes
-    return sent_to_owners(nodes, edges, attributes, name, group)
+    return sent_to_owners(nodes, edges, attributes, name, group, groups)

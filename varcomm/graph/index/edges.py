@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.index.batch import STARTS_FROM_ZERO, Extreme, extreme_of_parts
+from varcomm.graph.index.node_groups import STARTS_FROM_ZERO, Extreme, extreme_of_parts
 from varcomm.graph.index.partitioned_index import How, Kind, Numbering, PartitionedIndex, ordinary
 from varcomm.graph.node_shard import NodeShard
 from varcomm.graph.on_device import require

@@ -1,12 +1,13 @@
 """Index vectors of a partitioned graph, which know what their numbers stand for.
 
-``graph.edge_index`` and ``graph.batch`` are :class:`PartitionedIndex`: tensors of integers that
-carry the edges or the graphs that they belong to. Results of operations on them carry it too.
+``graph.edge_index``, ``graph.batch`` and ids of other groups of nodes are
+:class:`PartitionedIndex`: tensors of integers that carry the edges or the groups that they belong
+to. Results of operations on them carry it too.
 If such a vector selects or reduces rows, the operation is that on the full graph:
 
 - ``x[row]`` at the sources of edges fetches the halo, ``scatter_add_(0, row, ...)`` returns the
   parts of halo rows to their owners;
-- a reduction by ``graph.batch`` is over the nodes of all ranks.
+- a reduction by ids of groups is over the nodes of all ranks.
 
 PyG's functions are made of these operations, so they are exact wherever they are called. An
 operation that would take the local numbers for those of the full graph raises ArgumentError.
@@ -25,9 +26,9 @@ from varcomm.ops.checks import holds_values
 __all__ = ["Numbering", "PartitionedIndex", "ordinary", "plain", "rule"]
 
 # Meaning of the numbers: pairs of a source and a target, or the other way around; nodes at the
-# source or target of edges; graphs of a batch; which edges are self loops, and which are not;
+# source or target of edges; groups of nodes; which edges are self loops, and which are not;
 # numbers computed from local ones, which select nothing.
-Kind = Literal["edges", "reversed", "source", "target", "graph", "loops", "no loops", "computed"]
+Kind = Literal["edges", "reversed", "source", "target", "group", "loops", "no loops", "computed"]
 How = Literal["sum", "amax", "amin", "prod"]
 Known: TypeAlias = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 Rule: TypeAlias = Callable[..., Any]
@@ -63,7 +64,7 @@ def functions_named(name: str) -> set[Rule]:
 
 
 class Numbering:
-    """The edges or the graphs that numbers stand for; what is not known of them is refused."""
+    """The edges or the groups that numbers stand for; what is not known of them is refused."""
 
     def selected_from(self, kind: Kind, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return the rows that numbers of this kind select from, given those of this rank."""
@@ -72,7 +73,7 @@ class Numbering:
     def reduced(
         self, index: PartitionedIndex, how: How, src: torch.Tensor, size: int
     ) -> torch.Tensor:
-        """Reduce rows of `src` to `size` nodes or graphs of `index`, over all ranks."""
+        """Reduce rows of `src` to `size` nodes or groups of `index`, over all ranks."""
         raise _unknown("reducing at sources of edges")
 
     def start_at_targets(self, x: torch.Tensor, dim: int, src: torch.Tensor) -> torch.Tensor:
@@ -84,7 +85,7 @@ class Numbering:
         return out
 
     def count(self, kind: Kind, index: torch.Tensor, whole: bool) -> int:
-        """Return the number of nodes or graphs that the ids refer to, as in one process."""
+        """Return the number of nodes or groups that the ids refer to, as in one process."""
         raise _unknown("the largest number (pass num_nodes=x.size(0))")
 
     def is_up_to_last(self, count: int) -> bool:
@@ -114,9 +115,9 @@ class PartitionedIndex(torch.Tensor):
     Attributes
     ----------
     plain : torch.Tensor
-        The numbers as an ordinary tensor in the same memory: local ids, or numbers of graphs.
-    of : EdgeRules or Graphs
-        The edges or graphs to which the numbers refer.
+        The numbers as an ordinary tensor in the same memory: local ids, or ids of groups.
+    of : EdgeRules or NodeGroups
+        The edges or groups to which the numbers refer.
     kind : str
         Which of its numbers they are.
     line : torch.Tensor or None
@@ -218,12 +219,13 @@ def refuse(func: Callable[..., Any], kind: str, more: str = "") -> ArgumentError
     name = getattr(func, "__name__", str(func)).strip("_").replace("reduce_ex", "pickling")
     what = {
         "computed": "numbers computed from local ids of a partitioned graph",
-        "graph": "a batch vector of a partitioned graph",
+        "group": "ids of groups of a partitioned graph",
     }.get(kind, "edges of a partitioned graph")
     more = more or (
         "It would mean the ids of this rank only. Take values at nodes by x[edge_index[0]] or "
-        "graph.with_halo, values of graphs by PyG's pools, global ids by graph.owned_ids and "
-        "graph.halo_ids, and local ids as an ordinary tensor by graph.edges.local_ids."
+        "graph.with_halo, values of groups by PyG's pools, global ids by graph.owned_ids and "
+        "graph.halo_ids, and local ids as an ordinary tensor by graph.edges.local_ids. Compute ids "
+        "of groups before graph.partition."
     )
     return ArgumentError(f"{name} is not known on a part of a graph for {what}. {more}")
 
@@ -273,7 +275,7 @@ def computed(func: Callable[..., Any], out: Any, given: PartitionedIndex) -> Any
         if out.dim() == 0 and given.plain.dim() > 0:
             raise refuse(func, given.kind)  # whether this rank has self loops
         return out
-    if out.dtype == torch.bool and (given.kind == "graph" or out.dim() == 0):
+    if out.dtype == torch.bool and (given.kind == "group" or out.dim() == 0):
         return out
     if out.is_floating_point() or out.is_complex() or out.dtype == torch.bool:
         raise refuse(func, given.kind)

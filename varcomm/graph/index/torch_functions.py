@@ -84,7 +84,8 @@ def _same(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
     for one in args:
         given.append(one.plain if isinstance(one, PartitionedIndex) else one)
     out = func(x.plain, *given, **kwargs)
-    if out.dtype != x.plain.dtype or out.device != x.plain.device:
+    moved = out.device != x.plain.device and x.kind != "group"  # local ids are of one device
+    if out.dtype != x.plain.dtype or moved:
         return computed(func, out, x)
     if x.kind in _ENDS and out.shape[:1] != (2,):
         return computed(func, out, x)
@@ -217,6 +218,9 @@ def _part(func: Callable[..., Any], x: PartitionedIndex, key: Any) -> Any:
     chosen = key[-1] if own is not None and len(key) else key
     if isinstance(chosen, PartitionedIndex) and chosen.kind == "loops" and kind == "source":
         kind = "target"  # both ends of a self loop
+    keys = key if isinstance(key, tuple) else (key,)  # the same on all ranks, unlike `own`
+    if kind == x.kind and all(one is None or one is Ellipsis or _is_all(one) for one in keys):
+        return PartitionedIndex.make(out, x.of, kind, x.whole, x.line, x.known)  # cell[:, None]
     whole = x.whole and isinstance(key, int)
     return PartitionedIndex.make(out, x.of, kind, whole, known=x.known)
 
@@ -268,6 +272,31 @@ def _index_select(func: Callable[..., Any], x: Any, dim: int, index: Any) -> Any
     return _of_no_edges(_rows(func, index, x, dim).index_select(dim, index.plain))
 
 
+@rule("embedding")
+def _embedding(
+    func: Callable[..., Any],
+    x: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor:
+    """Return rows of a table with one row per group, unless they depend on this rank's ids."""
+    if first_index(x, weight).kind != "group" or max_norm is not None or scale_grad_by_freq:
+        raise refuse(func, first_index(x, weight).kind)
+    return func(plain(x), weight, padding_idx, sparse=sparse)  # type: ignore[no-any-return]
+
+
+@rule("gather")
+def _gather(func: Callable[..., Any], x: Any, dim: int, index: Any, **options: Any) -> torch.Tensor:
+    """Return entries of values that have one row per group."""
+    if isinstance(x, PartitionedIndex) or index.kind != "group":
+        raise refuse(func, first_index(x, index).kind)
+    return func(x, dim, index.plain, **options)  # type: ignore[no-any-return]
+
+
 @rule("__setitem__")
 def _setitem(func: Callable[..., Any], x: Any, key: Any, value: Any) -> None:
     if isinstance(x, PartitionedIndex) or isinstance(value, PartitionedIndex):
@@ -296,7 +325,7 @@ def _reduce(
     include_self: bool = True,
     alpha: Any = 1,
 ) -> torch.Tensor:
-    """Reduce rows into `x` at the nodes or graphs of `index`."""
+    """Reduce rows into `x` at the nodes or groups of `index`."""
     src = source if src is None else src
     if not isinstance(index, PartitionedIndex) or isinstance(x, PartitionedIndex):
         raise refuse(func, first_index(x, src).kind)
@@ -312,7 +341,7 @@ def _reduce(
             options = {"reduce": reduce, "include_self": include_self}
         start = index.of.start_at_targets(x, dim, src)
         return index.of.at_targets(func(start, dim, index.plain, src, **options), src)
-    if index.kind not in ("source", "graph") or index.line is None:
+    if index.kind not in ("source", "group") or index.line is None:
         raise refuse(func, index.kind)
     if not torch.compiler.is_compiling():
         if index.plain.dim() > 1 and index.plain.shape != src.shape:
@@ -328,7 +357,7 @@ def _reduce(
         if x.shape[dim]:
             raise ArgumentError(
                 f"{getattr(func, '__name__', func)}: dimension {dim} has {x.shape[dim]} rows, but "
-                f"the vector is of {total.shape[dim]} nodes or graphs."
+                f"the vector is of {total.shape[dim]} nodes or groups."
             )
         return total  # of a rank without rows
     if reduce == "sum":
@@ -368,18 +397,18 @@ def _check_start(
 
 @rule("unique")
 def _unique(func: Callable[..., Any], x: Any, sorted: bool = True, **more: Any) -> Any:
-    """Return the graphs that have a node on any rank."""
-    if x.kind != "graph" or any(value not in (None, False) for value in more.values()):
+    """Return the ids of groups that have a node on any rank."""
+    if x.kind != "group" or any(value not in (None, False) for value in more.values()):
         raise refuse(func, x.kind)
     return torch.bincount(x).nonzero().view(-1)
 
 
 @rule("bincount")
 def _bincount(func: Callable[..., Any], x: Any, weights: Any = None, minlength: int = 0) -> Any:
-    if not isinstance(x, PartitionedIndex) or x.kind not in ("source", "target", "graph"):
+    if not isinstance(x, PartitionedIndex) or x.kind not in ("source", "target", "group"):
         raise refuse(func, first_index(x, weights).kind)
     count = x.of.count(x.kind, x.plain, x.whole)
-    if count < minlength and x.kind != "graph":
+    if count < minlength and x.kind != "group":
         raise refuse(func, x.kind)
     values = torch.ones_like(x.plain) if weights is None else weights
     start = values.new_zeros(max(count, minlength))
@@ -499,7 +528,7 @@ def _least(func: Callable[..., Any], x: PartitionedIndex, *args: Any, **kwargs: 
 def _numel(func: Callable[..., Any], x: PartitionedIndex) -> int:
     """Return at least 1 if other ranks may have elements: PyG skips empty vectors."""
     count = x.plain.numel()
-    return count or int(x.kind in ("edges", "reversed", "source", "graph"))
+    return count or int(x.kind in ("edges", "reversed", "source", "group"))
 
 
 @rule("sort argsort")
@@ -514,9 +543,9 @@ def _sort(func: Callable[..., Any], x: PartitionedIndex, *args: Any, **kwargs: A
 
 
 @rule(
-    "index_put_ index_put embedding_bag gather take take_along_dim put put_ index_copy "
+    "index_put_ index_put embedding_bag take take_along_dim put put_ index_copy "
     "index_copy_ scatter scatter_ index_fill index_fill_ unique_consecutive item __int__ "
-    "__index__ __array__ numpy __dlpack__ __reduce_ex__ embedding segment_reduce"
+    "__index__ __array__ numpy __dlpack__ __reduce_ex__ segment_reduce"
 )
 def _never(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Refuse, before torch looks at ids out of range."""

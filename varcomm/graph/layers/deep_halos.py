@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch_geometric.nn.conv import ChebConv, DirGNNConv, GPSConv
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.edge_shard import EdgeShard
-from varcomm.graph.index.batch import Graphs
+from varcomm.graph.index.node_groups import NodeGroups
 from varcomm.graph.index.partitioned_index import PartitionedIndex, plain
 from varcomm.graph.layers.propagate import Running
 from varcomm.graph.layers.refused import refusal
@@ -132,7 +132,7 @@ class _Block:
         edges = self.rows.edges
         values = leaves(given)
         of_rows = [
-            None if isinstance(x, PartitionedIndex) and x.kind != "graph" else x
+            None if isinstance(x, PartitionedIndex) and x.kind != "group" else x
             for x in values.values()
         ]
         of_nodes = self.rows.among(of_rows, ("in", *values), edges.num_sources)
@@ -145,11 +145,12 @@ class _Block:
                         f"for each of the {edges.num_sources} owned nodes stood before."
                     )
         rows = edges.rules.rows_and_halos([plain(values[place]) for place in places])
-        graphs = Graphs(edges.group, num_owned=edges.num_sources)
         for place, x in zip(places, rows, strict=True):
             own = values[place]
             if isinstance(own, PartitionedIndex):  # halo rows do not count in readouts
-                x = PartitionedIndex.make(x, graphs, own.kind, whole=True)
+                assert isinstance(own.of, NodeGroups)
+                of = replace(own.of, num_owned=edges.num_sources)
+                x = PartitionedIndex.make(x, of, own.kind, whole=True)
             values[place] = x
         return rebuilt(given, values)
 

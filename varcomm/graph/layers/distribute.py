@@ -78,11 +78,11 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
 
     Notes
     -----
-    ``graph.edge_index`` and ``graph.batch`` fetch and reduce rows of other ranks by themselves,
-    inside a layer or outside. Code that reduces over all nodes without such a vector, such as
-    ``x.mean(0)``, is not detected: use ``graph.mean``. A norm or layer that is added afterwards,
-    and a model inside an explainer, are refused when the model runs. Each rank draws its own
-    dropout.
+    ``graph.edge_index``, ``graph.batch`` and other ids of groups fetch and reduce rows of other
+    ranks by themselves, inside a layer or outside. Code that reduces over all nodes without such a
+    vector, such as ``x.mean(0)``, is not detected: use ``graph.mean``. A norm or layer that is
+    added afterwards, and a model inside an explainer, are refused when the model runs. Each rank
+    draws its own dropout.
 
     Communication: in each ``propagate`` and ``edge_updater``, one exchange for each value of nodes
     that messages read at their source; the adjoint exchange in backward.
@@ -220,7 +220,8 @@ def _check_readout(module: Aggregation, args: object, given: dict[str, Any]) -> 
     if not isinstance(given["index"], PartitionedIndex):
         raise ArgumentError(
             f"{type(module).__name__} would read out this rank's rows alone. Give it graph.batch, "
-            'or graph["paper"].batch, as its index.'
+            'or graph["paper"].batch, as its index, or ids of groups that are named in '
+            'graph.partition(data, groups=["cell"]).'
         )
 
 

@@ -11,8 +11,8 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.edge_shard import EdgeShard
-from varcomm.graph.index.batch import Graphs, accumulated
-from varcomm.graph.index.partitioned_index import Numbering, PartitionedIndex, plain
+from varcomm.graph.index.node_groups import NodeGroups, accumulated, number_of
+from varcomm.graph.index.partitioned_index import PartitionedIndex, plain
 from varcomm.graph.node_shard import Shard
 from varcomm.graph.on_device import require
 from varcomm.graph.partitioned_graph import PartitionedGraph
@@ -87,7 +87,7 @@ class Rows:
         size: int | None,
         argument: str = "batch",
     ) -> tuple[PartitionedIndex, int]:
-        """Return the graph of each row of `x`, checked, and the number of graphs on all ranks."""
+        """Return the group of each row of `x`, checked, and the number of groups on all ranks."""
         if index is None:
             ids, size = torch.zeros(len(x), dtype=torch.int64, device=x.device), 1
         else:
@@ -95,12 +95,12 @@ class Rows:
             with checking(name, self.group) as where:
                 self._check_ids(ids, size, x, where, argument)
             if size is None:
-                graphs: Numbering = Graphs(self.group)
-                if isinstance(index, PartitionedIndex) and index.kind == "graph" and index.whole:
-                    graphs = index.of  # which keeps the number
-                size = graphs.count("graph", ids, whole=True)
-        of = Graphs(self.group, size, self.num_owned if self.fits(x)[1] else None)
-        return PartitionedIndex.make(ids, of, "graph", whole=True), size
+                if isinstance(index, PartitionedIndex) and index.kind == "group":
+                    size = index.of.count("group", ids, index.whole)
+                else:
+                    size = number_of(ids, self.group)
+        of = NodeGroups(self.group, size, self.num_owned if self.fits(x)[1] else None)
+        return PartitionedIndex.make(ids, of, "group", whole=True), size
 
     def _check_ids(
         self, ids: torch.Tensor, size: int | None, x: torch.Tensor, where: str, name: str

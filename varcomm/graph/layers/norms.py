@@ -17,7 +17,7 @@ from torch_geometric.nn import norm
 from torch_geometric.utils import scatter
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.index.batch import accumulated
+from varcomm.graph.index.node_groups import accumulated
 from varcomm.graph.layers.norm_rows import Rows, Where, rows_of_any_kind
 from varcomm.graph.on_device import require
 from varcomm.ops.checks import checking

@@ -15,8 +15,8 @@ from torch_geometric.nn.models.attentive_fp import GATEConv
 from torch_geometric.utils import add_remaining_self_loops, get_laplacian, one_hot, scatter
 
 from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.graph.index.batch import extreme, largest
 from varcomm.graph.index.edges import EdgeRules
+from varcomm.graph.index.node_groups import extreme, largest
 from varcomm.graph.index.partitioned_index import PartitionedIndex, plain
 from varcomm.graph.layers.propagate import Running
 from varcomm.ops.all_gather_v import all_gather_v

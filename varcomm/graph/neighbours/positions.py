@@ -163,5 +163,5 @@ def shards(
         known_counts=counts,
         halo_ids=halo_ids,
     )
-    nodes = NodeShard.of(group, sizes[0], {"pos": own.pos}, ids)
+    nodes = NodeShard(group, sizes[0], {"pos": own.pos}, ids)
     return {None: nodes}, {None: shard}, {}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.build.assemble import assemble, moved_edges
+from varcomm.graph.build.groups import checked_names, ids_of_groups, names_of_groups
 from varcomm.graph.build.move import Move
 from varcomm.graph.build.pyg_data import check_name, ends
 from varcomm.graph.build.several_hops import deepened
@@ -34,6 +35,7 @@ def migrate(
     graph: PartitionedGraph,
     owner: str | torch.Tensor | Mapping[str, torch.Tensor],
     node_attrs: Mapping[str, Any] | None = None,
+    groups: Sequence[str] = (),
 ) -> PartitionedGraph:
     """Return the graph with new owners of its nodes; this graph does not change.
 
@@ -53,6 +55,8 @@ def migrate(
     node_attrs : mapping of str to torch.Tensor, optional
         New or changed attributes, (n, *F), such as the current positions; a dict by type if
         there are several types of nodes.
+    groups : list of str
+        Further attributes that hold ids of groups, as in :func:`partition`.
 
     Returns
     -------
@@ -93,7 +97,10 @@ def migrate(
             )
         return given
 
+    names: list[str] = []  # on all ranks
+
     def check() -> tuple[dict[NodeType, torch.Tensor], dict[Any, Rows]]:
+        names[:] = checked_names([*names_of_groups(graph), *checked_names(groups)])
         if owner is None:
             raise ArgumentError('owner must be a tensor of ranks, "rcb" or "hilbert"; got None.')
         owners = by_type(owner, "owner") if method is None else {}
@@ -110,10 +117,11 @@ def migrate(
                     "Rename them."
                 )
         shards = graph.node_shards.items()
+        ids_of_groups({key: rows[nodes.noun, key] for key, nodes in shards}, names)
         return {key: _checked_owner(nodes, owners.get(key)) for key, nodes in shards}, rows
 
     def outline(own: tuple[Any, dict[Any, Rows]]) -> dict[str, str]:
-        words = {"owner": "ranks of nodes" if method is None else method}
+        words = {"owner": "ranks of nodes" if method is None else method, "groups": f"{names}"}
         for (noun, key), rows in own[1].items():
             kind = noun if key is None else f"{noun} of {key}"
             for name, value in rows.items():
@@ -124,7 +132,8 @@ def migrate(
     require_equal(_WHAT, of_ranks)
     if method is not None:
         owners = _by_position(graph, method, rows)
-    return deepened(migrated(graph, owners, rows, method or "the ranks given"), graph.hops)
+    moved = migrated(graph, owners, rows, method or "the ranks given", names)
+    return deepened(moved, graph.hops)
 
 
 def _checked_owner(nodes: NodeShard, owner: Any) -> torch.Tensor:
@@ -184,13 +193,14 @@ def migrated(
     owners: Mapping[NodeType, torch.Tensor],
     rows: Mapping[Any, Rows],
     method: str,
+    groups: Sequence[str],
 ) -> PartitionedGraph:
     """Return the graph with halos of one hop for checked owners and attributes; collective."""
     group, shards, numbers, edges = graph.group, {}, {}, {}
     for key, nodes in graph.node_shards.items():
         move = Move.to(owners[key], nodes.owned_ids, group)
         sizes = ShardSizes.from_local(len(move.ids), group.process_group)
-        shards[key] = NodeShard.of(group, sizes, move.rows(rows["nodes", key]), move.ids)
+        shards[key] = NodeShard(group, sizes, move.rows(rows["nodes", key]), move.ids)
         numbers[key] = move.numbers(sizes.offsets[group.rank])
     for edge_type, old in graph.edge_shards.items():
         source, target = ends(edge_type)
@@ -200,4 +210,4 @@ def migrated(
         pairs = zip((near, numbers[target]), ends_of_old, strict=True)
         edge_index = torch.stack([number.index_select(0, end) for number, end in pairs])
         edges[edge_type] = moved_edges(move, edge_index, rows["edges", edge_type])
-    return assemble(shards, edges, dict(graph.attributes), method, group)
+    return assemble(shards, edges, dict(graph.attributes), method, group, groups)

@@ -72,8 +72,8 @@ class Transfer:
         """
         if plain(x) is not x:
             raise ArgumentError(
-                "x holds local ids, or the batch vector, of a partitioned graph. Read them from "
-                "the new graph: new.batch, new.edge_index."
+                "x holds local ids, or ids of groups, of a partitioned graph. Read them from the "
+                "new graph: new.batch, new.edge_index; migrate carries them."
             )
         self.plan.compare_first(x)
         if self.weights is None:

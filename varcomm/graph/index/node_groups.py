@@ -1,4 +1,4 @@
-"""Graphs of a batch whose nodes are spread over ranks, and reductions over the nodes of each."""
+"""Groups of nodes that are spread over ranks, such as the graphs of a batch, and reductions."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from varcomm.transport.group import Group
 
 __all__ = [
     "STARTS_FROM_ZERO",
-    "Graphs",
+    "NodeGroups",
     "accumulated",
     "extreme",
     "extreme_of_parts",
     "largest",
+    "number_of",
 ]
 
 Extreme = Literal["amax", "amin"]
@@ -34,26 +35,26 @@ STARTS_FROM_ZERO = True
 
 
 @dataclass(eq=False)
-class Graphs(Numbering):
-    """The graphs that the nodes of all ranks belong to; see :class:`PartitionedIndex`."""
+class NodeGroups(Numbering):
+    """Groups of the nodes of all ranks by their ids; see :class:`PartitionedIndex`."""
 
     group: Group
-    #: the number of graphs, once known
-    size: int | None = None
+    #: one more than the largest id on any rank
+    size: int
 
     #: rows that count, of which halo rows may follow; all, if None
     num_owned: int | None = None
 
     def selected_from(self, kind: Kind, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return the rows of all graphs, which every rank has."""
+        """Return the rows of all groups, which every rank has."""
         return x
 
     def reduced(
         self, index: PartitionedIndex, how: How, src: torch.Tensor, size: int
     ) -> torch.Tensor:
-        """Reduce the rows of all ranks' nodes, (n, *F) here, to the rows of their graphs."""
-        if self.size is not None and size < self.size and index.whole:
-            raise ArgumentError(f"the batch has {self.size} graphs, more than dim_size={size}.")
+        """Reduce the rows of all ranks' nodes, (n, *F) here, to the rows of their groups."""
+        if size < self.size and index.whole:
+            raise ArgumentError(f"ids of groups reach {self.size - 1}, and dim_size is {size}.")
         if self.num_owned is not None and not index.whole:
             raise ArgumentError(
                 "readouts of some nodes need halos of one hop: partition the graph with hops=1."
@@ -72,14 +73,13 @@ class Graphs(Numbering):
         return _across_ranks([local], lambda values: values.prod(0), self.group).to(src.dtype)
 
     def count(self, kind: Kind, index: torch.Tensor, whole: bool) -> int:
-        """Return the number of graphs: one more than the largest number on any rank."""
-        if whole and self.size is not None:
-            return self.size
-        end = int(index.max()) + 1 if index.numel() else 0
-        count = largest(end, self.group, index.device)
-        if whole:
-            self.size = count
-        return count
+        """Return the number of groups that the ids of any rank refer to."""
+        return self.size if whole else number_of(index, self.group)
+
+
+def number_of(ids: torch.Tensor, group: Group) -> int:
+    """Return one more than the largest id on any rank; 8 bytes per rank."""
+    return largest(int(ids.max()) + 1 if ids.numel() else 0, group, ids.device)
 
 
 def largest(number: int, group: Group, device: torch.device) -> int:
@@ -101,7 +101,7 @@ def extreme(
     group: Group,
     from_zero: bool = STARTS_FROM_ZERO,
 ) -> torch.Tensor:
-    """Return the extreme of (n, *F) in each of `size` graphs, (G, *F), where `rows` are of them.
+    """Return the extreme of (n, *F) in each of `size` groups, (G, *F), where `rows` are of them.
 
     Nodes with the extreme share its gradient evenly. The extreme of no nodes is 0.
     """
