@@ -265,5 +265,66 @@ def test_pools_outside_a_distributed_model(rank):
 def test_same_as_one_process(worlds, monkeypatch):
     monkeypatch.setattr(vc, "launch", lambda fn, size, *args: worlds.run(size, fn, *args))
     assert same_as_one_process(TwoScales(), cells(), groups=["cell"]).owned[-1] == 0
-    with pytest.raises(AssertionError, match=r'groups=\["cell"\]'):
+    with pytest.raises(ArgumentError, match=r'groups=\["cell"\]'):
         same_as_one_process(TwoScales(), cells())
+
+
+def by_other_words(g):
+    column = g.cell.view(-1, 1)
+    yield lambda: scatter(g.x, g.cell, 0, CELLS)
+    yield lambda: scatter(g.x.t(), g.cell, -1, CELLS)
+    yield lambda: softmax(g.x, g.cell)
+    yield lambda: g.x.new_zeros(CELLS, 4).scatter_add_(0, column.expand_as(g.x), g.x)
+    yield lambda: g.x.new_zeros(CELLS, 4).index_add(dim=0, index=g.cell, source=g.x)
+    yield lambda: scatter(g.x[g.good], g.cell[g.good], 0, CELLS)
+    yield lambda: scatter(g.x, g.cell // 2, 0, CELLS)
+    yield lambda: scatter(g.x, g.cell.unique(return_inverse=True)[1], 0, CELLS)
+    yield lambda: scatter(g.edge_attr, g.cell[g.edge_index[0]], 0, CELLS)
+    yield lambda: torch.bincount(g.cell, minlength=CELLS)
+    yield lambda: scatter(g.x, g.narrow.long(), 0, CELLS)
+    yield lambda: scatter(g.x, g.several[:, 1], 0, CELLS)
+    yield lambda: scatter(g.x, g.several[:, :1].squeeze(1), 0, CELLS)
+    yield lambda: g.x.new_zeros(CELLS).index_put((g.cell,), g.x[:, 0], accumulate=True)
+
+
+@on_ranks(3)
+def test_integers_that_are_not_named(rank):
+    """A reduction by them is refused on all ranks; labels and kinds of nodes are as before."""
+    data = cells()
+    data.good, data.edge_attr = data.x[:, 0] > 0, torch.arange(480.0).double().view(120, 4)
+    data.narrow, data.several = data.cell.int(), data.cell[:, None].repeat(1, 2)
+    # ranks with 30, 1 and 0 nodes
+    graph = partition(data, method=(torch.arange(NODES) == 4).long())
+    for reduce in by_other_words(graph):
+        with pytest.raises(ArgumentError, match=r'groups=\["(cell|narrow|several)"\]'):
+            reduce()
+    ids, cell = graph.owned_ids, graph.cell
+    logits = torch.randn(NODES, CELLS, generator=torch.Generator().manual_seed(1))
+    pairs = {
+        "loss": lambda y, z: torch.nn.functional.cross_entropy(z, y, reduction="none"),
+        "accuracy": lambda y, z: z.argmax(1) == y,
+        "rows of a table": lambda y, z: logits[y],
+        "embedding": lambda y, z: torch.nn.functional.embedding(y, logits),
+        "own column": lambda y, z: z.gather(1, y[:, None]),
+        "one hot": lambda y, z: torch.zeros_like(z).scatter_(1, y.view(-1, 1), 1.0),
+        "one hot, by pairs": lambda y, z: z.index_put(
+            (torch.arange(len(y)), y), torch.ones(len(y))
+        ),
+        "a feature": lambda y, z: torch.cat([z, y[:, None].to(z.dtype)], 1),
+    }
+    for name, call in pairs.items():
+        assert torch.equal(call(cell, logits[ids]), call(data.cell, logits)[ids]), name
+    sums = scatter(graph.x, cell.plain, 0, CELLS)
+    torch.testing.assert_close(vc.all_reduce(sums), scatter(data.x, data.cell, 0, CELLS))
+    assert torch.equal(graph.gather(cell), data.cell)
+    assert torch.equal(graph.migrate(torch.zeros_like(cell)).cell, data.cell[: 31 * (rank == 0)])
+    move = vc.graph.transfer(graph, graph)
+    assert torch.equal(move(cell), cell)
+    assert torch.equal(graph.rows(cell, cell), data.cell[data.cell[ids]])
+    new = graph.migrate(cell % 3)
+    assert torch.equal(new.owned_ids, (data.cell % 3 == rank).nonzero().view(-1))
+    none = torch.empty(2, 0, dtype=torch.int64)
+    made = from_edges(none, graph.node_sizes, node_attrs={"cell": cell}, method=cell % 3)
+    assert torch.equal(made.cell % 3, torch.full_like(made.cell, rank))
+    compiled = torch.compile(lambda x, y: x * logits[y].sum(1, keepdim=True), backend="eager")
+    torch.testing.assert_close(compiled(graph.x, cell), compiled(data.x, data.cell)[ids])

@@ -37,7 +37,8 @@ def checked_integers(index: torch.Tensor, name: str, where: str = "") -> torch.T
         raise ArgumentError(
             f"{where}{name} must be a fake tensor: pass mode.from_tensor(index), or a plan."
         )
-    return index.to(torch.int64)
+    numbers = index.to(torch.int64)
+    return numbers if in_graph(index) else numbers.as_subclass(torch.Tensor)
 
 
 def checked_range(

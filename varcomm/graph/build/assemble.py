@@ -10,11 +10,12 @@ import numpy as np
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.build.groups import GroupIds, ids_of_groups
+from varcomm.graph.build.groups import GroupIds, ids_of_groups, with_groups
 from varcomm.graph.build.move import Move
 from varcomm.graph.build.pyg_data import EdgeTable, NodeTable, ends
 from varcomm.graph.directory import Directory
 from varcomm.graph.edge_shard import EdgeShard
+from varcomm.graph.index.partitioned_index import plain
 from varcomm.graph.node_shard import NodeShard, described
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
 from varcomm.ops.packing import taken
@@ -90,7 +91,7 @@ def checked_owner(owner: Any, nodes: int, size: int) -> torch.Tensor:
             f"method, if not a name, must hold the rank of each of the {nodes} nodes as integers; "
             f"got {described(owner)}."
         )
-    ranks = owner.to(torch.int64)
+    ranks: torch.Tensor = plain(owner.to(torch.int64))
     checked_range(ranks, size, "method", "ranks")
     return ranks
 
@@ -126,9 +127,7 @@ def assemble(
 
     found, outlines = agree_and_share("graph.partition", check, outline, group)
     counts, of_groups = zip(*outlines, strict=True)
-    nodes = dict(nodes)
-    for each, numbers in zip(found, zip(*of_groups, strict=True), strict=True):
-        nodes[each.node_type] = each.known_in(nodes[each.node_type], max(numbers))
+    nodes = with_groups(nodes, found, [*map(max, zip(*of_groups, strict=True))])
     shards = {}
     for (edge_type, own), sizes in zip(edges.items(), zip(*counts, strict=True), strict=True):
         sources, targets = (nodes[end] for end in ends(edge_type))

@@ -11,11 +11,12 @@ import torch
 from varcomm.errors import ArgumentError
 from varcomm.graph.build.pyg_data import label
 from varcomm.graph.index.node_groups import NodeGroups
+from varcomm.graph.index.node_integers import NodeIntegers, is_integer
 from varcomm.graph.index.partitioned_index import PartitionedIndex, plain
 from varcomm.graph.node_shard import NodeShard, described
 from varcomm.graph.partitioned_graph import NodeType, PartitionedGraph
 
-__all__ = ["GroupIds", "checked_names", "ids_of_groups", "names_of_groups"]
+__all__ = ["GroupIds", "checked_names", "ids_of_groups", "names_of_groups", "with_groups"]
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,23 @@ class GroupIds:
     name: str
     size: int
 
-    def known_in(self, nodes: NodeShard, size: int) -> NodeShard:
-        """Return nodes whose attribute refers to the groups of all ranks, of which `size` exist."""
-        ids = PartitionedIndex.make(
-            plain(nodes.attributes[self.name]), NodeGroups(nodes.group, size), "group", whole=True
-        )
-        return replace(nodes, attributes={**nodes.attributes, self.name: ids})
+
+def with_groups(
+    nodes: Mapping[NodeType, NodeShard], found: Sequence[GroupIds], sizes: Sequence[int]
+) -> dict[NodeType, NodeShard]:
+    """Return nodes whose integers refer to groups of all ranks, of these sizes, or to none."""
+    size_of = {(one.node_type, one.name): n for one, n in zip(found, sizes, strict=True)}
+    out = {}
+    for key, shard in nodes.items():
+        values = {name: plain(value) for name, value in shard.attributes.items()}
+        for name, value in values.items():
+            if (key, name) in size_of:
+                of = NodeGroups(shard.group, size_of[key, name])
+                values[name] = PartitionedIndex.make(value, of, "group", whole=True)
+            elif is_integer(value) and value.dim() and shard.group.size > 1:
+                values[name] = NodeIntegers.make(value, name)
+        out[key] = replace(shard, attributes=values)
+    return out
 
 
 def checked_names(groups: Any) -> list[str]:
@@ -71,8 +83,7 @@ def ids_of_groups(
 
 def _is_batch(name: str, value: torch.Tensor) -> bool:
     """Return whether PyG made an attribute of graph ids, by its name: batch, or x_batch."""
-    is_integer = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
-    return (name == "batch" or name.endswith("_batch")) and is_integer and value.dim() == 1
+    return (name == "batch" or name.endswith("_batch")) and is_integer(value) and value.dim() == 1
 
 
 def _size(ids: torch.Tensor, name: str) -> int:

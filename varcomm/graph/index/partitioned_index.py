@@ -23,7 +23,7 @@ import torch
 from varcomm.errors import ArgumentError
 from varcomm.ops.checks import holds_values
 
-__all__ = ["Numbering", "PartitionedIndex", "ordinary", "plain", "rule"]
+__all__ = ["Marked", "Numbering", "PartitionedIndex", "ordinary", "plain", "rule"]
 
 # Meaning of the numbers: pairs of a source and a target, or the other way around; nodes at the
 # source or target of edges; groups of nodes; which edges are self loops, and which are not;
@@ -109,7 +109,13 @@ def _unknown(what: str) -> ArgumentError:
     return ArgumentError(f"{what} is not known for these numbers of a partitioned graph.")
 
 
-class PartitionedIndex(torch.Tensor):
+class Marked(torch.Tensor):
+    """A tensor of integers that carries their meaning; `plain` is an ordinary one of them."""
+
+    plain: torch.Tensor
+
+
+class PartitionedIndex(Marked):
     """A tensor of local numbers that carries what they stand for.
 
     Attributes
@@ -131,7 +137,6 @@ class PartitionedIndex(torch.Tensor):
 
     is_placeholder = True  # local ids, which other ranks would read as their own
 
-    plain: torch.Tensor
     of: Numbering
     kind: Kind
     line: torch.Tensor | None
@@ -207,12 +212,12 @@ def _of_plain(name: str) -> property:
 
 # read without __torch_function__, whose call costs more, above all while it is compiled
 for _name in ("shape", "dtype", "device", "layout", "is_cuda", "ndim"):
-    setattr(PartitionedIndex, _name, _of_plain(_name))
+    setattr(Marked, _name, _of_plain(_name))
 
 
 def plain(value: Any) -> Any:
-    """Return an ordinary tensor of a vector's local numbers, and any other value as it is."""
-    return value.plain if isinstance(value, PartitionedIndex) else value
+    """Return an ordinary tensor of marked integers, and any other value as it is."""
+    return value.plain if isinstance(value, Marked) else value
 
 
 def refuse(func: Callable[..., Any], kind: str, more: str = "") -> ArgumentError:

@@ -17,6 +17,7 @@ from torch_geometric.nn.conv import ChebConv, DirGNNConv, GPSConv
 from varcomm.errors import ArgumentError
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.index.node_groups import NodeGroups
+from varcomm.graph.index.node_integers import NodeIntegers
 from varcomm.graph.index.partitioned_index import PartitionedIndex, plain
 from varcomm.graph.layers.propagate import Running
 from varcomm.graph.layers.refused import refusal
@@ -151,6 +152,8 @@ class _Block:
                 assert isinstance(own.of, NodeGroups)
                 of = replace(own.of, num_owned=edges.num_sources)
                 x = PartitionedIndex.make(x, of, own.kind, whole=True)
+            elif isinstance(own, NodeIntegers):
+                x = NodeIntegers.make(x, own.attribute)
             values[place] = x
         return rebuilt(given, values)
 

@@ -10,7 +10,7 @@ import torch
 
 from varcomm.errors import ArgumentError, DisagreementError, VarcommError
 from varcomm.graph.directory import Directory
-from varcomm.graph.index.partitioned_index import plain
+from varcomm.graph.index.partitioned_index import PartitionedIndex, plain
 from varcomm.graph.node_shard import Shard, described
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.ops.packing import taken
@@ -70,7 +70,7 @@ class Transfer:
 
         Rows of any dtype are copied; weighted sums are for floats and complex numbers.
         """
-        if plain(x) is not x:
+        if isinstance(x, PartitionedIndex):
             raise ArgumentError(
                 "x holds local ids, or ids of groups, of a partitioned graph. Read them from the "
                 "new graph: new.batch, new.edge_index; migrate carries them."
@@ -339,7 +339,7 @@ def _checked_parents(
             f"weights must be real and of the shape of parents, {tuple(parents.shape)}; got "
             f"{described(weights)}."
         )
-    ids = parents.to(torch.int64).reshape(rows, parents.shape[1:].numel())
+    ids: torch.Tensor = plain(parents.to(torch.int64)).reshape(rows, parents.shape[1:].numel())
     share = weights.detach().to(ids.device, torch.float64).view(ids.shape)
     if not bool(share.isfinite().all()) or (conserve and bool((share < 0).any())):
         raise ArgumentError("weights must be finite, and with conserve=True not negative.")

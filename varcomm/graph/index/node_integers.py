@@ -1,0 +1,135 @@
+"""Integers of nodes that may be ids of groups, by which a reduction would miss other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from varcomm.errors import ArgumentError
+from varcomm.graph.index.partitioned_index import NAMES, Marked, functions_named, name_of
+
+__all__ = ["NodeIntegers", "is_integer"]
+
+_SET_ROWS = {"__setitem__", "index_put", "index_put_"}
+_REDUCE = _SET_ROWS | {
+    "bincount", "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce",
+    "scatter_reduce_", "index_add", "index_add_", "index_reduce", "index_reduce_", "index_copy",
+    "index_copy_", "index_fill", "index_fill_",
+}  # fmt: skip
+
+# Results that may still be ids of groups: views, copies, parts, and other integers of each node.
+_CARRY = {
+    "clone", "contiguous", "detach", "to", "cpu", "cuda", "long", "pin_memory", "view", "view_as",
+    "reshape", "expand", "expand_as", "repeat", "unique", "unsqueeze", "squeeze", "flatten",
+    "__getitem__", "index_select", "masked_select", "add", "__add__", "__radd__", "sub", "__sub__",
+    "__rsub__", "mul", "__mul__", "__rmul__", "div", "floor_divide", "__floordiv__", "remainder",
+    "__mod__", "clamp", "clamp_min", "clamp_max", "where", "masked_fill",
+}  # fmt: skip
+for _name in _REDUCE | _CARRY:
+    for _function in functions_named(_name):
+        if not hasattr(_function, "__wrapped__"):  # which dynamo does not find in a dict
+            NAMES[_function] = _name
+
+
+class NodeIntegers(Marked):
+    """An attribute of integers, (n, *F), of nodes on several ranks: labels, kinds, cells.
+
+    All operations are those on an ordinary tensor, except reductions of rows by these integers,
+    which raise ArgumentError: ids of groups are named in :func:`varcomm.graph.partition`.
+    """
+
+    attribute: str
+    axis: int  # along which nodes lie, in a view
+
+    @staticmethod
+    def make(values: torch.Tensor, attribute: str, axis: int = 0) -> NodeIntegers:
+        """Let integers of nodes carry the name of their attribute."""
+        out = values.as_subclass(NodeIntegers)
+        out.plain, out.attribute, out.axis = values, attribute, axis
+        return out
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Compute as an ordinary tensor, unless rows are reduced by these integers."""
+        kwargs, name = kwargs or {}, name_of(func)
+        if name in _REDUCE:
+            _check_reduction(name, args, kwargs)
+        given = [_plain(one) for one in args]
+        out = func(*given, **{key: _plain(value) for key, value in kwargs.items()})
+        source = next((one for one in args if isinstance(one, cls)), None)
+        if name not in _CARRY or source is None:
+            return out
+        if isinstance(out, tuple):  # of unique, with the place of each
+            return tuple([_carried(name, source, args, one) for one in out])
+        return _carried(name, source, args, out)
+
+
+def is_integer(values: torch.Tensor) -> bool:
+    """Return whether values are integers, and not bools."""
+    dtype = values.dtype
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)([_plain(one) for one in value])
+    return value.plain if isinstance(value, NodeIntegers) else value
+
+
+def _carried(name: str, source: NodeIntegers, args: Sequence[Any], out: Any) -> Any:
+    """Return a result that carries the name of the attribute, if it may be ids of groups."""
+    if type(out) is not torch.Tensor or not is_integer(out) or out.dim() == 0:
+        return out
+    if source is not args[0] and out.shape != source.plain.shape:
+        return out
+    return NodeIntegers.make(out, source.attribute, _axis(name, source, args, out))
+
+
+def _check_reduction(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raise ArgumentError if rows of nodes are reduced by integers of nodes."""
+    values = dict(zip(("x", "dim", "index"), args, strict=False)) | kwargs
+    if name == "bincount":
+        index = values.get("x", values.get("input"))
+    elif name in _SET_ROWS:
+        index = values.get("dim", values.get("indices"))
+        index = index[0] if isinstance(index, tuple | list) and len(index) == 1 else index
+    else:
+        index = values.get("index")
+    if not isinstance(index, NodeIntegers):
+        return
+    dims = index.plain.dim()
+    if dims > 1 and name not in _SET_ROWS and values["dim"] % dims != index.axis:
+        return  # of each node's own row
+    raise ArgumentError(
+        f"{name.strip('_')} by {index.attribute!r} would be over this rank's nodes only. If "
+        f'these are ids of groups, name them: graph.partition(data, groups=["{index.attribute}"]). '
+        f"For this rank's nodes alone, use graph.{index.attribute}.plain."
+    )
+
+
+def _axis(name: str, source: NodeIntegers, args: Sequence[Any], out: torch.Tensor) -> int:
+    """Return the dimension of a result along which nodes lie."""
+    axis = source.axis
+    if name == "unsqueeze":
+        return axis + int(args[1] % out.dim() <= axis)
+    if name in ("expand", "expand_as"):
+        return axis + out.dim() - source.plain.dim()
+    if name == "__getitem__":
+        keys = args[1] if isinstance(args[1], tuple) else (args[1],)
+        new = next((place for place, key in enumerate(keys) if key is not None), len(keys))
+        return min(axis + new, out.dim() - 1)
+    if out.shape == source.shape or out.dim() == 1:
+        return min(axis, out.dim() - 1)
+    places = [place for place, size in enumerate(out.shape) if size == source.shape[axis]]
+    shape = args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else args[1:]
+    if len(places) > 1 and -1 in shape:  # a rank with one node
+        return [*shape].index(-1)
+    return places[0] if places else min(axis, out.dim() - 1)
