@@ -136,8 +136,12 @@ distributed model and outside:
 | `x[row]`, `x.index_select(0, row)` | fetches the rows of other ranks' nodes |
 | `scatter`, `index_add`, ... by `col` | local: a rank has all edges into its nodes |
 | sum, mean, maximum, minimum by `row` | parts return to the owners of the nodes |
-| `scatter`, `softmax`, pools by `graph.batch` | over the nodes of all ranks |
-| `values[graph.batch]` | local: every rank has the values of all graphs |
+| `scatter`, `softmax`, `bincount`, pools by `graph.batch` | over the nodes of all ranks |
+| `values[graph.batch]`, `torch.nn.Embedding` | local: every rank has the values of all graphs |
+
+Other ids of groups, such as `graph.cell`, work as `graph.batch` does, if
+[`partition(data, groups=["cell"])`](../graphs.md#pool-over-cells-superpixels-or-residues) names
+the attribute. A reduction by another integer attribute of nodes raises `ArgumentError`.
 
 Operations without a meaning for the full graph raise `ArgumentError`: ids computed from ids,
 sources compared with targets by size, `tolist`, `numpy` and pickling. `graph.edges.local_ids`
