@@ -241,6 +241,40 @@ def count(parameters):
     return sum(parameter.numel() for parameter in parameters)
 
 
+EXPERTS = {
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(3, timeout=200)
+def test_experts_of_any_width(rank, name, dtype):
+    """The default products of experts accept multiples of 16 bytes only."""
+    failures, eps = Failures(), torch.finfo(dtype).eps
+    for width in (64, 53, 6, 2):  # with 2, a rank has no features
+        torch.manual_seed(0)
+        widths = {"intermediate_size": width}
+        widths |= {"moe_intermediate_size": width} if name == "Qwen3Moe" else {}
+        one = decoder(name, 5, 5, **EXPERTS[name], **widths, num_hidden_layers=1).to(dtype)
+        model = parallelize(copy.deepcopy(one))
+        assert model.config._experts_implementation == "grouped_mm"
+        if width % 16:  # which one process does not accept
+            one.set_experts_implementation("eager")
+        expected, loss = (m(**batch(name)).loss for m in (one, model))
+        expected.backward()
+        loss.backward()
+        whole = dict(one.named_parameters())
+        with failures.named(width):
+            torch.testing.assert_close(loss, expected, rtol=20 * eps, atol=0)
+            for key, parameter in model.named_parameters():
+                own, scale = part(parameter, whole[key].grad), whole[key].grad.abs().max()
+                difference = (parameter.grad - own).abs().sum()
+                assert difference <= 100 * eps * scale * max(own.numel(), 1), key
+    return failures
+
+
 @pytest.mark.parametrize(
     "name", ["Llama, 4 heads, 2 of keys, tied", "GPT-2, 2 heads", "T5, 5 heads", "Qwen2, 7 heads"]
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from inspect import unwrap
+from types import MethodType
 from typing import Any
 
 import torch
@@ -85,6 +87,21 @@ class HeadTable(_Shards):
         return functional.embedding(ids, self.weight)
 
 
+# Rows of multiples of 8 features are multiples of 16 bytes, as torch's grouped products require.
+_UNIT = 8
+
+
+def _of_any_width(experts: Any, *args: Any) -> Tensor:
+    """Call the forward of experts, or its plain loop for a width without grouped products."""
+    weight, forward = experts.down_proj, type(experts).forward
+    row = weight.shape[-1] * weight.element_size()
+    how = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+    if how == "grouped_mm" and (row == 0 or row % 16):
+        forward = unwrap(forward)
+    y: Tensor = forward(experts, *args)
+    return y
+
+
 class Experts(_Shards):
     """Experts of which each rank has a part of every one's hidden features.
 
@@ -102,14 +119,17 @@ class Experts(_Shards):
                 f"(experts, h, f) and no other parameter; got {shapes}, {odd}. Pass a plan of your "
                 "own."
             )
-        hidden = ShardSizes.balanced(shapes[1][2], group.size)
+        features = shapes[1][2]
+        in_units = features % _UNIT == 0 and features >= _UNIT * group.size
+        hidden = ShardSizes.balanced(features, group.size, _UNIT if in_units else 1)
         super().__init__(layer, group, gate_up_proj=([hidden, hidden], 1), down_proj=(hidden, 2))
         # a copy without values, with the config of the model itself
         config = getattr(layer, "config", None)
         no_values = {id(p): nn.Parameter(p.detach().to("meta")) for p in layer.parameters()}
         plain = copy.deepcopy(layer, {**no_values, id(config): config})
-        if vars(plain).get("intermediate_dim") == shapes[1][2]:
+        if vars(plain).get("intermediate_dim") == features:
             plain.intermediate_dim = hidden[group.rank]
+        plain.forward = MethodType(_of_any_width, plain)
         self._call = partial(functional_call, plain)
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -120,7 +140,7 @@ class Experts(_Shards):
         return reduce_from_tensor_model_parallel_region(y, group=pg)
 
 
-class _ScaledEmbedding(_Shards):
+class _ScaledEmbedding(_Table):
     """Table sharded by ids, whose rows are multiplied by ``embed_scale``, as in Gemma."""
 
     embed_scale: Tensor | float
