@@ -1,5 +1,6 @@
 """``parallelize``: a model that is there, sharded in place by the names of its layers."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -152,3 +153,35 @@ def test_nothing_is_changed_where_a_later_one_is_refused(rank):
     with pytest.raises(ArgumentError, match="summed already"):
         parallelize(model, {"0": "sequence", "1": "sequence"})
     assert type(model[0]) is nn.LayerNorm
+
+
+def reset(module):
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@on_ranks(3)
+def test_parameters_drawn_again_are_those_of_one_process(rank, dtype):
+    """Blocks, biases, a padding id, an empty shard; and the numbers drawn afterwards."""
+    fused = partial(ColumnParallelLinear.from_linear, sizes=[[3, 0, 2], [1, 1, 0]])
+    plan = PLAN | {"blocks.0.up": fused, "blocks.0.down": fused, "blocks.1.up": "column"}
+    plan |= {"blocks.1.down": "row"}
+    plan = {name: how for name, how in plan.items() if "*" not in name}
+    one = made(False).to(dtype)
+    one.embedding = nn.Embedding(VOCABULARY, WIDTH, 10, dtype=dtype)
+    one.blocks[0].up, one.blocks[0].down = nn.Linear(3, 7).to(dtype), nn.Linear(3, 7).to(dtype)
+    model = parallelize(copy.deepcopy(one), plan)
+    for other_seed in (0, rank):  # that of the first rank counts
+        torch.manual_seed(5)
+        one.apply(reset)
+        expected = torch.rand(3)
+        torch.manual_seed(5 + other_seed)
+        model.apply(reset)
+        whole = dict(one.named_parameters())
+        for name, parameter in model.named_parameters():
+            spec = shard_spec(parameter)
+            own = whole[name] if spec is None else spec.shard(whole[name])
+            assert torch.equal(parameter, own), name
+        if not other_seed:
+            assert torch.equal(torch.rand(3), expected)

@@ -378,7 +378,8 @@ def test_refusals(rank):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = parallelize(made(name), gather_output=False)
-        for call in (model.generate, model.resize_token_embeddings):
+        refused = model.generate, model.resize_token_embeddings, model.model._init_weights
+        for call in refused:
             with pytest.raises(ArgumentError, match=r"parallelize|gather_output=True"):
                 call(batch(name)["input_ids"])
         of_heads = {"multiple_of": 8}
@@ -445,6 +446,27 @@ def test_refusals(rank):
         for options in ({"sequence_sizes": [1, 1, 1]}, {"sequence_dim": 1}):
             with pytest.raises(ArgumentError, match="need a plan"):
                 parallelize(made(name), **options)
+
+
+def reset(module):
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+
+
+@on_ranks(3, timeout=200)
+def test_parameters_drawn_again_are_those_of_one_process(rank):
+    failures = Failures()
+    for name in ("T5, 5 heads", "Gemma2, 4 heads, 2 of keys", LLAMA, "Llama, 5 heads, 1 of keys"):
+        one = made(name)
+        model = parallelize(copy.deepcopy(one))
+        for each in (one, model):
+            torch.manual_seed(5)
+            each.apply(reset)
+        whole = dict(one.named_parameters())
+        for key, parameter in model.named_parameters():
+            with failures.named(name, key):
+                assert torch.equal(parameter, part(parameter, whole[key]))
+    return failures
 
 
 @on_ranks(2, timeout=200)

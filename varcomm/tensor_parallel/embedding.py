@@ -7,7 +7,7 @@ the values of the ids, so both are opaque in compiled graphs, which check the id
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -37,13 +37,7 @@ from varcomm.ops.rule import Operator
 from varcomm.plan.routes import Exchange, ExchangeAdjoint, Routes
 from varcomm.plan.row_sum import RowSum
 from varcomm.sizes import ShardSizes, exact_int
-from varcomm.tensor_parallel.layout import (
-    Layout,
-    ShardedModule,
-    agreed,
-    checked_choice,
-    random_seed,
-)
+from varcomm.tensor_parallel.layout import Layout, ShardedModule, checked_choice
 from varcomm.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     shard_ends,
@@ -502,14 +496,15 @@ class _ParallelEmbedding(ShardedModule):
         layout, seed = Layout.agree(type(self), shape, sizes, group, options, more)
         self._use(layout)
         # a device may be missing or full on one rank, and `init` is the caller's
-        self.weight = agree(type(self).__name__, lambda: self._drawn(seed), self.group)
+        drawn = agree(type(self).__name__, lambda: self._drawn(seed, ["weight"]), self.group)
+        self.weight = drawn["weight"]
 
     @property
     def sizes(self) -> ShardSizes:
         """Ids or columns per rank."""
         return self.spec.blocks[0]
 
-    def _drawn(self, seed: int) -> torch.nn.Parameter:
+    def _drawn(self, seed: int, names: Collection[str]) -> dict[str, torch.nn.Parameter]:
         def normal(tile: Tensor, generator: torch.Generator) -> None:
             tile.normal_(generator=generator)
 
@@ -519,15 +514,7 @@ class _ParallelEmbedding(ShardedModule):
         if self.padding_idx is not None and self.padding_idx in own:
             with torch.no_grad():
                 parameter[own.index(self.padding_idx)] = 0
-        return parameter
-
-    def reset_parameters(self) -> None:
-        """Draw the weight again, with a seed that the ranks agree on; collective."""
-        seed = agreed("reset_parameters", dict, self.group, random_seed)[1]
-        like = self.weight
-        self._layout = replace(self._layout, device=like.device, dtype=like.dtype)
-        with torch.no_grad():
-            self.weight.copy_(self._drawn(seed))
+        return {"weight": parameter}
 
     @classmethod
     def from_embedding(

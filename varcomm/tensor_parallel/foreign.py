@@ -79,7 +79,21 @@ class Conv1DRow(_Shards):
         return row_parallel_linear(x[..., : weight.shape[0]], weight.mT, self.bias, group=pg)
 
 
-class HeadTable(_Shards):
+class _Table(_Shards):
+    """Sharded table of an embedding."""
+
+    padding_idx: int | None = None
+
+    def reset_parameters(self) -> None:
+        """Draw the table as torch's embedding in one process draws it; collective."""
+        shape, spec = list(self.weight.shape), self._specs["weight"]
+        shape[spec.dim] = spec.total
+        like: Any = {"device": self.weight.device, "dtype": self.weight.dtype}
+        rows, columns = shape
+        self._draw_again(lambda: nn.Embedding(rows, columns, self.padding_idx, **like), self.group)
+
+
+class HeadTable(_Table):
     """Table of T5's position biases, with the columns of this rank's heads."""
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
 from inspect import Parameter, signature
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor
 
 from varcomm.errors import ArgumentError
+from varcomm.ops.broadcast import broadcast
 from varcomm.ops.reduction import accumulation_dtype
 from varcomm.sharding import ShardSpec
+from varcomm.transport.group import Group
 
 Fill: TypeAlias = Callable[[Tensor, torch.Generator], object]
 
@@ -126,3 +129,22 @@ def _drawn(shape: Sequence[int], fill: Fill, seed: int, number: int, dtype: torc
     with torch.no_grad():
         fill(values, generator)
     return values
+
+
+@contextmanager
+def numbers_of_first(group: Group, device: torch.device) -> Iterator[None]:
+    """Draw on all ranks what the default generator of the first rank draws; collective.
+
+    Ranks whose generator has another state have that state again after the block.
+    """
+    is_cpu = device.type in ("cpu", "meta")
+    source = torch.random if is_cpu else torch.get_device_module(device)
+    place = () if is_cpu else (device,)
+    own = source.get_rng_state(*place)
+    first = broadcast(own.to(group.device()), group=group.process_group).cpu()
+    source.set_rng_state(first, *place)
+    try:
+        yield
+    finally:
+        if not torch.equal(own, first):
+            source.set_rng_state(own, *place)

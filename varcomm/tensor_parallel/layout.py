@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Real
 from typing import Any, ClassVar, Self
 
@@ -16,8 +18,8 @@ from varcomm.errors import ArgumentError
 from varcomm.ops.digest import digest, require_equal
 from varcomm.sharding import ShardSpec, mark, shard_spec
 from varcomm.sizes import ShardSizes, at_least, checked_sizes
-from varcomm.tensor_parallel.init import Fill, drawing, initialised
-from varcomm.transport.agreement import agree_and_share
+from varcomm.tensor_parallel.init import Fill, drawing, initialised, numbers_of_first
+from varcomm.transport.agreement import agree, agree_and_share
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["param_is_not_tensor_parallel_duplicate"]
@@ -141,6 +143,20 @@ class MarkedModule(Module):
         self.after_conversion()
         self.train(layer.training)
 
+    def _draw_again(self, layer: Callable[[], nn.Module], group: Group) -> None:
+        """Copy this rank's parts of the parameters of a new torch layer; collective."""
+        own = dict(self.named_parameters(recurse=False))
+
+        def parts() -> dict[str, Tensor]:
+            whole = {name: values.detach() for name, values in layer().named_parameters()}
+            specs = self._specs
+            return {n: specs[n].shard(x) if n in specs else x for n, x in whole.items()}
+
+        with torch.no_grad(), numbers_of_first(group, next(iter(own.values())).device):
+            # a device may be full on one rank
+            for name, values in agree("reset_parameters", parts, group).items():
+                own[name].copy_(values)
+
 
 def _mark_loaded(module: Any, incompatible_keys: object) -> None:
     module.after_conversion()
@@ -238,7 +254,8 @@ class ShardedModule(MarkedModule):
     _sharded: ClassVar[tuple[str, ...]] = ("weight",)  # names of the sharded parameters
     _plain: ClassVar[Any]  # the torch layer in one process
     _copied: ClassVar[tuple[str, ...]]  # its attributes that are arguments here
-    _fixed: ClassVar[Mapping[str, Any]] = {}  # arguments of a layer that gets its parameters later
+    # optional parameters, which a layer gets later
+    _fixed: ClassVar[Mapping[str, Any]] = {}
 
     @property
     def group(self) -> Group:
@@ -251,6 +268,31 @@ class ShardedModule(MarkedModule):
         self._specs = dict.fromkeys(self._sharded, layout.spec)
         for name, value in {**layout.extents, **layout.options}.items():
             setattr(self, name, value)
+
+    def reset_parameters(self) -> None:
+        """Draw parameters as the torch layer in one process draws them; collective.
+
+        All ranks draw what the default generator of the group's first rank draws. Meanwhile, each
+        rank holds the full parameters of this layer. A layer made with `init` draws as its
+        constructor does.
+        """
+        own, ranks = dict(self.named_parameters(recurse=False)), self.group
+        how: Any = {"device": self.weight.device, "dtype": self.weight.dtype}
+        if self._layout.init is None:
+            arguments = {key: getattr(self, key) for key in self._copied}
+            arguments |= {name: name in own for name in self._fixed}
+            self._draw_again(partial(self._plain, **arguments, **how), ranks)
+            return
+        seed = agreed("reset_parameters", dict, ranks, random_seed)[1]
+        self._layout = replace(self._layout, **how)
+        drawn = agree("reset_parameters", lambda: self._drawn(seed, own), ranks)
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(drawn[name])
+
+    @abstractmethod
+    def _drawn(self, seed: int, names: Collection[str]) -> dict[str, nn.Parameter]:
+        """Return this rank's parts of initial parameters of these names."""
 
     def _draw(self, name: str, shape: Sequence[int], fill: Fill, seed: int) -> nn.Parameter:
         """Return this rank's part of a parameter of the full `shape`."""

@@ -7,7 +7,7 @@ Both are one product, ``y = after(before(x) @ weight.T) + bias``. For a column-p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from math import prod, sqrt
 from typing import Any, Literal, Self
@@ -329,19 +329,22 @@ class _ParallelLinear(ShardedModule):
         shape = {"out_features": out_features, "in_features": in_features}
         layout, seed = Layout.agree(type(self), shape, sizes, group, options, more)
         self._use(layout)
-        bound = 1 / sqrt(in_features) if in_features else 0.0
+        # a device may be missing or full on one rank, and `init` is the caller's
+        names = ("weight", "bias") if bias else ("weight",)
+        drawn = agree(type(self).__name__, lambda: self._drawn(seed, names), self.group)
+        for name in ("weight", "bias"):
+            self.register_parameter(name, drawn.get(name))
+
+    def _drawn(self, seed: int, names: Collection[str]) -> dict[str, nn.Parameter]:
+        bound = 1 / sqrt(self.in_features) if self.in_features else 0.0
 
         def uniform(tile: Tensor, generator: torch.Generator) -> None:
             tile.uniform_(-bound, bound, generator=generator)
 
-        def draw() -> None:
-            self.weight = self._draw("weight", tuple(shape.values()), uniform, seed)
-            self.register_parameter("bias", None)
-            if bias:  # from another seed, so that it does not repeat the weight
-                self.bias = self._draw("bias", (out_features,), uniform, seed + 1)
-
-        # a device may be missing or full on one rank, and `init` is the caller's
-        agree(type(self).__name__, draw, self.group)
+        shapes = {"weight": (self.out_features, self.in_features), "bias": (self.out_features,)}
+        # the bias from another seed, so that it does not repeat the weight
+        seeds = {"weight": seed, "bias": seed + 1}
+        return {name: self._draw(name, shapes[name], uniform, seeds[name]) for name in names}
 
     def _call_options(self, sequence_sizes: Sequence[int] | None) -> dict[str, Any]:
         """Return the options of a call; `sequence_sizes` overrides the layer's sizes in it."""

@@ -256,9 +256,12 @@ def _refusal(name: str) -> Any:
     return refuse
 
 
+_REFUSED = (
+    *("resize_token_embeddings", "add_adapter", "load_adapter", "tie_weights"),
+    *("init_weights", "initialize_weights", "_init_weights"),
+)
 _METHODS: dict[str, Any] = {"save_pretrained": _save_pretrained, "generate": _generate} | {
-    name: _refusal(name)
-    for name in ("resize_token_embeddings", "add_adapter", "load_adapter", "tie_weights")
+    name: _refusal(name) for name in _REFUSED
 }
 
 
