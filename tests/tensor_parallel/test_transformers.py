@@ -448,6 +448,27 @@ def test_refusals(rank):
                 parallelize(made(name), **options)
 
 
+@on_ranks(3, timeout=200)
+def test_gradient_checkpointing_is_enabled_after_sharding(rank):
+    failures = Failures()
+    with in_fp64():
+        for name in ("Llama, 5 heads", "Gemma2, 4 heads, 2 of keys"):
+            one, early = made(name).train(), made(name)
+            early.gradient_checkpointing_enable()
+            with pytest.raises(ArgumentError, match=r"_enable\(\) after parallelize"):
+                parallelize(early)
+            model = parallelize(copy.deepcopy(one))
+            model.gradient_checkpointing_enable()
+            for each in (one, model):
+                each(**batch(name)).loss.backward()
+            whole = dict(one.named_parameters())
+            for key, parameter in model.named_parameters():
+                with failures.named(name, key):
+                    own = part(parameter, whole[key].grad)
+                    torch.testing.assert_close(parameter.grad, own, rtol=1e-9, atol=1e-9)
+    return failures
+
+
 def reset(module):
     if hasattr(module, "reset_parameters"):
         module.reset_parameters()

@@ -17,7 +17,7 @@ from varcomm.errors import ArgumentError
 from varcomm.sharding import ShardSpec
 from varcomm.sizes import ShardSizes
 from varcomm.tensor_parallel.embedding import VocabParallelEmbedding, vocab_parallel_embedding
-from varcomm.tensor_parallel.layout import MarkedModule, Sizes, agreed, digests, lost_state
+from varcomm.tensor_parallel.layout import AFTER, MarkedModule, Sizes, agreed, digests, lost_state
 from varcomm.tensor_parallel.linear import column_parallel_linear, row_parallel_linear
 from varcomm.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -41,7 +41,7 @@ class _Shards(MarkedModule):
             if hooks := [key for key in lost_state(layer) if "hooks" in key]:
                 raise ArgumentError(
                     f"{type(layer).__name__} has hooks ({hooks}), which would be lost. Remove "
-                    "them, and add them to the sharded model."
+                    f"them, and add them to the sharded model. {AFTER}"
                 )
             return digests(layer)
 

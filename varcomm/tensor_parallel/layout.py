@@ -33,6 +33,9 @@ _OPTIONS = {
     **{"sequence_sizes": None, "sequence_dim": 0, "multiple_of": 1},
 }
 
+# What sets hooks in a model of transformers.
+AFTER = "Call gradient_checkpointing_enable() after parallelize."
+
 # Rows per rank; for several fused blocks, those of each block.
 Sizes = Sequence[int] | Sequence[Sequence[int]]
 
@@ -328,7 +331,7 @@ class ShardedModule(MarkedModule):
                 raise ArgumentError(
                     f"{word}, of class {type(layer).__name__}, has hooks, other state ({lost}), a "
                     "parametrization or a forward of its own, which would be lost. Remove it, and "
-                    "add it to the parallel layer."
+                    f"add it to the parallel layer. {AFTER}"
                 )
             same = {key: getattr(layer, key) for key in cls._copied} | dict(cls._fixed)
             drawn = {"init": None, "device": "meta", "dtype": layer.weight.dtype}
