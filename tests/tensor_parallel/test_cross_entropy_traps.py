@@ -8,7 +8,7 @@ import varcomm
 from tests.tensor_parallel.cross_entropy_cases import reference
 from tests.tensor_parallel.twins import drawn
 from tests.worlds import on_ranks
-from varcomm.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from varcomm.tensor_parallel import linear_cross_entropy, vocab_parallel_cross_entropy
 
 
 def loss_and_gradient(rank, whole, target, sizes, **options):
@@ -89,3 +89,55 @@ def test_nan_and_infinity_come_out_as_in_torch(rank):
     smooth = F.cross_entropy(whole[3:], target[3:] - 1, reduction="none", **options)
     loss, _ = loss_and_gradient(rank, whole[3:], target[3:] - 1, [2, 2], **options)
     assert loss.tolist() == smooth.tolist() == [inf]
+
+
+def complete(message, call):
+    with pytest.raises(varcomm.ArgumentError, match=message) as caught:
+        call()
+    assert "gather_output=False" in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@on_ranks(2, 3)
+def test_complete_logits(rank, ranks, dtype):
+    """Logits that are complete on each rank: views and products of them, compiled, in debug()."""
+    torch.manual_seed(0)
+    hidden, head = torch.randn(2, 7, 5, dtype=dtype), torch.randn(11, 5, dtype=dtype)
+    target = torch.randint(11, (2, 6)).index_fill(1, torch.tensor([3]), -100)
+    options = {"label_smoothing": 0.1, "reduction": "mean"}
+
+    def loss(logits, sizes=None):
+        return vocab_parallel_cross_entropy(logits[:, :-1] * 2, target, sizes, **options)
+
+    every = [11] * ranks
+    own = head.tensor_split(ranks)[rank]
+    whole, part = F.linear(hidden, head).requires_grad_(), F.linear(hidden, own)
+    sizes = [len(rows) for rows in head.tensor_split(ranks)]
+    if dtype == torch.float64:
+        expected = reference(2 * whole[:, :-1], target, **options)
+        torch.testing.assert_close(loss(part, sizes), expected)
+    told = complete("complete logits", lambda: loss(whole))
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    assert complete("complete logits", lambda: compiled(whole, every)) == told
+    with varcomm.debug():
+        assert complete("complete logits", lambda: loss(whole, every)) == told
+    complete(
+        "linear_cross_entropy.*complete",
+        lambda: linear_cross_entropy(hidden[:, :-1], head, target, every),
+    )
+
+
+@on_ranks(2)
+def test_equal_logits_that_are_not_complete(rank):
+    """A head of zeros, targets of the other rank, and shards that differ afterwards."""
+    logits, target = torch.zeros(2, 3), torch.tensor([0, 2])
+    for sizes in ([3, 3], None):
+        loss = vocab_parallel_cross_entropy(logits, target, sizes)
+        torch.testing.assert_close(loss, torch.full((2,), 6.0).log())
+    logits = torch.tensor([[1.0, 2.0, 3.0]])
+    vocab_parallel_cross_entropy(logits, torch.tensor([5]), [3, 3])
+    vocab_parallel_cross_entropy(logits + rank, torch.tensor([0]), [3, 3])
+    with varcomm.debug():
+        vocab_parallel_cross_entropy(logits - rank, torch.tensor([0]), [3, 3])
+        complete("complete", lambda: vocab_parallel_cross_entropy(logits, torch.tensor([0])))

@@ -6,9 +6,9 @@ at a time. These numbers are gathered, and every rank computes the loss.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import Literal, get_args
 
 import torch
@@ -24,12 +24,13 @@ from varcomm.ops.reduction import accumulation_dtype
 from varcomm.ops.replicated import ReplicatedGather, ReplicatedUse
 from varcomm.sizes import ShardSizes, exact_int
 from varcomm.tensor_parallel.class_statistics import class_statistics
-from varcomm.tensor_parallel.derivatives import refuse_linearize
+from varcomm.tensor_parallel.derivatives import in_transform, refuse_linearize
 from varcomm.tensor_parallel.layout import checked_choice, checked_number
 from varcomm.tensor_parallel.linear import autocast, checked_operands
 from varcomm.tensor_parallel.mappings import shard_ends, shard_sizes
 from varcomm.transport.agreement import compare, debugging
-from varcomm.transport.group import GroupLike, resolve
+from varcomm.transport.engine import is_capturing
+from varcomm.transport.group import GroupLike, named, resolve
 
 __all__ = ["linear_cross_entropy", "vocab_parallel_cross_entropy"]
 
@@ -84,7 +85,8 @@ def vocab_parallel_cross_entropy(
     ------
     ArgumentError
         Before any data moves, if arguments do not match, or a target is not a class (on a GPU, a
-        kernel then fails, as in torch).
+        kernel then fails, as in torch). On every rank, if the logits are complete: identical on all
+        ranks, with all targets among them.
 
     See Also
     --------
@@ -202,7 +204,7 @@ class _Options:
         """Raise ArgumentError if one of the options is wrong."""
         of_one, of_z = "a number in [0, 1)", "a finite number from 0"
         checked_number(self.label_smoothing, "label_smoothing", where, of_one, lambda s: 0 <= s < 1)
-        checked_number(self.z_loss, "z_loss", where, of_z, lambda z: 0 <= z < inf)
+        checked_number(self.z_loss, "z_loss", where, of_z, lambda z: 0 <= z < math.inf)
         if exact_int(self.ignore_index) is None:
             raise ArgumentError(f"{where}ignore_index must be an int; got {self.ignore_index!r}.")
         checked_choice(self.reduction, "reduction", where, get_args(Reduction))
@@ -281,6 +283,9 @@ def _loss(
     gather = ReplicatedGather(ranks, (3,) * ranks.size, 0, use_fp32=True)
     top, log, part = apply(gather, torch.stack(own_rows)).unflatten(0, (ranks.size, 3)).unbind(1)
     top = top.detach()
+    if ranks.size > 1 and all(n == sizes[0] for n in sizes) and not in_transform():
+        check_parts = _recorded_parts if in_graph(target) else _parts
+        top = check_parts(top, log.detach(), classes, name, ranks.name, ranks.rank, sizes[0])
     # A shift near the log-sum-exp. Its own rounding cancels because only differences from tops
     # are used; `above` from their sum would be rounded.
     peak = (top + log.detach()).amax(0)
@@ -351,6 +356,42 @@ def _classes(
 
     check_on_device(known.view(-1), classes, message)
     return known
+
+
+def _parts(
+    top: Tensor, log: Tensor, classes: Tensor, name: str, group: str, rank: int, size: int
+) -> Tensor:
+    """Return `top`; raise if the logits are complete: identical on all ranks, with all targets.
+
+    Ranks with equal logits in all classes show nothing, as with weights of zeros. Once logits have
+    differed, calls of their size are checked inside debug() only: the host would wait for a GPU.
+    """
+    ranks, key = named(group, rank), ("parts of classes", name, size)
+    if (key in ranks.auxiliary and not debugging()) or is_capturing():
+        return top
+    if not (top == top[0]).all() or not (log == log[0]).all():
+        ranks.auxiliary[key] = True
+    elif (log[0].isfinite() & (log[0] < math.log(size) - 1e-3)).any() and (classes < size).all():
+        raise ArgumentError(
+            f"{name} on {ranks.label}: the logits of {size} classes are identical on all ranks, "
+            f"and all targets are below {size}, so these are complete logits. Pass the logits of "
+            "this rank's classes (a transformers model: parallelize(model, gather_output=False)), "
+            "or call torch.nn.functional.cross_entropy with complete logits."
+        )
+    return top
+
+
+_recorded_parts = torch.library.custom_op(
+    "varcomm::parts_of_classes",
+    mutates_args=(),
+    schema="(Tensor top, Tensor log, Tensor classes, str name, str group, int rank, SymInt size) "
+    "-> Tensor",
+)(lambda top, *others: _parts(top, *others).clone())
+
+
+@_recorded_parts.register_fake
+def _(top: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(top)
 
 
 # in a compiled graph the targets are checked when it runs
