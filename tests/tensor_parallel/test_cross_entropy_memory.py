@@ -92,7 +92,7 @@ def test_what_is_kept_for_backward(rank):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @on_ranks(3)
 def test_one_collective_in_forward_and_none_in_backward(rank, dtype):
-    """Three numbers per token go to every other rank."""
+    """Three numbers per token go to every other rank, and two for the comparison of calls."""
     sizes = [8, 8, 7]
     logits = drawn(0, 6, 23, dtype=dtype).split(sizes, -1)[rank].clone().requires_grad_()
     options = {"label_smoothing": 0.1, "weight": class_weights(23), "z_loss": 0.1}
@@ -100,8 +100,8 @@ def test_one_collective_in_forward_and_none_in_backward(rank, dtype):
     forward, backward = traced(
         lambda: vocab_parallel_cross_entropy(logits, target, sizes, **options)
     )
-    nbytes = 3 * 6 * max(4, dtype.itemsize) * 2
-    assert [(call.name, call.sent) for call in forward] == [("replicated_gather", nbytes)]
+    nbytes = (3 * 6 + 2) * max(4, dtype.itemsize) * 2
+    assert [(call.name, call.sent) for call in forward] == [("compared_gather", nbytes)]
     assert not backward
 
 
@@ -115,7 +115,7 @@ def test_what_travels_of_hidden_states(rank, sequence):
     options = {"sequence_sizes": rows if sequence else None}
     found = traced(lambda: linear_cross_entropy(*inputs, targets(5), [2, 5, 4], **options))
     found = [[(call.name, call.received) for call in calls] for calls in found]
-    told, width = ("replicated_gather", 3 * 5 * 8 * 2), 3 * 8
+    told, width = ("compared_gather", (3 * 5 + 2) * 8 * 2), 3 * 8
     gathered, scattered = (5 - rows[rank]) * width, 2 * rows[rank] * width
     assert found == (
         [[("all_gather_v", gathered), told], [("reduce_scatter_v", scattered)]]

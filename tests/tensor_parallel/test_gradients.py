@@ -1,5 +1,6 @@
 """The norm of gradients, and clipping by it: as torch does for the unsharded model."""
 
+import contextlib
 import math
 
 import pytest
@@ -10,7 +11,11 @@ import varcomm
 from tests.worlds import on_ranks
 from varcomm import DisagreementError
 from varcomm.sharding import ShardSpec, mark
-from varcomm.tensor_parallel import ColumnParallelLinear
+from varcomm.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    parallelize,
+)
 from varcomm.tensor_parallel.gradients import clip_grad_norm_, grad_norm
 
 DOUBLE = torch.float64
@@ -81,11 +86,14 @@ def test_narrow_gradients_are_summed_in_fp32(rank, dtype):
 
 
 @on_ranks(3)
-def test_one_number_of_each_rank_travels(rank):
+def test_four_numbers_of_each_rank_travel(rank):
+    """Norms of sharded and of other gradients, and two for the comparison of calls."""
     own = sharded(DOUBLE, [4, 3, 0])
     with varcomm.trace() as calls:
         clip_grad_norm_(own, 1.0)
-    assert [(call.name, call.sent, call.received) for call in calls] == [("all_gather_v", 16, 16)]
+    assert [(call.name, call.sent, call.received) for call in calls] == [
+        ("compared_gather", 64, 64)
+    ]
 
 
 @pytest.mark.parametrize(("value", "norm_type"), [(math.nan, 2.0), (math.inf, math.inf)])
@@ -125,12 +133,57 @@ def test_gradients_in_main_grad(rank):
 
 
 @on_ranks(3)
-def test_debug_reports_gradients_of_replicas_that_differ(rank):
+def test_gradients_of_replicas_that_differ(rank):
     """A norm over features of a rank's heads: each rank's gradient is a part."""
-    norm = nn.RMSNorm(2)
-    norm.weight.grad = torch.ones(2)
-    with varcomm.debug():
-        grad_norm(norm)
-        norm.weight.grad += rank
-        with pytest.raises(DisagreementError, match=r"'weight'.*differ between ranks"):
-            clip_grad_norm_(norm, 1.0)
+    for context in (contextlib.nullcontext, varcomm.debug):
+        norm = nn.RMSNorm(2)
+        norm.weight.grad = torch.ones(2) * (1 + 1e-6 * rank)  # rounding
+        with context():
+            grad_norm(norm)
+            norm.weight.grad += rank
+            with pytest.raises(DisagreementError, match=r"'weight'.*differ between ranks"):
+                clip_grad_norm_(norm, 1.0)
+            with pytest.raises(DisagreementError, match=r"parameter 0.*differ between ranks"):
+                grad_norm([norm.weight], 1.0)
+    for of_one in (math.nan, math.inf):  # is no difference that torch would refuse
+        norm.weight.grad = torch.ones(2) if rank else torch.full((2,), of_one)
+        assert not grad_norm(norm).isfinite()
+
+
+class LoRA(nn.Module):
+    """An adapter written by hand around a layer with this rank's outputs."""
+
+    def __init__(self, layer, into_shards):
+        super().__init__()
+        self.layer, self.into_shards = layer, into_shards
+        self.A = nn.Parameter(torch.randn(2, layer.in_features, dtype=DOUBLE) / 3)
+        self.B = mark(nn.Parameter(torch.zeros(len(layer.weight), 2, dtype=DOUBLE)), layer.spec)
+
+    def forward(self, x):
+        low = nn.functional.linear(x, self.A)
+        if self.into_shards:
+            low = copy_to_tensor_model_parallel_region(low)
+        return self.layer(x) + nn.functional.linear(low, self.B)
+
+
+@pytest.mark.parametrize("into_shards", [False, True])
+@on_ranks(3)
+def test_an_adapter_around_a_sharded_layer(rank, into_shards):
+    torch.manual_seed(0)
+    layers = nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 6)
+    model = parallelize(nn.Sequential(*layers).double(), {"0": "column", "2": "row"})
+    model[0] = LoRA(model[0], into_shards)
+    x, y = torch.randn(2, 9, 6, dtype=DOUBLE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+
+    def train():
+        for _ in range(10):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            clip_grad_norm_(model, 1.0)
+            optimizer.step()
+
+    if into_shards:
+        return train()
+    with pytest.raises(DisagreementError, match=r"'0\.A'.*copy_to_tensor_model_parallel_region"):
+        train()

@@ -8,6 +8,7 @@ import varcomm
 from tests.worlds import on_ranks
 from varcomm import DisagreementError, ExchangePlan
 from varcomm.data_parallel import ShardedGradients, sum_gradients, sum_hook
+from varcomm.tensor_parallel import grad_norm, linear_cross_entropy, vocab_parallel_cross_entropy
 from varcomm.transport.agreement import share
 from varcomm.transport.group import resolve
 
@@ -106,7 +107,30 @@ def step_of_sharded_gradients():
     return own.step
 
 
+def step_of_loss(dtype=FLOAT, compile=False):
+    generator = torch.Generator().manual_seed(varcomm.init().rank)
+    logits = torch.randn(5, 2, dtype=dtype, generator=generator)
+    target = torch.arange(5)
+
+    def step():
+        vocab_parallel_cross_entropy(logits, target, [2, 2, 2])
+        linear_cross_entropy(torch.ones(5, 2, dtype=dtype), logits, target, [5, 5, 5])
+
+    return torch.compile(step, backend="aot_eager") if compile else step
+
+
+def step_of_norm():
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.grad = torch.ones(2)
+    return lambda: grad_norm([weight])
+
+
 SUMS = {
+    "loss of a vocabulary": step_of_loss,
+    "in bf16": lambda: step_of_loss(torch.bfloat16),
+    "in fp64": lambda: step_of_loss(torch.float64),
+    "compiled": lambda: step_of_loss(compile=True),
+    "norm of gradients": step_of_norm,
     "sum_gradients": step_of_sum_gradients,
     "in bf16, a mean": lambda: step_of_sum_gradients(torch.bfloat16, "mean"),
     "in fp32, a mean": lambda: step_of_sum_gradients(FLOAT, "mean"),
@@ -205,8 +229,10 @@ def test_what_ranks_may_do_alone(rank):
         with pytest.raises(varcomm.ArgumentError):
             varcomm.all_gather_v(x, [1, 2, 3, 4])
     total = torch.compile(varcomm.all_reduce, backend="eager") if rank == 1 else varcomm.all_reduce
+    loss = step_of_loss(compile=rank == 2)
     for _ in range(3):
         assert total(torch.ones(2)).tolist() == [3, 3]
+        loss()
         handle = varcomm.all_reduce(torch.ones(2), async_op=True) if rank == 2 else None
         again = handle.wait() if handle else varcomm.all_reduce(torch.ones(2))
         assert again.tolist() == [3, 3]

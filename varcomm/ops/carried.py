@@ -109,20 +109,62 @@ def carried(
     pending: Pending, group: Group, shape: Sequence[int], word: Word, divisor: int = 1
 ) -> Pending:
     """Let a sum of flat values and a word behind them compare it, and return the values."""
-    finish, count, row_major = pending.finish, prod(shape), _strides(shape)
+    count, row_major = prod(shape), _strides(shape)
+
+    def parts(total: Tensor) -> tuple[Tensor, Tensor]:
+        return total.as_strided(shape, row_major), total[count:]
+
+    return _comparing(pending, group, parts, word, divisor)
+
+
+def carrying_gather(
+    group: Group, prepare: Callable[[int], Callable[[Tensor], Pending]], x: Tensor
+) -> Callable[[Tensor], Pending] | None:
+    """Return the start of gathers of tensors like `x` from all ranks, which carry a word.
+
+    ``prepare(count)`` returns the start of a gather of `count` values per rank. None if ranks
+    compare nothing.
+    """
+    of_dtype = words(group, x.dtype, x.device)
+    if of_dtype is None or group.size == 1:
+        return None
+    count, shape = x.numel(), (group.size * x.shape[0], *x.shape[1:])
+    begin = prepare(count + of_dtype.table.shape[1])
+
+    def parts(gathered: Tensor) -> tuple[Tensor, Tensor]:
+        rows = gathered.view(group.size, -1)
+        return rows[:, :count].reshape(shape), rows[:, count:].sum(0)
+
+    def start(x: Tensor) -> Pending:
+        own = of_dtype.now()
+        pending = begin(torch.cat((x.reshape(-1), own.values)))
+        return _comparing(pending, group, parts, own)
+
+    return start
+
+
+def _comparing(
+    pending: Pending,
+    group: Group,
+    parts: Callable[[Tensor], tuple[Tensor, Tensor]],
+    word: Word,
+    divisor: int = 1,
+) -> Pending:
+    """Let a message compare the sum of words among the `parts` of its result."""
+    finish = pending.finish
     refused: DisagreementError | None = None
 
     def checked() -> Tensor:
         nonlocal refused
         if refused is not None:  # to wait again is not collective
             raise refused
-        total = finish()
+        values, total = parts(finish())
         try:
-            _compare(group, total[count:], word, divisor)
+            _compare(group, total, word, divisor)
         except DisagreementError as error:
             refused = error
             raise
-        return total.as_strided(shape, row_major)
+        return values
 
     pending.finish = checked
     return pending
@@ -154,6 +196,17 @@ def _compare(group: Group, total: Tensor, word: Word, divisor: int) -> None:
         done.record()
     log.pending.append((here, done, word, divisor))
     settle(group, _AGE)
+
+
+def refuse_if(group: Group, flag: Tensor, explain: Callable[[], None]) -> None:
+    """Call `explain`, which raises, if a flag is set that is equal on all ranks; collective.
+
+    On an accelerator the flag is looked at when later sums are compared.
+    """
+    if group.log is not None and group.log.active:
+        of_equal_words = torch.zeros(2, dtype=torch.float32, device=flag.device)
+        of_equal_words[0] = flag
+        _compare(group, of_equal_words, Word(flag, group.log.errors, explain), 1)
 
 
 def settle(group: Group, left: int = 0) -> None:

@@ -7,7 +7,8 @@ are assumed to be equal; no rank checks it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from varcomm.ops import packing
 from varcomm.ops.all_gather_v import AllGatherV
 from varcomm.ops.all_reduce import AllReduce
+from varcomm.ops.carried import carrying_gather
 from varcomm.ops.graph_operator import torch_operator
 from varcomm.ops.rule import Operator
 from varcomm.transport.engine import Pending
@@ -94,3 +96,18 @@ class ReplicatedGather(AllGatherV):
     @property
     def adjoint(self) -> ReplicatedShard:
         return ReplicatedShard(self.group, self.sizes, self.dim)
+
+
+@torch_operator
+class ComparedGather(ReplicatedGather):
+    """The same of few rows, as many from each rank; it also compares the calls of ranks."""
+
+    name = "compared_gather"
+
+    def prepared(self, x: torch.Tensor) -> Callable[[torch.Tensor], Pending]:
+        def prepare(count: int) -> Callable[[torch.Tensor], Pending]:
+            flat = replace(self, sizes=(count,) * self.group.size, dim=0)
+            return AllGatherV.prepared(flat, x.new_empty(count))
+
+        start = carrying_gather(self.group, prepare, x)
+        return super().prepared(x) if start is None else start

@@ -21,7 +21,7 @@ from varcomm.ops.digest import digest
 from varcomm.ops.graph_operator import in_graph
 from varcomm.ops.handle import apply
 from varcomm.ops.reduction import accumulation_dtype
-from varcomm.ops.replicated import ReplicatedGather, ReplicatedUse
+from varcomm.ops.replicated import ComparedGather, ReplicatedUse
 from varcomm.sizes import ShardSizes, exact_int
 from varcomm.tensor_parallel.class_statistics import class_statistics
 from varcomm.tensor_parallel.derivatives import in_transform, refuse_linearize
@@ -95,7 +95,7 @@ def vocab_parallel_cross_entropy(
     Notes
     -----
     Communication: one all-gather of three numbers per token, of 4 bytes each for logits of up to 4
-    bytes; nothing in backward.
+    bytes; nothing in backward. Two more numbers compare the calls of ranks.
 
     Memory: logits and their gradient, some numbers per token and rank, and 4 MiB on a CPU or 256
     MiB on a GPU. With ``create_graph=True``, ``torch.func`` and in forward mode, a few times the
@@ -280,7 +280,7 @@ def _loss(
 
     column, local_q = (classes - own.start).masked_fill(~mine, 0), q.masked_fill(~mine, 0)
     own_rows = class_statistics(values, column, local_q, head, bias, own_weights, share, use)
-    gather = ReplicatedGather(ranks, (3,) * ranks.size, 0, use_fp32=True)
+    gather = ComparedGather(ranks, (3,) * ranks.size, 0, use_fp32=True)
     top, log, part = apply(gather, torch.stack(own_rows)).unflatten(0, (ranks.size, 3)).unbind(1)
     top = top.detach()
     if ranks.size > 1 and all(n == sizes[0] for n in sizes) and not in_transform():

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops.all_gather_v import all_gather_v
+from varcomm.ops.carried import refuse_if
 from varcomm.ops.checks import checked_tensor, checking, holds_values
+from varcomm.ops.graph_operator import in_graph
+from varcomm.ops.handle import apply
 from varcomm.ops.reduction import accumulation_dtype
+from varcomm.ops.replicated import ComparedGather
 from varcomm.sharding import shard_spec
 from varcomm.tensor_parallel.layout import checked_number
 from varcomm.transport.agreement import compare, debugging
@@ -55,8 +60,9 @@ def grad_norm(
         If `norm_type` is not positive, a gradient is sparse, or a parameter is sharded over another
         group: compute a norm per group, and use :func:`torch.nn.utils.clip_grads_with_norm_`.
     DisagreementError
-        On every rank, inside :func:`varcomm.debug`, if the gradients of an unsharded parameter
-        differ between ranks: its module needs :func:`sequence_parallel`.
+        On every rank, if the gradients of unsharded parameters differ between ranks by more than
+        rounding: a module needs :func:`sequence_parallel`, or reads the input of a column-parallel
+        layer without :func:`copy_to_tensor_model_parallel_region`. On a GPU a later call raises.
 
     See Also
     --------
@@ -64,7 +70,7 @@ def grad_norm(
 
     Notes
     -----
-    Communication: 8 bytes from each rank to every other rank; inside :func:`varcomm.debug` 16 more
+    Communication: 32 bytes from each rank to every other rank; inside :func:`varcomm.debug` 16 more
     per unsharded parameter.
 
     In one process: ``torch.nn.utils.get_total_norm`` of all gradients; fp16 and bf16 gradients are
@@ -91,19 +97,28 @@ def grad_norm(
         described = {"operation": "grad_norm", "norm_type": norm_type}
         compare(ranks, described | {"sharded parameters": sharded})
         _check_replicas(parameters, listed, sharded, ranks)
-    norms = [
-        torch.linalg.vector_norm(
-            gradient, norm_type, dtype=accumulation_dtype(gradient.dtype, use_fp32=True)
-        )
-        for gradient, everywhere in zip(map(_gradient, listed), sharded, strict=True)
-        if gradient is not None and gradient.numel() and (everywhere or ranks.rank == 0)
-    ]
     device = listed[0].device if listed else ranks.device()
-    own = torch.zeros(1, dtype=torch.float64, device=device)
-    if norms:
-        together = torch.stack([norm.to(device, torch.float64) for norm in norms])
-        own[0] = torch.linalg.vector_norm(together, norm_type)
-    parts = all_gather_v(own, [1] * ranks.size, group=group)
+    own = torch.zeros(2, dtype=torch.float64, device=device)
+    for place, everywhere in enumerate((True, False)):
+        norms = [
+            torch.linalg.vector_norm(
+                gradient, norm_type, dtype=accumulation_dtype(gradient.dtype, use_fp32=True)
+            ).to(device, torch.float64)
+            for gradient, is_sharded in zip(map(_gradient, listed), sharded, strict=True)
+            if gradient is not None and gradient.numel() and is_sharded == everywhere
+        ]
+        if norms:
+            own[place] = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    parts = apply(ComparedGather(ranks, (2,) * ranks.size, 0, use_fp32=True), own).view(-1, 2)
+    of_whole = parts[:, 1]
+    if ranks.size > 1 and not in_graph(own):
+        dtypes = [x.dtype for x, is_sharded in zip(listed, sharded, strict=True) if not is_sharded]
+        bound = max((torch.finfo(dtype).eps ** 0.5 for dtype in dtypes), default=1.0)
+        low, high = of_whole.aminmax()
+        refuse_if(
+            ranks, high - low > bound * high, partial(_refuse, parameters, listed, sharded, ranks)
+        )
+    parts = torch.cat([parts[:, 0], of_whole[:1]])  # those of all ranks, and once the others
     total: Tensor = torch.nn.utils.get_total_norm([parts], norm_type, error_if_nonfinite)
     return total
 
@@ -173,6 +188,17 @@ def clip_grad_norm_(
     return total
 
 
+def _refuse(
+    parameters: Parameters, listed: list[Tensor], sharded: list[bool], group: Group
+) -> None:
+    """Raise on all ranks for unsharded parameters whose gradients differ."""
+    _check_replicas(parameters, listed, sharded, group)
+    raise DisagreementError(
+        f"grad_norm on {group}: the gradients of unsharded parameters differed between ranks. Run "
+        "the program inside varcomm.debug() to see which."
+    )
+
+
 def _check_replicas(
     parameters: Parameters, listed: list[Tensor], sharded: list[bool], group: Group
 ) -> None:
@@ -198,9 +224,10 @@ def _check_replicas(
             raise DisagreementError(
                 f"grad_norm on {group}: the gradients of {name}, of shape "
                 f"{tuple(listed[i].shape)}, differ between ranks, although it is not sharded; "
-                f"their norms are {by_rank[:, whole.index(i), 0].tolist()}. Its module runs on "
-                "parts of heads or of a sequence: set its style to 'sequence' in the plan of "
-                "parallelize, or call sequence_parallel(module)."
+                f"their norms are {by_rank[:, whole.index(i), 0].tolist()}. If its module runs on "
+                "parts of heads or of a sequence, set its style to 'sequence' in the plan of "
+                "parallelize, or call sequence_parallel(module). If it is beside a sharded layer, "
+                "as in LoRA, call copy_to_tensor_model_parallel_region on its input or output."
             )
 
 

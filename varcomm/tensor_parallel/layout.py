@@ -33,7 +33,7 @@ _OPTIONS = {
     **{"sequence_sizes": None, "sequence_dim": 0, "multiple_of": 1},
 }
 
-# What sets hooks in a model of transformers.
+# The usual source of hooks in transformers models.
 AFTER = "Call gradient_checkpointing_enable() after parallelize."
 
 # Rows per rank; for several fused blocks, those of each block.
