@@ -115,6 +115,25 @@ def test_a_mode_sees_backward():
     assert "cos" in mode.names
 
 
+def test_compiled_code_unpacks_by_unbind():
+    class Named(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func is torch.Tensor.unbind:
+                return args[0].plain * 2, args[0].plain * 3
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    def fn(x):
+        first, second = x
+        return first + [*x][1] + second
+
+    private.unpack_by_unbind(Named)
+    x = torch.ones(2).as_subclass(Named)
+    x.plain = torch.ones(1)
+    torch._dynamo.reset()
+    assert torch.compile(fn, backend="eager", fullgraph=True)(x).tolist() == [8.0]
+
+
 def test_marked_sizes_vary_in_compiled_code():
     counts = []
 

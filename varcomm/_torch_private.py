@@ -66,6 +66,27 @@ def let_vary(tensor: Tensor, *dims: int) -> Tensor:
     return tensor
 
 
+def unpack_by_unbind(kind: type[Tensor]) -> None:
+    """Let compiled code unpack tensors of a class by their own rule of ``unbind``.
+
+    Eager code does. Compiled code makes rows of ``row, col = x`` without asking
+    ``__torch_function__``, so they lack all attributes, and torch has no hook for it.
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/variables/tensor.py
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/variables/torch_function.py
+    """
+    # its import takes seconds, so it is for the packages that import it anyway
+    from torch._dynamo.variables.torch_function import TensorWithTFOverrideVariable as Variable
+
+    rows = Variable.unpack_var_sequence
+
+    def unpack_var_sequence(self: Any, tx: Any, idxes: Sequence[int] | None = None) -> Any:
+        if issubclass(self.class_type, kind):
+            return self.call_method(tx, "unbind", [], {}).unpack_var_sequence(tx)
+        return rows(self, tx, idxes)
+
+    cast(Any, Variable).unpack_var_sequence = unpack_var_sequence
+
+
 # --- Tensors and modules.
 
 

@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from varcomm._torch_private import unpack_by_unbind
 from varcomm.errors import ArgumentError
 from varcomm.ops.checks import holds_values
 
@@ -206,13 +207,19 @@ class PartitionedIndex(Marked):
         raise refuse(torch.Tensor.tolist, self.kind)
 
 
+unpack_by_unbind(PartitionedIndex)
+
+
 def _of_plain(name: str) -> property:
     return property(lambda index: getattr(index.plain, name))
 
 
 # read without __torch_function__, whose call costs more, above all while it is compiled
-for _name in ("shape", "dtype", "device", "layout", "is_cuda", "ndim"):
+for _name in ("shape", "dtype", "device", "layout", "is_cuda", "ndim", "nbytes"):
     setattr(Marked, _name, _of_plain(_name))
+# as methods, because compiled code cannot trace these attributes of a subclass
+for _name, _method in {"T": "t", "mT": "t", "data": "detach"}.items():
+    setattr(Marked, _name, property(getattr(torch.Tensor, _method)))
 
 
 def plain(value: Any) -> Any:
@@ -221,7 +228,7 @@ def plain(value: Any) -> Any:
 
 
 def refuse(func: Callable[..., Any], kind: str, more: str = "") -> ArgumentError:
-    name = getattr(func, "__name__", str(func)).strip("_").replace("reduce_ex", "pickling")
+    name = name_of(func).strip("_").replace("reduce_ex", "pickling") or "this operation"
     what = {
         "computed": "numbers computed from local ids of a partitioned graph",
         "group": "ids of groups of a partitioned graph",

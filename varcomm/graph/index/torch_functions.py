@@ -374,8 +374,8 @@ def _mean(
     add = torch.index_add if "index" in name_of(func) else torch.scatter_add
     if not kept:
         _check_start(func, x, dim, index, "amax", False)
-    count = add(torch.full_like(x, kept), dim, index, torch.ones_like(src))
-    mean = add(x, dim, index, src) / count.clamp(min=1)
+    count = _reduce(add, torch.full_like(x, kept), dim, index, torch.ones_like(src))
+    mean = _reduce(add, x, dim, index, src) / count.clamp(min=1)
     return x.copy_(mean) if name_of(func).endswith("_") else mean
 
 
@@ -400,7 +400,7 @@ def _unique(func: Callable[..., Any], x: Any, sorted: bool = True, **more: Any) 
     """Return the ids of groups that have a node on any rank."""
     if x.kind != "group" or any(value not in (None, False) for value in more.values()):
         raise refuse(func, x.kind)
-    return torch.bincount(x).nonzero().view(-1)
+    return _bincount(func, x).nonzero().view(-1)
 
 
 @rule("bincount")
@@ -412,7 +412,7 @@ def _bincount(func: Callable[..., Any], x: Any, weights: Any = None, minlength: 
         raise refuse(func, x.kind)
     values = torch.ones_like(x.plain) if weights is None else weights
     start = values.new_zeros(max(count, minlength))
-    return start.index_add(0, x, values)
+    return _reduce(torch.Tensor.index_add, start, 0, x, values)
 
 
 @rule("eq __eq__ ne not_equal __ne__ lt __lt__ le __le__ gt __gt__ ge __ge__")
@@ -488,7 +488,7 @@ def _stack(func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0) -> An
 @rule("unbind")
 def _unbind(func: Callable[..., Any], x: PartitionedIndex, dim: int = 0) -> Any:
     if x.kind in _ENDS and dim == 0:
-        return (x[0], x[1])
+        return (_getitem(func, x, 0), _getitem(func, x, 1))
     return computed(func, x.plain.unbind(dim), x)
 
 
