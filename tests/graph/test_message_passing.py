@@ -223,6 +223,26 @@ def made(aggr):
     return aggr(4, 4) if isinstance(aggr, type) else aggr
 
 
+def ignored(x_i, x_j):
+    """Return the sources' values; a rank without edges makes its own result."""
+    return x_j.sin() if len(x_j) else torch.zeros(0, x_j.shape[1], dtype=x_j.dtype)
+
+
+@on_ranks(3)
+def test_a_message_may_ignore_its_rows_on_one_rank(rank):
+    """Backward of the exchange is collective, so its rows belong to the result on each rank."""
+    graph = graph_of(wild())
+    for call in (message_passing, edge_update):
+        gradients = []
+        for message in (ignored, lambda x_i, x_j: x_j.sin()):
+            x = graph.x.clone().requires_grad_()
+            with varcomm.debug(timeout=60):
+                out = call(graph, message, x)
+                (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+                gradients.append((first, *torch.autograd.grad(first.square().sum(), x)))
+        torch.testing.assert_close(*gradients, **CLOSE)
+
+
 @on_ranks(3)
 def test_refused_before_any_communication(rank):
     """Rank 1 alone makes the mistake, which moves nothing; then all communicate."""

@@ -11,6 +11,7 @@ from torch_geometric.nn.resolver import aggregation_resolver
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.edge_shard import EdgeShard
+from varcomm.graph.layers.propagate import depending
 from varcomm.graph.layers.refused import inexact
 from varcomm.graph.node_shard import described
 from varcomm.graph.partitioned_graph import PartitionedGraph
@@ -171,14 +172,16 @@ def _run(
                 )
         aggregate = _aggregation(aggr, where)
     j, i = edges.local_ids
-    x_j = edges.rules.rows_and_halo(pair[0]).index_select(0, j)
-    messages = message(pair[1].index_select(0, i), x_j, *edge_values)
+    of_sources = edges.rules.rows_and_halo(pair[0])
+    messages = message(pair[1].index_select(0, i), of_sources.index_select(0, j), *edge_values)
     if not isinstance(messages, torch.Tensor) or messages.shape[:1] != j.shape:
         with checking(name, edges.group) as where:
             raise ArgumentError(
                 f"{where}the message must return a tensor with one row for each of the {len(j)} "
                 f"edges that it was called with; got {described(messages)}."
             )
+    if of_sources.requires_grad and not torch.compiler.is_compiling():
+        messages = depending(messages, [], [of_sources])  # a message may ignore it on one rank
     return edges, messages, aggregate
 
 

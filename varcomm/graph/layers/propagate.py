@@ -184,7 +184,7 @@ class _Adapted:
         unread = unread if edge_index.plain.shape[1] == 0 else []
         if not unread and not exchanged:
             return out
-        return _with_first(out, unread, exchanged)
+        return depending(out, unread, exchanged)
 
     def _may_hide_ids(self, edge_index: PartitionedIndex) -> bool:
         """Return whether messages go to targets, at least one, and no hook of the layer runs."""
@@ -241,7 +241,7 @@ class _Adapted:
         return pairs if fits else None
 
 
-def _with_first(out: Any, unread: Sequence[Any], exchanged: Sequence[torch.Tensor]) -> Any:
+def depending(out: Any, unread: Sequence[Any], exchanged: Sequence[torch.Tensor]) -> Any:
     """Return a result of a layer whose first floating tensor depends on values and exchanges.
 
     Backward is collective: a rank whose edges ignore the rows would leave the others waiting.
@@ -249,7 +249,7 @@ def _with_first(out: Any, unread: Sequence[Any], exchanged: Sequence[torch.Tenso
     if type(out) in (tuple, list):
         for place, one in enumerate(out):
             if isinstance(one, torch.Tensor) and (one.is_floating_point() or one.is_complex()):
-                first = _with_first(one, unread, exchanged)
+                first = depending(one, unread, exchanged)
                 return type(out)([*out[:place], first, *out[place + 1 :]])
     if not isinstance(out, torch.Tensor) or not torch.is_grad_enabled():
         return out
