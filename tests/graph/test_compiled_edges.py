@@ -72,8 +72,7 @@ def reduced(x, edge_index):
     """Reduce at the sources of edges."""
     row, col = edge_index
     mean = torch.ones_like(x).index_reduce(0, row, x[col], "mean")
-    counted = torch.bincount(row, minlength=len(x)) + edge_index.nbytes.bit_length()
-    return mean * counted[:, None]
+    return mean * torch.bincount(row, minlength=len(x))[:, None]
 
 
 def of_graphs(x, batch):
@@ -86,7 +85,8 @@ def of_types(x_dict, edge_index_dict):
     out = {}
     for (source, _, target), edge_index in edge_index_dict.items():
         row, col = edge_index
-        received = scatter(x_dict[source][row, :3], col, 0, x_dict[target].shape[0], "mean")
+        x = x_dict[source][row][:, :3] * x_dict[target][col][:, :3]
+        received = scatter(x, col, 0, x_dict[target].shape[0], "mean")
         leaving = degree(row, x_dict[source].shape[0], dtype=received.dtype)
         out[target] = received + out.get(target, 0)
         out[source] = out.get(source, 0) + leaving[:, None].expand(-1, 3)

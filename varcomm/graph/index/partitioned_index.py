@@ -215,7 +215,7 @@ def _of_plain(name: str) -> property:
 
 
 # read without __torch_function__, whose call costs more, above all while it is compiled
-for _name in ("shape", "dtype", "device", "layout", "is_cuda", "ndim", "nbytes"):
+for _name in ("shape", "dtype", "device", "layout", "is_cuda", "ndim"):
     setattr(Marked, _name, _of_plain(_name))
 # as methods, because compiled code cannot trace these attributes of a subclass
 for _name, _method in {"T": "t", "mT": "t", "data": "detach"}.items():

@@ -375,7 +375,7 @@ def _mean(
     if not kept:
         _check_start(func, x, dim, index, "amax", False)
     count = _reduce(add, torch.full_like(x, kept), dim, index, torch.ones_like(src))
-    mean = _reduce(add, x, dim, index, src) / count.clamp(min=1)
+    mean: torch.Tensor = _reduce(add, x, dim, index, src) / count.clamp(min=1)
     return x.copy_(mean) if name_of(func).endswith("_") else mean
 
 
