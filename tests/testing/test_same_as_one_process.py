@@ -299,6 +299,43 @@ def test_mistakes_around_the_model():
         assert ("sum_gradients" in table + first) == (options.get("step") is without_sum)
 
 
+class ByTypes(torch.nn.Module):
+    """Loops over the types of this rank's edges, with layers or by hand."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.parts = torch.nn.ModuleList([make() for _ in range(3)])
+
+    def forward(self, x, edge_index, edge_type):
+        out = x[:, :2]
+        for kind in edge_type.unique().tolist():
+            row, col = edges = edge_index[:, edge_type == kind]
+            if isinstance(self.parts[kind], SAGEConv):
+                out = out + self.parts[kind](x, edges)
+            else:
+                out = out.index_add(0, col, self.parts[kind](x[row]))
+        return out
+
+
+def skipped(x, edge_index):
+    return x if edge_index.size(1) == 0 else x + x[edge_index[0]].sum() * 0
+
+
+def test_calls_that_depend_on_edges_of_a_rank():
+    """The rank that owns nothing makes no call, and the others do not wait for it."""
+    data = graph()
+    data.edge_type = torch.arange(120) % 3
+    for model in (
+        ByTypes(lambda: SAGEConv(4, 2)),
+        ByTypes(lambda: torch.nn.Linear(4, 2)),
+        Net(skipped),
+    ):
+        with pytest.raises(AssertionError, match="different calls") as error:
+            same_as_one_process(model, data)
+        assert "loop over all types" in str(error.value)
+        assert f"{__file__}:" in str(error.value)
+
+
 def test_a_number_of_this_rank_has_no_line():
     with pytest.raises(AssertionError, match=r"first wrong value: 1 of the outputs.*num_nodes"):
         same_as_one_process(Net(lambda x, edges: (x, x.size(0))), graph())

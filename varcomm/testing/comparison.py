@@ -14,7 +14,14 @@ from typing import Any
 import torch
 
 import varcomm
-from varcomm.errors import ArgumentError, LaunchError, VarcommError, at_least
+from varcomm.errors import (
+    ArgumentError,
+    CommunicationError,
+    DisagreementError,
+    LaunchError,
+    VarcommError,
+    at_least,
+)
 from varcomm.testing.recording import Axis, Place, Run, Task, expected, run
 
 __all__ = ["Comparison", "same_as_one_process"]
@@ -128,7 +135,9 @@ def same_as_one_process(
     Raises
     ------
     AssertionError
-        If a value differs, or if ranks fail where one process does not.
+        If a value differs, or if ranks fail or make different calls where one process runs. The
+        ranks run inside :func:`varcomm.debug`, so a rank that misses a call is named, with the
+        line, after 30 seconds.
     ArgumentError
         If an argument is wrong, if the model fails in one process, or if ``distribute`` refuses it.
 
@@ -185,8 +194,15 @@ def same_as_one_process(
         shapes = [value.shape for value in whole.values["outputs"].values() if value is not None]
         ranks = varcomm.launch(run, parts, Task(*task, owners, shapes))
     except LaunchError as error:
-        if isinstance(error.__cause__, VarcommError):
-            raise error.__cause__ from error
+        cause = error.__cause__
+        if whole is not None and isinstance(cause, DisagreementError | CommunicationError):
+            raise AssertionError(
+                f"the model runs in one process, and its ranks make different calls: {cause}\n"
+                "All ranks make the same calls in one order: loop over all types of edges or "
+                "nodes, and not over those that this rank has."
+            ) from error
+        if isinstance(cause, VarcommError):
+            raise cause from error
         if whole is not None:
             raise AssertionError(
                 f"the model runs in one process, and fails on {parts} ranks: {error}\n"

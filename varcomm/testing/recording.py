@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import is_dataclass
 from functools import partial
 from types import FrameType
@@ -67,7 +68,8 @@ def run(rank: int, task: Task) -> Run:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)  # also of tensors that the model makes
     try:
-        return _run(task)
+        with nullcontext() if task.owners is None else varcomm.debug():
+            return _run(task)
     finally:
         torch.set_default_dtype(before)
 
