@@ -33,10 +33,7 @@ from varcomm.transport.failure import explained
 from varcomm.transport.group import Calls, Group, GroupLike, resolve
 
 
-class _First:
-    """How many more exchanges of a graph ranks compare, as attributes of a plan are frozen."""
-
-    left = 4
+_FIRST = 2  # exchanges of graphs that ranks compare after a plan was made
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,10 +89,10 @@ class ExchangePlan:
     num_rows: int
     identity: int = field(default=0, repr=False)
     calls: Calls = field(default_factory=dict, init=False, repr=False)
-    _first: _First = field(default_factory=_First, init=False, repr=False)
 
     def __post_init__(self) -> None:
         _ = self.routes, self.extent  # compiled code would make them in every call
+        self.group.exchanges_to_compare = _FIRST
 
     @cached_property
     def routes(self) -> Routes:
@@ -280,22 +277,23 @@ class ExchangePlan:
     def compare_first(self, *tensors: torch.Tensor, dim: int = 0) -> None:
         """Compare the tensors of all ranks before the first exchanges of a graph; collective.
 
+        The group counts them, after its last plan was made: ranks that exchange by other plans
+        compare, too.
         A rank with another dtype or row shape is an error before rows are sent. Later calls, calls
         in recorded graphs, and groups that only have NCCL compare nothing here.
         """
-        first = self._first
+        group = self.group
         if torch.compiler.is_compiling():
-            first.left = 0  # later a rank may run eager code, where others run compiled code
             return
-        if not first.left or debugging():
+        if not group.exchanges_to_compare or debugging():
             return
-        if self.group.size == 1 or self.group.device().type != "cpu":  # a GPU would be waited for
-            first.left = 0
+        if group.size == 1 or group.device().type != "cpu":  # a GPU would be waited for
+            group.exchanges_to_compare = 0
             return
         dims = [_forward(self, x, (), dim, True).dim for x in tensors]
         if any(map(is_traced, tensors)) or is_capturing():
             return
-        first.left -= 1
+        group.exchanges_to_compare -= 1
         rows = [list(packing.rest(x.shape, at)) for x, at in zip(tensors, dims, strict=True)]
         words = {
             "plan": f"{self.identity:08x}",
