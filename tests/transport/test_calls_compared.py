@@ -8,7 +8,14 @@ import varcomm
 from tests.worlds import on_ranks
 from varcomm import DisagreementError, ExchangePlan
 from varcomm.data_parallel import ShardedGradients, sum_gradients, sum_hook
-from varcomm.tensor_parallel import grad_norm, linear_cross_entropy, vocab_parallel_cross_entropy
+from varcomm.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    grad_norm,
+    linear_cross_entropy,
+    vocab_parallel_cross_entropy,
+)
 from varcomm.transport.agreement import share
 from varcomm.transport.group import resolve
 
@@ -65,20 +72,73 @@ def test_other_calls_are_an_error_at_the_next_sum(rank, name):
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.int32, torch.int64, torch.complex64, torch.complex128),
+    *(torch.int8, torch.uint8, torch.int16, torch.float8_e4m3fn, torch.float8_e5m2),
 )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @on_ranks(3)
 def test_sums_of_each_dtype_compare(rank, dtype):
-    x = torch.ones(2, 2, dtype=dtype)
+    x, threes = torch.ones(2, 2).to(dtype), [[3, 3], [3, 3]]
     for _ in range(20):  # any bits of the digest are exact in the sum
-        assert torch.equal(varcomm.all_reduce(x), 3 * x)
+        assert varcomm.all_reduce(x).tolist() == threes
     FAULTS["dtype"](rank, rank == 1)
     with pytest.raises(DisagreementError):
         varcomm.all_reduce(x)
-    handle = varcomm.all_reduce(x, async_op=True)
-    assert torch.equal(handle.wait(), 3 * x)
+    assert varcomm.all_reduce(x, async_op=True).wait().tolist() == threes
+
+
+OF_ONE_WIDTH = (
+    *((HALF, torch.bfloat16), (HALF, torch.int16), (FLOAT, INT), (torch.float64, torch.int64)),
+    *((torch.int64, torch.complex64), (torch.int8, torch.float8_e5m2)),
+    (torch.float8_e4m3fn, torch.float8_e5m2),
+)
+
+
+@pytest.mark.parametrize("dtypes", OF_ONE_WIDTH, ids=str)
+@on_ranks(3)
+def test_sums_in_another_dtype_are_an_error_on_all_ranks(rank, dtypes):
+    """Each rank reads the bits that other ranks carry as numbers of its own dtype."""
+
+    def sums():
+        varcomm.all_reduce(torch.ones(2).to(dtypes[rank == 1]))
+        varcomm.all_reduce(torch.ones(2))
+
+    for calls in range(10):
+        for size in range(calls):
+            varcomm.broadcast(F(0, size), like=F(0, size))
+        refused(sums)
+
+
+def of_sequence(cls, inputs, outputs):
+    return [cls(inputs, outputs, sequence_sizes=[2] * 3) for _ in range(2)]
+
+
+SHARDED = {
+    "column": lambda: ([ColumnParallelLinear(4, 6) for _ in range(2)], F(6, 4)),
+    "column of a sequence": lambda: (of_sequence(ColumnParallelLinear, 4, 6), F(2, 4)),
+    "row": lambda: ([RowParallelLinear(6, 4) for _ in range(2)], F(6, 2)),
+    "row of a sequence": lambda: (of_sequence(RowParallelLinear, 6, 4), F(6, 2)),
+    "ids": lambda: ([VocabParallelEmbedding(7, 4) for _ in range(2)], torch.arange(7)),
+}
+
+
+@pytest.mark.parametrize("name", SHARDED)
+@on_ranks(3)
+def test_sharded_layers_in_another_order_are_an_error_at_the_next_sum(rank, name):
+    layers, x = SHARDED[name]()
+    x = x.requires_grad_(x.is_floating_point())
+
+    def step(order):
+        sum(layer(x).square().sum() for layer in layers[::order]).backward()
+        varcomm.all_reduce(torch.ones(2))
+
+    step(1)
+    with torch.no_grad():
+        if rank == 0 and name == "column":
+            layers[1](x)  # without messages, so this rank may do it alone
+    step(1)
+    refused(lambda: step(-1 if rank == 1 else 1))
 
 
 def module():

@@ -7,7 +7,7 @@ each rank sees whether all numbers were equal. So all ranks raise, or none does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import inf, isinf, prod
+from math import isfinite, nan, prod
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from varcomm.transport.group import Group, GroupLike, resolve
 _EXACT = {torch.float32: 22, torch.float64: 50, torch.complex64: 22, torch.complex128: 50}
 _EXACT |= {torch.int32: 30, torch.int64: 62}
 _MOST = 16  # bits that a sum carries; their table has 65,536 rows
-_FLAGS = 8  # bits that floats of two bytes carry
+_FLAGS = 8  # bits that numbers of one or two bytes carry
 _SMALL = 1024  # bytes of sums that carry a word: one of 16 KiB would take up to a quarter longer
 _AGE = 32  # sums after which one on a GPU is compared at the latest
 
@@ -40,24 +40,27 @@ class Words:
     """Makes words for sums of one dtype on one device.
 
     A word is ``w, w * w``: P numbers are equal if P times the sum of their squares is the square of
-    their sum. Floats of two bytes have a pair of flags per bit: one of both is infinite.
+    their sum. Numbers of one or two bytes have a pair of flags per bit: one of both is not 0. No
+    `w` is 0: ranks that sum other dtypes must all see it, and read each other's bits.
     """
 
     def __init__(
         self, group: Group, log: CallLog, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._log = log
-        has_flags = dtype.is_floating_point and dtype.itemsize == 2
         exact = (_EXACT.get(dtype, 0) - (group.size - 1).bit_length()) // 2
-        self.bits = _FLAGS if has_flags else max(0, min(exact, _MOST))
+        self.bits = max(0, min(exact, _MOST))
+        if dtype.itemsize <= 2:  # a sum of as many ones wraps to 0
+            self.bits = 0 if group.size >> 8 and not dtype.is_floating_point else _FLAGS
         numbers = torch.arange(1 << self.bits, device="cpu").unsqueeze(1)
-        if has_flags:
+        if dtype.itemsize <= 2:
             flags = torch.cat([numbers >> n & 1 for n in range(_FLAGS)], 1)
-            flags = torch.cat([flags, 1 - flags], 1).to(dtype)
-            table = flags.masked_fill(flags != 0, inf)
+            flags = torch.cat([flags, 1 - flags], 1)
+            one = nan if dtype.is_floating_point else 1
+            table = torch.where(flags != 0, one, 0.0)
         else:
-            table = torch.cat([numbers, numbers * numbers], 1).to(dtype)
-        self.table = table.to(device)
+            table = torch.cat([numbers + 1, (numbers + 1) ** 2], 1)
+        self.table = table.to(dtype).to(device)
 
     def now(self) -> Word:
         """Return the word of the present digest."""
@@ -235,8 +238,9 @@ def _of_equal_words(total: Sequence[float | complex], ranks: int, divisor: int) 
     """Return whether all ranks carried the same word, from its sum alone."""
     if len(total) > 2:
         half = len(total) // 2
-        pairs = zip(total[:half], total[half:], strict=True)
-        return all(isinf(one.real) != isinf(other.real) for one, other in pairs)
+        return all((a == 0) != (b == 0) for a, b in zip(total[:half], total[half:], strict=True))
+    if not all(isfinite(value.real) for value in total):
+        return False
     first, squares = (round(value.real * divisor) for value in total)
     return ranks * squares == first * first
 

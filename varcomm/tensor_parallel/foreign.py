@@ -17,7 +17,7 @@ from varcomm.errors import ArgumentError
 from varcomm.sharding import ShardSpec
 from varcomm.sizes import ShardSizes
 from varcomm.tensor_parallel.embedding import VocabParallelEmbedding, vocab_parallel_embedding
-from varcomm.tensor_parallel.layout import AFTER, MarkedModule, Sizes, agreed, digests, lost_state
+from varcomm.tensor_parallel.layout import AFTER, InLog, MarkedModule, Sizes, agreed, digests, lost_state
 from varcomm.tensor_parallel.linear import column_parallel_linear, row_parallel_linear
 from varcomm.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -49,6 +49,7 @@ class _Shards(MarkedModule):
         pg, self.group = group.process_group, group
         self._specs = {name: ShardSpec.of(sizes, dim, pg) for name, (sizes, dim) in shards.items()}
         agreed(f"a sharded {type(layer).__name__}", check, group)
+        self._in_log = InLog.of(self, group)
         self._keep_parts(layer)
 
 

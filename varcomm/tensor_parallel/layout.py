@@ -20,6 +20,7 @@ from varcomm.sharding import ShardSpec, mark, shard_spec
 from varcomm.sizes import ShardSizes, at_least, checked_sizes
 from varcomm.tensor_parallel.init import Fill, drawing, initialised, numbers_of_first
 from varcomm.transport.agreement import agree, agree_and_share
+from varcomm.transport.call_log import word_of
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["param_is_not_tensor_parallel_duplicate"]
@@ -97,6 +98,22 @@ def random_seed() -> int:
     return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
+@dataclass
+class InLog:
+    """The calls of a sharded layer, as they are in the log of its group."""
+
+    name: str
+    word: int
+    is_compiled: bool = False  # a rank may fall back to eager code
+
+    @classmethod
+    def of(cls, layer: nn.Module, group: Group) -> Self:
+        """Return the name of a layer by its number in the group; ranks make layers in one order."""
+        number = group.auxiliary["layers"] = group.auxiliary.get("layers", 0) + 1
+        name = f"{type(layer).__name__}, the sharded layer {number} of the group"
+        return cls(name, word_of(name))
+
+
 @dataclass(frozen=True)
 class FeatureCheck:
     """Pre-hook of a plain linear layer in a sharded model: refuse this rank's part of features."""
@@ -119,7 +136,9 @@ class FeatureCheck:
 class MarkedModule(Module):
     """Module whose parameters carry a :class:`ShardSpec` and keep it when torch replaces them."""
 
+    group: Group
     _specs: Mapping[str, ShardSpec]  # of the sharded parameters, by name
+    _in_log: InLog
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,6 +149,23 @@ class MarkedModule(Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.after_conversion()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer, and add it to the calls that ranks compare if it communicates."""
+        if torch.compiler.is_compiling():
+            self._in_log.is_compiled = True
+            return super().__call__(*args, **kwargs)
+        log = self.group.log
+        count = 0 if log is None else log.count
+        y = super().__call__(*args, **kwargs)
+        # one without messages in forward has them in backward
+        if (
+            log is not None
+            and not self._in_log.is_compiled
+            and (log.count != count or y.requires_grad)
+        ):
+            log.add(self._in_log.name, self._in_log.word)
+        return y
 
     def after_conversion(self) -> None:
         """Mark parameters, which torch may have replaced."""
@@ -261,13 +297,14 @@ class ShardedModule(MarkedModule):
     _fixed: ClassVar[Mapping[str, Any]] = {}
 
     @property
-    def group(self) -> Group:
+    def group(self) -> Group:  # type: ignore[override]
         """The ranks that share the weight."""
         return self.spec.group
 
     def _use(self, layout: Layout) -> None:
         """Keep a layout; its extents and options are attributes by their names."""
         self._layout, self.spec = layout, layout.spec
+        self._in_log = InLog.of(self, self.group)
         self._specs = dict.fromkeys(self._sharded, layout.spec)
         for name, value in {**layout.extents, **layout.options}.items():
             setattr(self, name, value)
