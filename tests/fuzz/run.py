@@ -1,6 +1,7 @@
-"""Draw programs, faulty calls, altered files and faults for some minutes; count failures.
+"""Draw programs, faulty and swapped calls, altered files and faults for some minutes.
 
 python -m tests.fuzz.run --minutes 30
+python -m tests.fuzz.run --swaps 5000
 """
 
 import argparse
@@ -16,7 +17,7 @@ import torch
 
 from conftest import Worlds
 from tests.faults.stage import problem, scenes
-from tests.fuzz import faults, files, load, programs
+from tests.fuzz import faults, files, load, programs, swaps
 
 AT_ONCE = 50  # examples between two looks at the clock
 FILES_AT_ONCE = 1000
@@ -38,7 +39,7 @@ class Fuzz:
     """Jobs on ranks, and the numbers of runs and findings."""
 
     def __init__(self):
-        self.worlds, self.tally = Worlds("gloo"), Counter()
+        self.worlds, self.tally, self.swapped = Worlds("gloo"), Counter(), Counter()
 
     def __str__(self):
         return ", ".join(f"{count:,} {name}" for name, count in self.tally.items())
@@ -63,6 +64,24 @@ class Fuzz:
             if text := job.verdict(example, answers):
                 self.found(f"seed {number}: {example}", text)
 
+    def swaps(self, number):
+        """Run swapped calls; where each kind was found is in `swapped`."""
+        first = number * swaps.AT_ONCE
+        answers = self.run(swaps.RANKS, swaps.on_ranks, range(first, first + swaps.AT_ONCE))
+        if None in answers:
+            return
+        self.tally["swaps"] += swaps.AT_ONCE
+        self.swapped.update(answers[0])
+        for text in swaps.verdict(answers):
+            self.found(f"seed {number}: swaps", text)
+
+    def print_swaps(self):
+        """Print where the swaps of each kind were found: at once, at a later sum, or never."""
+        for name in swaps.KINDS:
+            found = {where: n for (kind, where), n in sorted(self.swapped.items()) if kind == name}
+            counts = ", ".join(f"{where or 'not found'} {n:,}" for where, n in found.items())
+            print(f"swaps, {name}: {counts}", flush=True)
+
     def altered_files(self, number):
         for kind in files.SAVED:
             with tempfile.TemporaryDirectory() as folder:
@@ -82,6 +101,13 @@ class Fuzz:
         if self.tally["scenes"] != len(scenes()):
             self.found("faults", f"{self} of {len(scenes())} scenes: {done.stderr[-2000:]}")
 
+    def ended(self):
+        """Print the counts, end the ranks, and return the exit status."""
+        self.print_swaps()
+        print(self, flush=True)
+        self.worlds.close()
+        return 1 if self.tally["hangs"] or self.tally["wrong"] else 0
+
     def load(self):
         """Run long jobs on 3 ranks twice; the second time, caches are full."""
         for name, (job, count, room) in load.JOBS.items():
@@ -97,9 +123,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0, metavar="M")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the first examples")
+    parser.add_argument("--swaps", type=int, metavar="N", help="run as many swaps alone")
     options = parser.parse_args()
     print(f"Python {platform.python_version()}, torch {torch.__version__}", flush=True)
     fuzz, number = Fuzz(), options.seed
+    if options.swaps is not None:
+        for more in range(-(-options.swaps // swaps.AT_ONCE)):
+            fuzz.swaps(number + more)
+        return fuzz.ended()
     end = time.monotonic() + 60 * options.minutes
     fuzz.scenes()
     print(fuzz, flush=True)
@@ -107,11 +138,11 @@ def main():
     while time.monotonic() < end:
         fuzz.examples("programs", programs, number)
         fuzz.examples("faulty calls", faults, number)
+        fuzz.swaps(number)
         fuzz.altered_files(number)
         number += 1
         print(f"{fuzz}, up to seed {number - 1}", flush=True)
-    fuzz.worlds.close()
-    return 1 if fuzz.tally["hangs"] or fuzz.tally["wrong"] else 0
+    return fuzz.ended()
 
 
 if __name__ == "__main__":

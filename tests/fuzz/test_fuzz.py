@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.fuzz import faults, files, load, programs
+from tests.fuzz import faults, files, load, programs, swaps
 from tests.fuzz.run import draw
 
 
@@ -15,6 +15,16 @@ def test_samples(worlds, job, pool, examples):
     drawn = draw(worlds.run, job, pool, examples, 0)
     problems = {str(example): job.verdict(example, answers) for example, answers in drawn}
     assert problems == dict.fromkeys(problems, "")
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(5000, marks=pytest.mark.slow)])
+def test_swaps_are_found_at_a_sum(worlds, count):
+    """Nearly all at the first sum; the others at the next ones, by other bits."""
+    answers = worlds.run(swaps.RANKS, swaps.on_ranks, range(count), timeout=100)
+    assert swaps.verdict(answers) == []
+    expected = [where for name, where in answers[0] if name not in swaps.NOT_FOUND]
+    later = [where for where in expected if where not in ("inside", "sum 1")]
+    assert len(later) <= 4 + len(expected) / 100
 
 
 @pytest.mark.parametrize("kind", files.SAVED)
