@@ -46,6 +46,7 @@ SLOW_RUNS = [
         "neighbours.py --atoms 400 --neighbours 8 --ranks 1 3 --rounds 1 --repeats 1",
         "times as fast",
     ),
+    ("agreement.py --ranks 3 --turns 2 --count 2", "a call in the log"),
     ("linears.py --rows 21 --inputs 8 --outputs 6 --repeats 2", "ratio, all ranks"),
     (
         "scaling.py --rows 20 --ranks 1 2 4 16 --width 8 --blocks 1 --plot {folder}/a.png",
