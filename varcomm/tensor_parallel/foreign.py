@@ -17,7 +17,15 @@ from varcomm.errors import ArgumentError
 from varcomm.sharding import ShardSpec
 from varcomm.sizes import ShardSizes
 from varcomm.tensor_parallel.embedding import VocabParallelEmbedding, vocab_parallel_embedding
-from varcomm.tensor_parallel.layout import AFTER, InLog, MarkedModule, Sizes, agreed, digests, lost_state
+from varcomm.tensor_parallel.layout import (
+    AFTER,
+    InLog,
+    MarkedModule,
+    Sizes,
+    agreed,
+    digests,
+    lost_state,
+)
 from varcomm.tensor_parallel.linear import column_parallel_linear, row_parallel_linear
 from varcomm.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
