@@ -374,6 +374,8 @@ def where_of(error, where):
     """Return where a swap was found, if the error is one of the comparison."""
     if "ranks have made different calls" in str(error):
         return where
+    if "exchange: ranks disagree" in str(error):  # one of the first of a graph
+        return "at once"
     return "by values" if "no longer have the same values" in str(error) else f"other: {error}"
 
 
