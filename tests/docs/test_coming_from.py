@@ -21,7 +21,7 @@ INSTANCES = {
 }
 OURS = re.compile(rf"(?<![.\w])({'|'.join([*MODULES, *INSTANCES])})\.\w")
 # attributes that a graph has from the user's data
-OF_DATA = {"x", "y", "h", "f", "forces", "pos", "batch", "edge_attr", "edge_weight"}
+OF_DATA = {"x", "y", "h", "f", "forces", "pos", "batch", "cell", "edge_attr", "edge_weight"}
 OF_DATA |= {"mask", "train_mask"}
 
 

@@ -11,7 +11,7 @@ import torch
 
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.graph.directory import Directory
-from varcomm.graph.index.partitioned_index import PartitionedIndex
+from varcomm.graph.index.partitioned_index import Marked, PartitionedIndex
 from varcomm.graph.on_device import require
 from varcomm.graph.replicated_values import replicated_sum
 from varcomm.ops.all_gather_v import all_gather_v
@@ -437,7 +437,10 @@ def described(value: Any) -> str:
 
 def moved(attributes: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
     """Return attributes with their tensors on another device."""
-    return {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value
-        for name, value in attributes.items()
-    }
+
+    def on(value: Any) -> Any:
+        if isinstance(value, Marked):
+            return value.on(device)
+        return value.to(device) if isinstance(value, torch.Tensor) else value
+
+    return {name: on(value) for name, value in attributes.items()}

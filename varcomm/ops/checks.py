@@ -69,8 +69,8 @@ def checked_tensor(tensor: object, where: str, name: str = "tensor") -> None:
         )
     if getattr(type(tensor), "is_placeholder", False):
         raise ArgumentError(
-            f"{where}{name} must hold values of its own; got {type(tensor).__name__}. Pass an "
-            "ordinary tensor."
+            f"{where}{name} must hold values of its own; got {type(tensor).__name__}. "
+            + getattr(type(tensor), "instead", "Pass an ordinary tensor.")
         )
     two_per_byte = str(tensor.dtype) == "torch.float4_e2m1fn_x2"
     special = tensor.is_quantized or tensor.is_nested or two_per_byte

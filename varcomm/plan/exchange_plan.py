@@ -32,7 +32,6 @@ from varcomm.transport.engine import Pending, Schedule, is_capturing
 from varcomm.transport.failure import explained
 from varcomm.transport.group import Calls, Group, GroupLike, resolve
 
-
 _FIRST = 2  # exchanges of graphs that ranks compare after a plan was made
 
 

@@ -50,6 +50,10 @@ class NodeIntegers(Marked):
         out.plain, out.attribute, out.axis = values, attribute, axis
         return out
 
+    def on(self, device: torch.device | str) -> NodeIntegers:
+        """Return the same integers, with their name, on another device."""
+        return NodeIntegers.make(self.plain.to(device), self.attribute, self.axis)
+
     @classmethod
     def __torch_function__(
         cls,

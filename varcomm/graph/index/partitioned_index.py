@@ -16,7 +16,7 @@ operation that would take the local numbers for those of the full graph raises A
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 import torch
 
@@ -115,6 +115,10 @@ class Marked(torch.Tensor):
 
     plain: torch.Tensor
 
+    def on(self, device: torch.device | str) -> Self:
+        """Return the same numbers, with their meaning, on another device."""
+        raise NotImplementedError
+
 
 class PartitionedIndex(Marked):
     """A tensor of local numbers that carries what they stand for.
@@ -137,6 +141,7 @@ class PartitionedIndex(Marked):
     """
 
     is_placeholder = True  # local ids, which other ranks would read as their own
+    instead = "It means the ids of this rank only: pass graph.owned_ids, or edges.local_ids."
 
     of: Numbering
     kind: Kind
@@ -167,6 +172,10 @@ class PartitionedIndex(Marked):
         out.plain, out.of, out.kind, out.whole = plain, of, kind, whole
         out.line, out.known = plain if plain.dim() == 1 else line, known
         return out
+
+    def on(self, device: torch.device | str) -> PartitionedIndex:
+        """Return the same numbers, with their meaning, on another device."""
+        return PartitionedIndex.make(self.plain.to(device), self.of, self.kind, self.whole)
 
     def knowing(self, known: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> PartitionedIndex:
         """Return the same numbers beside rows that have been fetched for their sources."""
