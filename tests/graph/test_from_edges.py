@@ -258,7 +258,7 @@ WRONG = {
         *({"sizes": ONE}, {"x": torch.eye(1).to_sparse()}, {"x": META}),
     ],
     "edge_attrs": [{"weight": torch.ones(2)}, {"next_index": torch.arange(3)}],
-    "method": ["metis", [0], torch.zeros(6, dtype=torch.int64), torch.zeros(1), ids(3), META],
+    "method": ["metis", [0.5], [0, 0], ids(*[0] * 6), torch.zeros(1), ids(3), META],
 }
 # what rank 1 passes differently, and a word of the message
 DIFFERENT = [

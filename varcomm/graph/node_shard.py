@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from varcomm.errors import ArgumentError, DisagreementError
@@ -25,7 +26,10 @@ from varcomm.sizes import ShardSizes, checked_rank
 from varcomm.transport.agreement import agree_and_share, compare, debugging
 from varcomm.transport.group import Group
 
-__all__ = ["NodeShard", "Shard", "described", "moved"]
+__all__ = ["NodeShard", "Ranks", "Shard", "as_tensor", "described", "moved"]
+
+# the rank of each node
+Ranks = torch.Tensor | np.ndarray[Any, Any] | Sequence[int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -426,6 +430,21 @@ def _check_values(values: Any, mask: Any, shard: Shard, where: str) -> None:
         raise error()
     if mask is not None and len(values) != owned:
         require(mask.sum() == len(values), error, shard, ("rows of a mask", len(values)))
+
+
+def as_tensor(numbers: Any) -> Any:
+    """Return a list or an array of numbers as a tensor, and any other value as it is."""
+    if isinstance(numbers, torch.Tensor):
+        return numbers
+    try:
+        array = np.asarray(numbers)
+        if array.size == 0:
+            array = array.astype(np.int64)  # of a rank without rows: an empty list has no dtype
+        # torch refuses foreign byte orders and read-only memory
+        native = np.require(array, array.dtype.newbyteorder("="), requirements=["C", "W"])
+        return torch.from_numpy(native)
+    except (TypeError, ValueError):  # of a list of lists, or of values that are not numbers
+        return numbers
 
 
 def described(value: Any) -> str:

@@ -15,7 +15,7 @@ from varcomm.errors import ArgumentError
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.index.node_groups import NodeGroups
 from varcomm.graph.index.partitioned_index import PartitionedIndex
-from varcomm.graph.node_shard import NodeShard, Shard, moved
+from varcomm.graph.node_shard import NodeShard, Ranks, Shard, moved
 from varcomm.graph.report import Report
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.sizes import ShardSizes
@@ -331,7 +331,7 @@ class PartitionedGraph:
         def migrate(
             self,
             /,
-            owner: str | torch.Tensor | Mapping[str, torch.Tensor],
+            owner: str | Ranks | Mapping[str, Ranks],
             node_attrs: Mapping[str, Any] | None = None,
             groups: Sequence[str] = (),
         ) -> PartitionedGraph:

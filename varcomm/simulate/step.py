@@ -375,7 +375,7 @@ def sample(prepare: Prepare, data: Any, sizes: Iterable[int], method: Any = None
         A graph of a few thousand nodes of any shape, with the attributes that `prepare` uses.
     sizes : iterable of int
         Numbers of ranks. Ranks may own nothing of the small graph.
-    method : str or torch.Tensor, optional
+    method : str or torch.Tensor or numpy.ndarray or sequence of int, optional
         As for :func:`partition`.
 
     Returns

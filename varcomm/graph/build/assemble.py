@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-import numpy as np
 import torch
 
 from varcomm.errors import ArgumentError
@@ -16,7 +15,7 @@ from varcomm.graph.build.pyg_data import EdgeTable, NodeTable, ends
 from varcomm.graph.directory import Directory
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.index.partitioned_index import plain
-from varcomm.graph.node_shard import NodeShard, described
+from varcomm.graph.node_shard import NodeShard, as_tensor, described
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
 from varcomm.ops.packing import taken
 from varcomm.plan.checks import checked_range
@@ -82,17 +81,16 @@ class Numbering:
         return NodeShard(group, self.sizes, attributes, ids)
 
 
-def checked_owner(owner: Any, nodes: int, size: int) -> torch.Tensor:
+def checked_owner(owner: Any, nodes: int, size: int, name: str = "method") -> torch.Tensor:
     """Return the rank of each node as int64, if `owner` is valid for `size` ranks."""
-    if isinstance(owner, np.ndarray) and owner.dtype.kind in "iu":
-        owner = torch.from_numpy(owner.astype(np.int64))
+    owner = as_tensor(owner)
     if not isinstance(owner, torch.Tensor) or owner.shape != (nodes,) or not holds_integers(owner):
         raise ArgumentError(
-            f"method, if not a name, must hold the rank of each of the {nodes} nodes as integers; "
-            f"got {described(owner)}."
+            f"{name}, if not a name, must be a list, an array or a tensor with the rank of each of "
+            f"the {nodes} nodes, an integer; got {described(owner)}."
         )
     ranks: torch.Tensor = plain(owner.to(torch.int64))
-    checked_range(ranks, size, "method", "ranks")
+    checked_range(ranks, size, name, "ranks")
     return ranks
 
 

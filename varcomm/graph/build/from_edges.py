@@ -20,7 +20,7 @@ from varcomm.graph.build.groups import checked_names, ids_of_groups
 from varcomm.graph.build.move import Move
 from varcomm.graph.build.pyg_data import check_edge_index, check_name
 from varcomm.graph.build.several_hops import check_hops, deepened
-from varcomm.graph.node_shard import described
+from varcomm.graph.node_shard import Ranks, described
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.partitioners.assign import assign_sharded
 from varcomm.ops.checks import checked_tensor
@@ -47,7 +47,7 @@ def from_edges(
     node_attrs: Attributes | None = None,
     edge_attrs: Attributes | None = None,
     node_ids: torch.Tensor | None = None,
-    method: str | torch.Tensor | None = None,
+    method: str | Ranks | None = None,
     hops: int = 1,
     groups: Sequence[str] = (),
 ) -> PartitionedGraph:
@@ -74,10 +74,10 @@ def from_edges(
     node_ids : torch.Tensor, optional
         The node of each row of `node_attrs`, if the rows are not the nodes that this rank
         describes. Each node is on one rank, in any order. int32 or int64 of one dimension.
-    method : {"block", "hilbert", "rcb"} or torch.Tensor, optional
+    method : {"block", "hilbert", "rcb"}, torch.Tensor, numpy.ndarray or sequence of int, optional
         Owners. ``"block"`` or None: each rank owns the nodes that it describes. ``"hilbert"`` and
-        ``"rcb"``: as in :func:`assign_sharded`, from the attribute ``pos``. A tensor: the owner of
-        each node that this rank describes, (sizes[rank],).
+        ``"rcb"``: as in :func:`assign_sharded`, from the attribute ``pos``. A tensor, array or
+        list: the owner of each node that this rank describes, (sizes[rank],).
     hops : int
         Layers that one exchange serves; see :func:`distribute`.
     groups : list of str
@@ -145,12 +145,13 @@ def from_edges(
                 "either. Rename one."
             )
         owner = None
-        if isinstance(method, torch.Tensor):
-            _check_device(method, "method", device)
-            owner = checked_owner(method, ranges[ranks.rank], ranks.size)
+        if method is not None and not isinstance(method, str):
+            if isinstance(method, torch.Tensor):
+                _check_device(method, "method", device)
+            owner = checked_owner(method, ranges[ranks.rank], ranks.size).to(device)
         elif name not in ("block", *_BY_POSITION):
             raise ArgumentError(
-                'method must be "block", "hilbert", "rcb", a tensor of ranks, or None; got '
+                'method must be "block", "hilbert", "rcb", the ranks of nodes, or None; got '
                 f"{method!r}. The others of graph.assign need the full graph."
             )
         equal.update({"sizes": tuple(ranges), "method": name, "hops": int(hops)})

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch_geometric.data import Data, HeteroData
 
@@ -22,6 +21,7 @@ from varcomm.graph.build.assemble import (
 from varcomm.graph.build.groups import checked_names, ids_of_groups
 from varcomm.graph.build.pyg_data import EdgeTable, NodeTable, Tables, ends, read
 from varcomm.graph.build.several_hops import check_hops, deepened
+from varcomm.graph.node_shard import Ranks
 from varcomm.graph.partitioned_graph import NodeType, PartitionedGraph
 from varcomm.graph.partitioners.assign import assign, method_used
 from varcomm.ops.broadcast import broadcast
@@ -32,7 +32,6 @@ from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["Method", "assigned", "checked_method", "partition"]
 
-Ranks = torch.Tensor | np.ndarray[Any, Any]
 Method = str | Ranks | Mapping[str, Ranks] | None
 Chunk = int | Mapping[str, int] | None
 Owners = dict[NodeType, torch.Tensor]
@@ -74,11 +73,11 @@ def partition(
         ``edge_label_index``. Numeric arrays become tensors.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None means the whole world.
-    method : str or torch.Tensor or numpy.ndarray or mapping of str, optional
+    method : str or torch.Tensor or numpy.ndarray or sequence of int or mapping of str, optional
         A method of :func:`assign`: ``"metis"``, ``"rcb"``, ``"hilbert"``, ``"block"`` or
-        ``"random"``. A tensor or array contains the rank of each node, (N,). With several types of
-        nodes, pass a dict by type. By default METIS if pymetis is installed, otherwise bisection or
-        blocks.
+        ``"random"``. A tensor, array or list contains the rank of each node, (N,), such as the
+        parts that pymetis returns. With several types of nodes, pass a dict by type. By default
+        METIS if pymetis is installed, otherwise bisection or blocks.
     src : int, optional
         The only rank of the group that passes `data` and `method`; the other ranks pass None for
         both. If None, every rank passes the same data and method.
@@ -158,7 +157,8 @@ def checked_method(method: Method, tables: Tables, size: int) -> str | Owners | 
     given: dict[Any, Any] = dict(method) if isinstance(method, Mapping) else {None: method}
     if given.keys() != tables.nodes.keys():
         raise ArgumentError(
-            "method, if not a name, must be a tensor of ranks, or a dict of them by type of node; "
+            "method, if not a name, must be a list, array or tensor of ranks, or a dict of them by "
+            "type of node; "
             f"got {list(given)} for nodes of types {list(tables.nodes)}."
         )
     return {

@@ -19,7 +19,7 @@ from torch_geometric.utils import index_to_mask, is_sparse, to_edge_index
 from varcomm.errors import ArgumentError
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.index.partitioned_index import PartitionedIndex
-from varcomm.graph.node_shard import NodeShard, described
+from varcomm.graph.node_shard import NodeShard, as_tensor, described
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.digest import digest
@@ -59,10 +59,8 @@ def members() -> frozenset[str]:
 
 def _rows_of(value: Any, name: str) -> torch.Tensor:
     """Return the rows of nodes or edges; numeric arrays become tensors."""
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        # torch refuses foreign byte orders and read-only memory
-        native = value.dtype.newbyteorder("=")
-        value = torch.from_numpy(np.require(value, native, requirements=["C", "W"]))
+    if isinstance(value, np.ndarray):
+        value = as_tensor(value)
     if not isinstance(value, torch.Tensor):
         raise ArgumentError(
             f"{name} has a row for each node or edge, and must be a tensor or a numeric array; got "

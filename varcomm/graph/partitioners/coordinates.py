@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.node_shard import described
+from varcomm.graph.node_shard import as_tensor, described
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_reduce import all_reduce
 from varcomm.ops.all_to_all_v import all_to_all_v
@@ -64,6 +64,7 @@ def checked_positions(pos: object, name: str, method: str, rows: int | None = No
 
 def checked_weight(weight: torch.Tensor, name: str, rows: int, row: str) -> torch.Tensor:
     """Return `weight` as int64, if it holds a non-negative integer per row: sums are exact."""
+    weight = as_tensor(weight)
     if not (
         isinstance(weight, torch.Tensor)
         and holds_integers(weight)

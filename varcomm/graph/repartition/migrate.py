@@ -8,19 +8,18 @@ from typing import Any
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.build.assemble import assemble, moved_edges
+from varcomm.graph.build.assemble import assemble, checked_owner, moved_edges
 from varcomm.graph.build.groups import checked_names, ids_of_groups, names_of_groups
 from varcomm.graph.build.move import Move
 from varcomm.graph.build.pyg_data import check_name, ends
 from varcomm.graph.build.several_hops import deepened
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.index.partitioned_index import plain
-from varcomm.graph.node_shard import NodeShard, Shard, described
+from varcomm.graph.node_shard import NodeShard, Ranks, Shard, described
 from varcomm.graph.partitioned_graph import NodeType, PartitionedGraph
 from varcomm.graph.partitioners.assign import assign_sharded
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.digest import require_equal
-from varcomm.plan.checks import checked_index
 from varcomm.sizes import ShardSizes
 from varcomm.transport.agreement import agree_and_share
 
@@ -33,7 +32,7 @@ _WHAT = "graph.migrate"
 
 def migrate(
     graph: PartitionedGraph,
-    owner: str | torch.Tensor | Mapping[str, torch.Tensor],
+    owner: str | Ranks | Mapping[str, Ranks],
     node_attrs: Mapping[str, Any] | None = None,
     groups: Sequence[str] = (),
 ) -> PartitionedGraph:
@@ -48,8 +47,8 @@ def migrate(
 
     Parameters
     ----------
-    owner : torch.Tensor or str
-        New rank of each owned node, int64 of shape (n,). With several types of nodes, pass a
+    owner : torch.Tensor or numpy.ndarray or sequence of int or str
+        New rank of each owned node, integers of shape (n,). With several types of nodes, pass a
         dict by type; nodes of a missing type stay. ``"rcb"`` or ``"hilbert"`` assign owners as
         in :func:`assign_sharded`, from the attribute ``pos``.
     node_attrs : mapping of str to torch.Tensor, optional
@@ -102,7 +101,7 @@ def migrate(
     def check() -> tuple[dict[NodeType, torch.Tensor], dict[Any, Rows]]:
         names[:] = checked_names([*names_of_groups(graph), *checked_names(groups)])
         if owner is None:
-            raise ArgumentError('owner must be a tensor of ranks, "rcb" or "hilbert"; got None.')
+            raise ArgumentError('owner must be ranks of nodes, "rcb" or "hilbert"; got None.')
         owners = by_type(owner, "owner") if method is None else {}
         current = by_type(node_attrs, "node_attrs")
         rows: dict[Any, Rows] = {}
@@ -140,12 +139,7 @@ def _checked_owner(nodes: NodeShard, owner: Any) -> torch.Tensor:
     device = nodes.ids.device
     if owner is None:
         return torch.full((nodes.num_owned,), nodes.group.rank, device=device)
-    if not isinstance(owner, torch.Tensor) or owner.shape != (nodes.num_owned,):
-        raise ArgumentError(
-            f"owner must be a tensor with the rank of each of the {nodes.num_owned} owned nodes; "
-            f"got {described(owner)}."
-        )
-    return checked_index(owner, nodes.group.size, "owner", "ranks").to(device)
+    return checked_owner(owner, nodes.num_owned, nodes.group.size, "owner").to(device)
 
 
 def _rows(shard: Shard, attributes: Mapping[str, Any]) -> Rows:

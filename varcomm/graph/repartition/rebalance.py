@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.node_shard import described
+from varcomm.graph.node_shard import as_tensor, described
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.repartition.migrate import migrate
 from varcomm.graph.repartition.transfer import transfer
@@ -154,6 +154,7 @@ def _checked_cost(graph: PartitionedGraph, weights: torch.Tensor | float) -> tor
     rows, device = graph.num_owned, graph.nodes.ids.device
     if not _is_of_nodes(weights):
         weights = torch.full((rows,), float(weights) / max(rows, 1), dtype=torch.float64)
+    weights = as_tensor(weights)
     if (
         not isinstance(weights, torch.Tensor)
         or weights.shape != (rows,)
