@@ -55,7 +55,7 @@ def folder(worlds, monkeypatch, tmp_path):
     (tmp_path / "colorsys.py").write_text(SOURCE)
     (tmp_path / "broken_net.py").write_text("import nothing_of_this_name")
     data = Data(x=torch.rand(9, 2), edge_index=torch.randint(9, (2, 30)))
-    torch.save(data.to_dict(), "graph.pt")
+    torch.save(data, "graph.pt")
     yield tmp_path
     sys.modules.pop("net_of_check", None)
 

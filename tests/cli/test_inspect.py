@@ -57,6 +57,22 @@ def test_types_of_nodes_are_named(tmp_path, capsys):
     assert found["graph_attributes"] == {}
 
 
+def test_graphs(tmp_path, capsys):
+    data = wild()
+    for content, nodes in ((data, data.num_nodes), (papers(), papers().num_nodes)):
+        torch.save(content, tmp_path / "g.pt")
+        found = json.loads(inspected(capsys, tmp_path / "g.pt", "--json"))
+        assert (found["kind"], found["nodes"]) == ("graph", nodes)
+        assert found["edges"] == content.num_edges
+    assert found["by_type"]["author writes paper"] == 20
+    assert found["node_attributes"] == {"author.x": "float64 (2,)", "paper.x": "float64 (1,)"}
+    text = inspected(capsys, tmp_path / "g.pt")
+    assert text.startswith(f"{tmp_path}/g.pt: a graph\nnodes: ")
+    torch.save({"edge_index": torch.zeros(2, 3), "x": torch.ones(3)}, tmp_path / "g.pt")
+    assert main(["inspect", str(tmp_path / "g.pt")]) == 1
+    assert "float32" in capsys.readouterr().err
+
+
 def test_a_checkpoint(tmp_path, capsys):
     saved_checkpoint(tmp_path)
     *head, row = inspected(capsys, tmp_path).splitlines()[:5]
@@ -106,7 +122,12 @@ def test_damage_is_printed_in_one_line(make, pattern, damages, tmp_path, capsys)
 def test_a_folder_of_something_else(tmp_path, capsys):
     (tmp_path / "notes.txt").write_text("mine")
     os.mkfifo(tmp_path / "pipe")
-    for name in (".", "notes.txt", "none", "pipe"):
+    for name, end in (
+        (".", "nothing is saved there."),
+        ("none", "nothing is saved there."),
+        ("pipe", "nothing is saved there."),
+        ("notes.txt", "wkt .xdmf .xmf .xml)."),  # the formats of graphs
+    ):
         assert main(["inspect", str(tmp_path / name)]) == 1
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.endswith("nothing is saved there.")
+        assert line.endswith(end)

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch_geometric.data import Data
+from torch_geometric.data import Batch, Data, HeteroData
 
 import varcomm as vc
+from tests.simulate.test_partition import papers
 from tests.worlds import WORLDS
 from varcomm.cli.main import main
 from varcomm.graph.graph_file import read_graph
@@ -99,14 +100,58 @@ def test_reports_of_arrays(monkeypatch, tmp_path, capsys):
 
 def test_files_of_graphs(tmp_path):
     data = Data(x=torch.rand(5, 2), edge_index=RING, y=torch.arange(5))
-    torch.save(data.to_dict(), tmp_path / "g.pt")
-    found = read_graph(tmp_path / "g.pt")
-    assert found.num_nodes == 5
-    assert torch.equal(found.x, data.x)
-    assert torch.equal(found.y, data.y)
+    of_dataset = (data.to_dict(), None, Data)  # as InMemoryDataset.save writes one graph
+    for content in (data, data.to_dict(), of_dataset, (data, None)):
+        torch.save(content, tmp_path / "g.pt")
+        found = read_graph(tmp_path / "g.pt")
+        assert found.num_nodes == 5
+        assert torch.equal(found.x, data.x)
+        assert torch.equal(found.y, data.y)
+    torch.save(Data(adj_t=torch.eye(4).to_sparse(), num_nodes=4), tmp_path / "g.pt")
+    assert vc.simulate.partition(read_graph(tmp_path / "g.pt"), 2, "block").edges.tolist() == [2, 2]
     for more, nodes in (({}, 4), ({"num_nodes": np.array(7)}, 7)):
         np.savez(tmp_path / "g.npz", edge_index=RING, **more)
         assert read_graph(tmp_path / "g.npz").num_nodes == nodes
+
+
+def test_files_of_types(tmp_path, capsys):
+    """The parts of a HeteroData in a file equal those of the HeteroData in memory."""
+    data = papers()
+    expected = vc.simulate.partition(data, 3, "block").report()
+    of_dataset = (data.to_dict(), None, HeteroData)
+    int32 = data.clone()
+    for edges in int32.edge_stores:
+        edges.edge_index = edges.edge_index.int()
+    for content in (data, data.to_dict(), of_dataset, int32):
+        torch.save(content, tmp_path / "g.pt")
+        found = read_graph(tmp_path / "g.pt")
+        assert (found.node_types, found.edge_types) == (data.node_types, data.edge_types)
+        arguments = ["partition", str(tmp_path / "g.pt"), "--parts", "3", "--method", "block"]
+        assert main([*arguments, "--out", str(tmp_path / "parts")]) == 0
+        assert capsys.readouterr().out.startswith(str(expected))
+    assert main([*arguments, "--plot", str(tmp_path / "parts.png")]) == 1
+    assert "node_type" in capsys.readouterr().err
+
+
+def test_owners_from_a_file(tmp_path, capsys):
+    """Parts that another program computed."""
+    np.savez(tmp_path / "ring.npz", edges=RING.T)
+    owner = torch.tensor([1, 0, 0, 1])
+    (tmp_path / "ring.part.2").write_text("1\n0\n0\n1\n")
+    np.save(tmp_path / "owner.npy", owner.numpy().astype(np.int32))
+    torch.save(owner, tmp_path / "owner.pt")
+    torch.save({"author": [1, 0, 0, 1, 0, 1, 0], "paper": torch.zeros(9).long()}, tmp_path / "t.pt")
+    command = ["partition", str(tmp_path / "ring.npz"), "--parts", "2", "--method"]
+    for name in ("ring.part.2", "owner.npy", "owner.pt"):
+        assert main([*command, str(tmp_path / name), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["cut"] == [1, 1], name
+    for text, named in (("1\n0\n", "shape"), ("a\n", "integer per line"), ("0 1\n" * 4, "shape")):
+        (tmp_path / "wrong").write_text(text)
+        assert main([*command, str(tmp_path / "wrong")]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert named in line
+    with pytest.raises(SystemExit):
+        main([*command, "metiss"])
 
 
 class Runs:
@@ -120,8 +165,16 @@ class Runs:
 
 
 # What is wrong with a file, by name: its content, and a part of the message
+USED = Data(edge_index=RING, num_nodes=4)
+USED.is_node_attr("edge_index")  # keeps an enumeration in its pickle
 TENSORS = {
-    "data.pt": (Data(edge_index=RING), "more than tensors"),
+    "used.pt": (USED, "AttrType); a .pt file must hold a Data or a HeteroData of tensors, or its"),
+    "array.pt": (Data(edge_index=RING, y=np.ones(4)), "more than tensors, numpy."),
+    "batch.pt": (Batch.from_data_list([Data(edge_index=RING, num_nodes=4)]), "more than tensors"),
+    "many.pt": ((Data(edge_index=RING), {"x": RING}, Data), "tuple"),
+    "class.pt": (Data, "holds a"),
+    "keys.pt": ({("a", "b"): {"edge_index": RING}}, "keys must be names"),
+    "of_a_type.pt": ({("a", "to", "a"): {"x": RING}}, "no edge_index for ('a', 'to', 'a')"),
     "list.pt": ([RING], "list"),
     "no_edges.pt": ({"x": RING}, "edge_index"),
     "floats.pt": ({"edge_index": RING.float()}, "float32"),

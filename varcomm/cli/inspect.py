@@ -19,7 +19,8 @@ DESCRIPTION = """\
 Read all files of a saved partition (PartitionedGraph.save, the command
 partition) or of a checkpoint (varcomm.checkpoint.save, or safetensors files of
 other tools). Compare their checksums, and list names, dtypes and shapes, and
-the bytes of each rank.
+the bytes of each rank. Of a graph or a mesh, as the command partition reads it,
+list the attributes.
 
 example:
   %(prog)s wing-8
@@ -28,15 +29,20 @@ example:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="saved partition or checkpoint")
+    words = "saved partition, checkpoint, or file of a graph"
+    parser.add_argument("folder", type=Path, metavar="PATH", help=words)
     parser.add_argument("--json", action="store_true", help="print it as JSON")
 
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Print the content of the folder."""
     folder = options.folder
-    is_graph = (folder / "graph.json").exists()
-    kind, found = _partition(folder) if is_graph else _checkpoint(folder)
+    if (folder / "graph.json").exists():
+        kind, found = _partition(folder)
+    elif folder.is_file() and folder.suffix != ".safetensors":
+        kind, found = _graph(folder)
+    else:
+        kind, found = _checkpoint(folder)
     if options.json:
         print(json.dumps({"kind": kind, **found}, indent=1))
     else:
@@ -80,16 +86,11 @@ def _partition(folder: Path) -> tuple[str, dict[str, Any]]:
         """Return dtype and row shape of each attribute by name, with its type in front."""
         found = {}
         for place, key in enumerate(types):
-            of = f"{key if isinstance(key, str) else ' '.join(key)}." if key else ""
             for name, array in outline.part.items():
                 if name.startswith(f"{noun} {place}."):
-                    found[of + name.partition(".")[2]] = _kind(*array)
+                    found[_in_type(key) + name.partition(".")[2]] = _kind(*array)
         return found
 
-    of_graph = {
-        k: _kind(v.dtype, tuple(v.shape)) if isinstance(v, torch.Tensor) else type(v).__name__
-        for k, v in outline.attributes.items()
-    }
     return "saved partition", {
         "ranks": outline.ranks,
         "method": outline.method,
@@ -99,8 +100,42 @@ def _partition(folder: Path) -> tuple[str, dict[str, Any]]:
         "by_rank": by_rank,
         "node_attributes": attributes(outline.nodes, "nodes"),
         "edge_attributes": attributes(outline.edges, "edges"),
-        "graph_attributes": of_graph,
+        "graph_attributes": _of_graph(outline.attributes),
         "checksums": "verified",
+    }
+
+
+def _graph(path: Path) -> tuple[str, dict[str, Any]]:
+    """Return the content of a graph, or raise for one that the command partition would refuse."""
+    from varcomm.graph.build.pyg_data import read
+    from varcomm.graph.graph_file import read_graph
+
+    tables = read(read_graph(path))
+    nodes = {key: table.count for key, table in tables.nodes.items()}
+    edges = {key: table.edge_index.shape[1] for key, table in tables.edges.items()}
+    found: dict[str, Any] = {"nodes": sum(nodes.values()), "edges": sum(edges.values())}
+    if None not in nodes:
+        found["by_type"] = {_in_type(key)[:-1]: n for key, n in (nodes | edges).items()}
+    types: list[tuple[str, Mapping[Any, Any]]]
+    types = [("node", tables.nodes), ("edge", tables.edges)]
+    for noun, by_type in types:
+        found[f"{noun}_attributes"] = {
+            _in_type(key) + name: _kind(rows.dtype, tuple(rows.shape[1:]))
+            for key, table in by_type.items()
+            for name, rows in table.attributes.items()
+        }
+    return "graph", found | {"graph_attributes": _of_graph(tables.attributes)}
+
+
+def _in_type(key: Any) -> str:
+    """Return the name of a type in front of its attributes; "" in a graph with one type."""
+    return f"{key if isinstance(key, str) else ' '.join(key)}." if key else ""
+
+
+def _of_graph(attributes: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        k: _kind(v.dtype, tuple(v.shape)) if isinstance(v, torch.Tensor) else type(v).__name__
+        for k, v in attributes.items()
     }
 
 

@@ -21,7 +21,7 @@ _COMMANDS = {
     "doctor": "test each engine and print a report for an issue",
     "partition": "cut a graph or mesh into parts for ranks to load",
     "check": "compare a graph model on ranks with one process",
-    "inspect": "check a saved partition or checkpoint, and list its content",
+    "inspect": "list the content of a saved partition, checkpoint or graph",
     "simulate": "predict a training step on many ranks",
     "bench": "measure each primitive and a plan on an engine",
 }

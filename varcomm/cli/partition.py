@@ -18,9 +18,9 @@ a folder. varcomm.graph.PartitionedGraph.load reads it on any number of ranks.
 FILE is one of
   a mesh          a file that read_mesh reads: .vtu, .msh, .stl, ...; or the
                   folder of an OpenFOAM case; --nodes selects points or cells
-  .pt, .pth       a dict of tensors: edge_index (2, E), and others such as x or
-                  pos; torch.save(data.to_dict(), path) writes one from a Data;
-                  nothing else is unpickled
+  .pt, .pth       a Data or a HeteroData of tensors, torch.save(data, path), or
+                  a dict of tensors, torch.save(data.to_dict(), path); nothing
+                  else is unpickled
   .npz            NumPy arrays: edge_index (2, E) or edges (E, 2), and
                   attributes by name
 
@@ -48,9 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     method = (
         f"{', '.join(METHODS)}; default: metis if pymetis is installed, else rcb if the graph has "
         "positions, else block. metis needs several parts and more nodes than parts; "
-        "else block is used"
+        "else block is used. Or a file with the rank of each node: an integer per line, as "
+        "gpmetis writes, .npy or .pt"
     )
-    add("--method", type=one_of(METHODS, "a method"), metavar="M", help=method)
+    add("--method", type=method_or_file, metavar="M", help=method)
     add("--nodes", choices=("points", "cells"), default="points", help="nodes of a mesh")
     add("--out", type=Path, metavar="FOLDER", help="write the parts; replaces an earlier partition")
     add(
@@ -65,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Check the targets, cut, write and report."""
     from varcomm import simulate
-    from varcomm.graph.graph_file import read_graph_and_mesh
+    from varcomm.graph.graph_file import read_graph_and_mesh, read_owners
     from varcomm.graph.plot import check_target
     from varcomm.graph.saved_partition import check_place
 
@@ -74,8 +75,11 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if options.out is not None:
         check_place(options.out)
     data, mesh = read_graph_and_mesh(options.file, options.nodes)
+    method = options.method
+    if isinstance(method, Path):
+        method = read_owners(method)
     try:
-        parts = simulate.partition(data, options.parts, options.method)
+        parts = simulate.partition(data, options.parts, method)
     except ArgumentError as error:
         raise ArgumentError(f"{options.file}: {error}") from error
     if options.plot is not None:  # first: it refuses nodes without positions
@@ -96,6 +100,12 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     else:
         print(f"next: varcomm.graph.PartitionedGraph.load({str(options.out)!r}) on each rank")
     return 0
+
+
+def method_or_file(text: str) -> str | Path:
+    """Read the name of a method, or of a file of owners."""
+    is_file = text not in METHODS and Path(text).is_file()
+    return Path(text) if is_file else one_of(METHODS, "a method or a file")(text)
 
 
 def picture(text: str) -> Path:

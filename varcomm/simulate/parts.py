@@ -241,6 +241,10 @@ class Parts(Counts):
         from varcomm.graph.plot import check_target, draw, draw_cells, lists_to_draw, places
 
         check_target(path)
+        if len(self._numbered) > 1:
+            raise ArgumentError(
+                "a picture shows one type of nodes. On ranks, call graph.plot(path, node_type)."
+            )
         (numbered,), (table,) = self._numbered.values(), self._tables.nodes.values()
         copied = torch.zeros(table.count, dtype=torch.bool)
         for needs in self._needs.values():
@@ -266,7 +270,7 @@ def partition(data: Any, size: int, method: Method = None) -> Parts:
         The full graph. Counts need ``edge_index``, ``num_nodes``, and ``pos`` if `method` uses it.
     size : int
         Number of ranks, P.
-    method : str or torch.Tensor or numpy.ndarray or mapping of str, optional
+    method : str or torch.Tensor or numpy.ndarray or sequence of int or mapping of str, optional
         As for :func:`varcomm.graph.partition`. The time of ``"hilbert"`` and ``"block"`` does not
         grow with P.
 
