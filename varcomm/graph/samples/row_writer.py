@@ -18,8 +18,8 @@ from varcomm.graph.directory import Directory
 from varcomm.graph.libraries import package, writing
 from varcomm.graph.node_shard import NodeShard, described
 from varcomm.graph.partitioned_graph import NodeType, PartitionedGraph
+from varcomm.graph.samples.array_formats import Array
 from varcomm.graph.samples.rows import shard_of
-from varcomm.graph.samples.stored_array import Array
 from varcomm.ops.digest import require_equal
 from varcomm.sizes import ShardSizes
 from varcomm.transport.agreement import agree, agree_and_share, share

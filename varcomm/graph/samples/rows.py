@@ -44,10 +44,10 @@ class Rows(Dataset[torch.Tensor]):
 
     Parameters
     ----------
-    source : array or callable
-        An array of shape (T, N, *F) with ``shape``, ``dtype`` and slices, such as
-        ``numpy.memmap``, a zarr.Array, an h5py.Dataset, an xarray.DataArray, or a TensorStore. Or a
-        function without arguments that opens the array.
+    source : array, path or callable
+        An array of shape (T, N, *F) with ``shape`` and slices, such as ``numpy.memmap``, a
+        zarr.Array, an h5py.Dataset, an xarray.DataArray, or a TensorStore. Or the path of a NetCDF,
+        HDF5, zarr or ``.npy`` file, or a function without arguments that opens the array.
     graph : PartitionedGraph
         The graph whose nodes the rows belong to.
     node_type : str, optional
@@ -57,8 +57,15 @@ class Rows(Dataset[torch.Tensor]):
         ``graph.with_halo(rows[t])`` exchanges the halo.
     edge_type : tuple of str, optional
         The type of edges that has the halo, in a graph with several types.
-    axis : int
-        The axis of the rows, such as -1 for (T, C, N). The first axis counts samples.
+    variable : str, optional
+        The name of the array, if `source` holds several.
+    axis : int, str, or sequence of int or str
+        The axis of the rows, such as -1 for (T, C, N). Several axes are a grid:
+        ``("lat", "lon")`` or ``(1, 2)`` for (T, lat, lon); the node of a grid point is
+        ``lat * len(lon) + lon``. Names come from NetCDF, xarray, zarr or HDF5.
+    sample_axis : int or str, optional
+        The axis that counts samples. None, or an axis of the rows, means one sample, such as a
+        field without time.
     rows : torch.Tensor, optional
         The row of the source for each owned node, (n,), of integers. By default, the ids of the
         nodes. Pass `rows` if the source has additional rows, such as cells of land, or another
@@ -91,9 +98,12 @@ class Rows(Dataset[torch.Tensor]):
 
     Notes
     -----
-    A worker process of a DataLoader calls the function `source` again and returns tensors on the
-    CPU. Elsewhere tensors are on the device of the graph. A forked process refuses an array that
-    its parent opened, except a NumPy array.
+    Values are unpacked by the CF conventions: ``scale_factor`` and ``add_offset`` are applied, and
+    values equal to ``_FillValue`` or ``missing_value`` become NaN.
+
+    A worker process of a DataLoader opens a path again, or calls the function `source`, and returns
+    tensors on the CPU. Elsewhere tensors are on the device of the graph. A forked process refuses
+    an array that its parent opened, except a NumPy array.
 
     Examples
     --------
@@ -117,7 +127,9 @@ class Rows(Dataset[torch.Tensor]):
         node_type: NodeType = None,
         halo: Literal["read"] | None = None,
         edge_type: EdgeType = None,
-        axis: int = 1,
+        variable: str | None = None,
+        axis: int | str | Sequence[int | str] = 1,
+        sample_axis: int | str | None = 0,
         rows: torch.Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -135,7 +147,7 @@ class Rows(Dataset[torch.Tensor]):
                 )
             if halo and edge_type not in graph.edge_shards:
                 raise ArgumentError(f"edge_type must be one of {graph.edge_types}.")
-            self._array = StoredArray(source, axis)
+            self._array = StoredArray(source, variable, axis, sample_axis)
             self._row = self._array.row if dtype is None else self._array.row.to(dtype)
             samples, stored = self._array.shape[:2]
             if rows is not None:
@@ -146,9 +158,11 @@ class Rows(Dataset[torch.Tensor]):
                         f"got {len(chosen)}."
                     )
             elif stored != shard.sizes.total:
+                nodes = shard.sizes.total
                 raise ArgumentError(
-                    f"the source has {stored} rows along axis {axis}, and the graph has "
-                    f"{shard.sizes.total} nodes. Pass their axis, another source, or rows=."
+                    f"the source has {self._array} and {stored} rows along axis={axis!r}, and the "
+                    f"graph has {nodes} nodes. Pass {self._array.axes_of(nodes) or 'their axis'}, "
+                    "another source, or rows=."
                 )
             self.shape: tuple[int, ...] = (samples, shard.sizes.total, *self._row.shape[1:])
             return shard, graph.edge_shards[edge_type] if halo else None
@@ -157,6 +171,9 @@ class Rows(Dataset[torch.Tensor]):
             return {
                 "shape": list(self.shape),
                 "rows of the source": self._array.shape[1],
+                "variable": variable,
+                "axis": list(self._array.axes),
+                "sample_axis": self._array.sample_axis,
                 "rows=": rows is not None,
                 "dtype": str(self._row.dtype),
                 "halo": halo,
