@@ -115,6 +115,36 @@ class Unprintable:
 
 
 @on_ranks(3)
+def test_one_item_per_sample_is_refused(rank):
+    """Ranks with equal numbers of samples: a gather would join the samples of ranks."""
+    boxes = [torch.ones(rows, 4) for rows in (1, 3 - rank)]
+    images = [{"boxes": each, "labels": torch.ones(len(each))} for each in boxes]
+    for value, place in (
+        (boxes, ""),
+        (images, ""),
+        ([boxes, boxes], ""),
+        ([tuple(boxes)], ""),
+        ({"boxes": boxes, "loss": torch.ones(())}, r" of \['boxes'\]"),
+        ((torch.ones(2), images), r" of \[1\]"),
+        ([torch.ones(()), torch.ones(())], ""),
+        (dict(enumerate(boxes)), ""),
+        ({3 + rank: boxes[0], 7: boxes[1]}, ""),
+        ([] if rank == 1 else images, ""),  # a rank without samples
+        (images if rank == 1 else tuple(images), ""),
+    ):
+        for gather in (vc.all_gather_v, vc.gather_v):
+            with pytest.raises(ArgumentError, match=f"the value{place} is a list.*split") as error:
+                gather(value)
+            assert error.value.on_all_ranks
+    rows = torch.cat([torch.empty(0, 4), *boxes[:rank]])  # the cure; rank 0 has no samples
+    counts = torch.tensor([len(each) for each in boxes[:rank]], dtype=torch.int64)
+    whole = vc.all_gather_v({"boxes": rows, "counts": counts})
+    assert [len(each) for each in whole["boxes"].split(whole["counts"].tolist())] == [1, 1, 1]
+    pair = vc.all_gather_v(tuple(boxes))  # parts of one value
+    assert [len(each) for each in pair] == [3, 6]
+
+
+@on_ranks(3)
 def test_refusals(rank):
     ones = torch.ones(2)
     graded = ones.clone().requires_grad_(rank == 0)
@@ -126,12 +156,12 @@ def test_refusals(rank):
         ({Unprintable() if rank else "a": ones}, "no text"),
         (None if rank == 1 else ones, "must be a tensor"),
         ({"a": None if rank == 1 else ones}, r"kind of \['a'\]"),
-        ([ones] * (rank + 1), r"kind of \[1\]"),
+        ((ones,) * (rank + 1), r"kind of \[1\]"),
         ({"a": ones, rank: ones}, "kind of"),
         (torch.ones(2, 3 + rank), "shape of a row"),
         ([ones, torch.ones(2, 3 + rank)], r"shape of a row of \[1\]"),
-        ([ones, ones.double() if rank else ones], r"dtype of \[1\]"),
-        ([ones, graded], r"requires_grad of \[1\]"),
+        ((ones, ones.double() if rank else ones), r"dtype of \[1\]"),
+        ((ones, graded), r"requires_grad of \[1\]"),
         (torch.ones((2,) * (1 + rank)), "dimensions"),
         ([1.0, ones], r"value of \[0\] must be a tensor"),
     ):
@@ -150,7 +180,7 @@ def test_refusals(rank):
         assert error.value.on_all_ranks
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(ones, ones) if rank == 1 else ones
-        for value in (dual, [ones, dual]):
+        for value in (dual, (ones, dual)):
             for gather in (vc.all_gather_v, vc.gather_v):
                 with pytest.raises(DisagreementError, match="tangent of forward mode"):
                     gather(value)

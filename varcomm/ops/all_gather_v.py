@@ -157,7 +157,8 @@ def all_gather_v(
     tensor : torch.Tensor
         This rank's shard, with ``sizes[rank]`` rows along `dim`; any dtype. If `sizes` is None,
         `tensor` may also be a scalar (one row), or a tuple, list or dictionary of tensors and None,
-        with the same structure on all ranks.
+        with the same structure on all ranks. A list whose items have one kind is refused, because
+        the items may belong to samples: gather their rows and counts.
     sizes : sequence of int, optional
         Rows per rank along `dim`, identical on all ranks; zeros are allowed. If None, ranks
         exchange their sizes first.

@@ -19,7 +19,7 @@ from varcomm.ops.compilation import kept_from_compilation
 from varcomm.ops.digest import require_equal
 from varcomm.ops.graph_operator import in_graph
 from varcomm.ops.handle import TensorOrHandle
-from varcomm.ops.nested import leaves, rebuilt
+from varcomm.ops.nested import leaves, lists, rebuilt
 from varcomm.sizes import ShardSizes, checked_dim, checked_rank
 from varcomm.transport.agreement import share
 from varcomm.transport.engine import as_bytes
@@ -65,6 +65,7 @@ def gather_without_sizes(
         if root is not None:
             checked_rank(root, group.size, "dst")
         words, rows = _described(found, dim)
+        _refuse_samples(value, dim)
         return words | {"dst": root, "use_fp32": use_fp32}, rows, transforms_active()
 
     shared = share(name, described, group)
@@ -170,6 +171,25 @@ def _described(found: Mapping[str, Any], dim: int) -> tuple[dict[str, Any], list
     if len(devices) > 1:
         raise ArgumentError(f"tensors must be on one device; got {sorted(map(str, devices))}.")
     return words, rows
+
+
+def _refuse_samples(value: Any, dim: int) -> None:
+    """Refuse lists of one item per sample: samples of several ranks would become one item."""
+
+    def kind(item: Any) -> dict[str, Any]:
+        words = _described(leaves([item]), dim)[0].items()
+        return {name: each for name, each in words if not name.startswith("requires_grad")}
+
+    for place, items in lists(value):
+        first, *others = map(kind, items)
+        if "a tensor" in first.values() and all(other == first for other in others):
+            raise ArgumentError(
+                f"the value{f' of {place}' if place else ''} is a list whose {len(items)} items "
+                "have one kind. If each belongs to one sample, such as the detections of an image, "
+                "samples of different ranks would be joined. Gather torch.cat(items) and the "
+                "number of rows of each item, and call split. If the items are parts of one value, "
+                "pass a tuple."
+            )
 
 
 def _with_rows(x: Tensor) -> Tensor:

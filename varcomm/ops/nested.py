@@ -36,6 +36,20 @@ def _pairs(value: Any, place: str, depth: int) -> Iterator[tuple[str, Any]]:
         yield place, value
 
 
+def lists(value: Any, place: str = "") -> Iterator[tuple[str, list[Any]]]:
+    """Yield the place and the items of each list, and of each dictionary with integer keys."""
+    if isinstance(value, Mapping):
+        if value and all(isinstance(key, int) for key in value):
+            yield place, [*value.values()]
+        for key, each in value.items():
+            yield from lists(each, f"{place}[{key!r}]")
+    elif isinstance(value, tuple | list):
+        if isinstance(value, list) and value:
+            yield place, value
+        for index, each in enumerate(value):
+            yield from lists(each, f"{place}[{index}]")
+
+
 def rebuilt(value: Any, results: Mapping[str, Any], place: str = "") -> Any:
     """Return the structure of `value` with the result of each place as its leaf, by default None.
 
