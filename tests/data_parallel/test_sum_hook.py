@@ -210,3 +210,29 @@ def test_debug_names_ranks_that_are_elsewhere(rank, ranks):
     call = partial(varcomm.broadcast, torch.ones(1)) if rank else loss.backward
     with varcomm.debug(), pytest.raises(DisagreementError, match="disagree on operation"):
         call()
+
+
+@on_ranks(3)
+def test_ranks_with_other_numbers_of_batches(rank):
+    """Ranks that have run out of batches take part in the sums of DDP's join()."""
+    torch.manual_seed(0)
+    batches = [torch.randn(n, 3, dtype=torch.float64) for n in (4, 2, 5, 1, 3, 2)]
+    of_ranks = [batches[:1], batches[1:4], batches[4:]]
+    ddp, alone = wrapped(layers)
+    rows_of_steps = torch.zeros(3, dtype=torch.int64)
+    rows_of_steps[: len(of_ranks[rank])] = torch.tensor([len(x) for x in of_ranks[rank]])
+    totals = varcomm.all_reduce(rows_of_steps)  # before the epoch
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    with ddp.join():
+        for step, x in enumerate(of_ranks[rank]):
+            optimizer.zero_grad()
+            (ddp(x).square().sum() / totals[step]).backward()
+            optimizer.step()
+    twin = torch.optim.SGD(alone.parameters(), 0.1)
+    for step in range(3):
+        twin.zero_grad()
+        together = torch.cat([own[step] for own in of_ranks if step < len(own)])
+        (alone(together).square().sum() / len(together)).backward()
+        twin.step()
+    for mine, expected in zip(ddp.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine, expected)

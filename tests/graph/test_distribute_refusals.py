@@ -86,7 +86,7 @@ REFUSED = [
     (lambda: Pooled(torch.jit.script, nn.Linear(4, 4)), "TorchScript"),
     (lambda: Pooled(nn.SyncBatchNorm, 4), "(SyncBatchNorm)"),
     (lambda: Pooled(nn.InstanceNorm1d, 4), "(InstanceNorm1d)"),
-    (lambda: Pooled(nn.BatchNorm2d, 4), "(BatchNorm2d)"),
+    (lambda: Pooled(nn.InstanceNorm2d, 4), "(InstanceNorm2d)"),
     (lambda: Pooled(pyg.TopKPooling, 4), "readout (TopKPooling)"),
     (lambda: Pooled(OwnPooling, 4), "readout (OwnPooling)"),
     (lambda: Pooled(pyg.MedianAggregation), "(MedianAggregation)"),

@@ -206,7 +206,7 @@ SENT = [
     ("BatchNorm1d", True, 2 * C),
     ("BatchNorm1d", False, 0),
     ("BatchNorm1d untracked", False, 2 * C),
-    ("BatchNorm1d sequences", True, 2 * C),
+    ("BatchNorm1d sequences", True, 2 * C + 1),
     ("BatchNorm", True, 2 * C),
     ("DiffGroupNorm", True, 2 * 3 * C),
     ("HeteroBatchNorm, kinds", True, (2 * C + 2) * 4),
@@ -307,6 +307,45 @@ def test_constant_rows_lazy_norms_and_copies(rank):
     assert twin.module.running_mean.all()
 
 
+@on_ranks(3)
+def test_batches_without_a_graph(rank):
+    """Rows of batches, pixels or voxels: their numbers differ between ranks, and between steps."""
+    for kind, shape in (
+        (nn.BatchNorm1d, ()),
+        (nn.BatchNorm1d, (4,)),
+        (nn.BatchNorm2d, (4, 5)),
+        (nn.BatchNorm3d, (2, 1, 3)),
+    ):
+        for batches in (([5, 0, 1], [5, 0, 1]), ([5, 0, 1], [1, 2, 3])):
+            where = batches[0] if batches[0] == batches[1] else None
+            alone, module = kind(3).double(), kind(3).double()
+            module.forward = global_norm(module, where)
+            for step, batch in enumerate(batches):
+                sizes = varcomm.ShardSizes(batch)
+                torch.manual_seed(step)
+                whole = torch.randn(6, 3, *shape, dtype=torch.float64).requires_grad_()
+                weight = torch.randn_like(whole)
+                own = varcomm.shard_v(whole.detach(), sizes)
+                if shape and len(own) == 0:
+                    own = own[..., :1]  # an empty batch has any size
+                own.requires_grad_()
+                expected, found = alone(whole), module(own)
+                (expected * weight).sum().backward()
+                mine = varcomm.shard_v(weight, sizes)
+                (found * mine[..., : own.shape[-1]] if shape else found * mine).sum().backward()
+                if len(own):
+                    rows = slice(sizes.offsets[rank], sizes.offsets[rank] + batch[rank])
+                    torch.testing.assert_close(found, expected[rows])
+                    torch.testing.assert_close(own.grad, whole.grad[rows])
+            torch.testing.assert_close(module.state_dict(), alone.state_dict())
+    with pytest.raises(ArgumentError, match="x must have one row"):
+        global_norm(nn.BatchNorm2d(3), [2, 2, 2])(torch.ones(1, 3, 4, 4))
+    with pytest.raises(ArgumentError, match=r"\(rows, 3, height, width\)"):
+        global_norm(nn.BatchNorm2d(3), [1, 1, 1])(torch.ones(1, 3, 4))
+    with pytest.raises(ArgumentError, match="sizes must have 3"):
+        global_norm(nn.BatchNorm2d(3), [1, 1])(torch.ones(1, 3, 4, 4))
+
+
 X = torch.ones(3, C)
 ZEROS = torch.zeros(3, dtype=torch.int64)
 
@@ -340,7 +379,7 @@ class OwnName(pyg.GraphNorm):
 UNKNOWN = [
     lambda: OwnNorm(C),
     lambda: nn.SyncBatchNorm(C),
-    lambda: nn.BatchNorm2d(C),
+    lambda: nn.InstanceNorm2d(C),
     lambda: nn.InstanceNorm1d(C),
     lambda: pyg.LayerNorm(C, mode="node"),
     lambda: nn.SyncBatchNorm.convert_sync_batchnorm(pyg.BatchNorm(C)),

@@ -19,34 +19,35 @@ from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.ops.all_reduce import all_reduce
 from varcomm.ops.checks import checked_tensor, checking
 from varcomm.ops.digest import digest
+from varcomm.sizes import ShardSizes, checked_sizes
 from varcomm.transport.agreement import share
-from varcomm.transport.group import Group
+from varcomm.transport.group import Group, resolve
 
 __all__ = ["Rows", "Where", "rows_of_any_kind"]
 
-# A graph with rows of several kinds, or the rows themselves.
-Where: TypeAlias = PartitionedGraph | Shard
+# A graph with rows of several kinds, the rows themselves, or rows per rank; None: in any number.
+Where: TypeAlias = PartitionedGraph | Shard | Sequence[int] | None
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
     """Rows of one kind: the owned ones, and the number of halo rows behind them.
 
-    `name` stands for the rows in messages, `key` is their expression in code. Without a shard, the
+    `name` stands for the rows in messages, `key` is their expression in code. Without sizes, the
     rows are all those that a call is given on any rank; `replicated` ones are equal on all ranks.
     """
 
     group: Group
     name: str
     key: str = ""
-    shard: Shard | None = None
+    sizes: ShardSizes | None = None
     num_halo: int = 0
     replicated: bool = False
 
     @property
     def num_owned(self) -> int | None:
         """Rows that count, of which halo rows may follow; None if all do."""
-        return self.shard.num_owned if self.shard is not None else None
+        return self.sizes[self.group.rank] if self.sizes is not None else None
 
     def fits(self, x: torch.Tensor) -> tuple[bool, bool]:
         """Return whether `x` has a row for each owned one, and whether for these and the halo."""
@@ -66,12 +67,13 @@ class Rows:
     def total(self, x: torch.Tensor) -> int | torch.Tensor:
         """Return the number of values per channel on all ranks, of which this rank's are `x`.
 
-        If no shard has the number, it is a sum over ranks, fp64 of shape (), and stays on the
-        device of `x`.
+        If no sizes have the number, it is a sum over ranks, fp64 of shape (), and stays on the
+        device of `x`. So it is for (rows, C, *L): lengths, at least of no rows, may differ.
         """
-        if self.shard is not None:
-            return self.shard.sizes.total * prod(x.shape[2:])
-        own = x.new_full((1,), len(x) * prod(x.shape[2:]), dtype=torch.float64)
+        if self.sizes is not None and x.dim() < 3:
+            return self.sizes.total
+        rows = len(x) if self.num_owned is None else self.num_owned
+        own = x.new_full((1,), rows * prod(x.shape[2:]), dtype=torch.float64)
         return all_reduce(own, group=self.group.process_group)[0]
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
@@ -172,7 +174,7 @@ def rows_of_any_kind(name: str, x: torch.Tensor, where: Where, in_layer: bool) -
         wrong = next((rank for rank, text in enumerate(refusals) if text), 0)
         text = refusals[wrong] or "x has no rows of the same kind on all ranks."
         raise ArgumentError(f"{name}: refused on rank {wrong} of {group.size}: {text}")
-    if equal or len({tuple(rows.shard.sizes) for rows in found if rows.shard is not None}) > 1:
+    if equal or len({rows.sizes for rows in found if rows.sizes is not None}) > 1:
         names = [rows.name for rows in found] + ["what is equal on all ranks"] * equal
         raise ArgumentError(
             f"{name}: on every rank, x may have rows of {' or of '.join(names)}, some with the "
@@ -185,8 +187,14 @@ def rows_of_any_kind(name: str, x: torch.Tensor, where: Where, in_layer: bool) -
 def _kinds(where: Where) -> list[Rows]:
     """Return the rows that there are: nodes of each type, then edges of each type."""
     found: list[tuple[Any, Shard]]
+    if where is None:
+        return [Rows(resolve(None), "rows")]
     if isinstance(where, Shard):
         found = [(None, where)]
+    elif not isinstance(where, PartitionedGraph):
+        group = resolve(None)
+        sizes = ShardSizes(checked_sizes(where, "sizes", group.size))
+        return [Rows(group, "rows", "sizes", sizes)]
     else:
         found = [*where.node_shards.items(), *where.edge_shards.items()]
     rows = []
@@ -198,7 +206,7 @@ def _kinds(where: Where) -> list[Rows]:
             halo = where.num_halo
         name = shard.noun if kind is None else f"{shard.noun} of {kind!r}"
         key = f"graph.{shard.noun}" if kind is None else f"graph[{kind!r}]"
-        rows.append(Rows(shard.group, name, key, shard, halo))
+        rows.append(Rows(shard.group, name, key, shard.sizes, halo))
     return rows
 
 
@@ -208,8 +216,13 @@ def _refusal(x: torch.Tensor, kinds: Sequence[Rows]) -> str:
         + (f", or for these and the {rows.num_halo} in the halo" if rows.num_halo else "")
         for rows in kinds
     )
+    any_number = (
+        "rows, set module.forward = varcomm.graph.global_norm(module, None)."
+        if kinds[0].key == "sizes"
+        else "nodes or edges, without halos, set module.forward = "
+        "varcomm.graph.global_norm(module, graph, in_layer=True)."
+    )
     return (
         f"x must have one row {wanted}; got shape {tuple(x.shape)}. Pass the rows of this rank. "
-        "For any number of nodes or edges, without halos, set module.forward = "
-        "varcomm.graph.global_norm(module, graph, in_layer=True)."
+        f"For any number of {any_number}"
     )

@@ -36,11 +36,13 @@ def global_norm(
     module : torch.nn.Module
         Instance of a class in :data:`GLOBAL_NORMS`, or of a subclass without a ``forward`` of its
         own. The state dict of the module does not change.
-    graph : PartitionedGraph, NodeShard or EdgeShard
+    graph : PartitionedGraph, NodeShard, EdgeShard, sequence of int, or None
         The rows. For a graph, the first call selects the type of nodes or edges whose number of
         rows matches `x` on all ranks. Nodes have precedence. Rows that are equal on all ranks,
         such as pooled rows, are normalised as in one process. Other rows are some nodes or edges,
-        such as those of a mask, without the halo.
+        such as those of a mask, without the halo. A sequence of int is the rows per rank of the
+        world. None means any number of rows per rank, which may differ between calls, such as a
+        last batch.
     in_layer : bool
         Whether `x` has a row for each edge that a layer computes with, in any number.
 
@@ -67,7 +69,8 @@ def global_norm(
 
     Communication: in training, :func:`varcomm.all_reduce` of C sums and then of C squares, for C
     channels, in the dtype of `x` or fp32. Other norms send these sums per type or graph, each with
-    a count of 8 bytes. In evaluation with running statistics, nothing is sent.
+    a count of 8 bytes. Without a graph or sizes, and for sequences or images, a count of 8 bytes is
+    sent first. In evaluation with running statistics, nothing is sent.
 
     In one process: ``module.forward``.
 
@@ -121,7 +124,7 @@ class _GlobalNorm:
         own: Callable[..., torch.Tensor] = type(module).forward
         inner: Any = getattr(module, "module", module)
         x: Any = args[0] if args else kwargs.get("x", kwargs.get("input"))
-        if isinstance(inner, torch.nn.BatchNorm1d | norm.InstanceNorm) and _is_kept(inner):
+        if isinstance(inner, (*_BATCH_NORMS, norm.InstanceNorm)) and _is_kept(inner):
             return own(module, x)
         if self.rows is None:
             self.rows = rows_of_any_kind(name, x, self.graph, self.in_layer)
@@ -143,27 +146,26 @@ def _is_kept(module: Any) -> bool:
     return not module.training and module.running_mean is not None
 
 
-def _batch_norm(module: torch.nn.BatchNorm1d, rows: Rows, input: torch.Tensor) -> torch.Tensor:
-    """Normalise each channel of (rows, C) or (rows, C, L): Ioffe and Szegedy, 2015."""
+def _batch_norm(module: _BatchNorm, rows: Rows, input: torch.Tensor) -> torch.Tensor:
+    """Normalise each channel of (rows, C, *L): Ioffe and Szegedy, 2015."""
     name, x, channels = type(module).__name__, input, module.num_features
+    shapes = next(shapes for kind, shapes in _BATCH_NORMS.items() if isinstance(module, kind))
     with checking(name, rows.group) as where:
-        if x.dim() not in (2, 3) or x.shape[1] != channels:  # which would be broadcast
-            raise ArgumentError(
-                f"{where}x must be of shape (rows, {channels}) or (rows, {channels}, length); got "
-                f"{tuple(x.shape)}."
-            )
+        if x.dim() not in (len(s.split(",")) for s in shapes) or x.shape[1] != channels:
+            wanted = " or ".join(f"({shape})" for shape in shapes).replace("C", str(channels))
+            raise ArgumentError(f"{where}x must be of shape {wanted}; got {tuple(x.shape)}.")
     if _is_kept(module):
         return type(module).forward(module, x)
     count = rows.total(x)
     _check_count(count, name, rows)
 
     def mean_of(values: torch.Tensor) -> torch.Tensor:
-        if values.dim() == 3:
-            values = values.sum(2, dtype=accumulated(values.dtype))
+        if values.dim() > 2:
+            values = values.flatten(2).sum(2, dtype=accumulated(values.dtype))
         return rows.sum(values) / count
 
     def at_rows(values: torch.Tensor) -> torch.Tensor:
-        return values if x.dim() == 2 else values.unsqueeze(-1)
+        return values.view(1, channels, *[1] * (x.dim() - 2))
 
     mean = mean_of(x)
     centred = x.to(mean.dtype) - at_rows(mean)
@@ -301,9 +303,19 @@ def _check_count(count: int | torch.Tensor, name: str, rows: Rows) -> None:
             raise error()
 
 
+_BatchNorm = torch.nn.BatchNorm1d | torch.nn.BatchNorm2d | torch.nn.BatchNorm3d
+# the shapes that each accepts
+_BATCH_NORMS: dict[type[_BatchNorm], tuple[str, ...]] = {
+    torch.nn.BatchNorm1d: ("rows, C", "rows, C, length"),
+    torch.nn.BatchNorm2d: ("rows, C, height, width",),
+    torch.nn.BatchNorm3d: ("rows, C, depth, height, width",),
+}
+
 _FORWARDS: dict[type[torch.nn.Module], Callable[..., torch.Tensor]] = {
     torch.nn.BatchNorm1d: _batch_norm,
     torch.nn.LazyBatchNorm1d: _batch_norm,
+    torch.nn.BatchNorm2d: _batch_norm,
+    torch.nn.BatchNorm3d: _batch_norm,
     norm.BatchNorm: _pyg_batch_norm,
     norm.HeteroBatchNorm: _hetero_batch_norm,
     norm.DiffGroupNorm: _diff_group_norm,
