@@ -39,6 +39,17 @@ const QUERIES = {
   "bitwise": "how_to/reproduce_bit_by_bit",
   "loss differs": "troubleshooting/loss_differs",
   "error message": "troubleshooting/errors",
+  "all_reduce op": "how_to/compute_an_exact_metric",
+  "ReduceOp.MAX": "how_to/compute_an_exact_metric",
+  "edge mask": "graphs",
+  "node type without nodes": "graphs",
+  "SyncBatchNorm CPU": "how_to/uneven_last_batch_ddp",
+  "BatchNorm uneven batch": "how_to/uneven_last_batch_ddp",
+  "DDP join": "how_to/uneven_last_batch_ddp",
+  "detections per image": "how_to/gather_different_lengths",
+  "list of dicts": "how_to/gather_different_lengths",
+  "latitude longitude": "how_to/read_only_the_rows",
+  "scale_factor": "how_to/read_only_the_rows",
 };
 
 const nothing = new Proxy(function () {}, {

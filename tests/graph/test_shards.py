@@ -9,15 +9,17 @@ from itertools import cycle, product
 import pytest
 import torch
 from torch_geometric.data import Data
+from torch_geometric.nn import SAGEConv
 
 import varcomm
 from tests.graph.against_one import graph_of
 from tests.graph.batches import no_edges
 from tests.graph.graphs import WORLDS, wild
 from tests.graph.parts import differences, same
+from tests.graph.typed import typed
 from tests.worlds import on_ranks
 from varcomm import ArgumentError, DisagreementError
-from varcomm.graph import partition
+from varcomm.graph import distribute, partition
 from varcomm.testing import dot_test, gradgradcheck
 
 FAR = [0, 254, 509, 765, 4000]  # ids of nodes and edges between which many, or none, are
@@ -157,6 +159,30 @@ EXTREMES = {
     "minus infinity alone": [-math.inf] * 3,
     "a tie": [2.0, -1.0, 2.0],
 }
+
+
+@on_ranks(3)
+def test_masks_over_edges(rank):
+    """The page's edge mask, in a mean and in a layer; and a type that has no nodes on any rank."""
+    data = wild()
+    torch.manual_seed(0)
+    data.loss_of_edge = torch.rand(data.num_edges, dtype=torch.float64)
+    data.train_edges = torch.rand(data.num_edges) < 0.5
+    graph = graph_of(data)  # a rank owns nothing
+    found = graph.edges.mean(graph.loss_of_edge, graph.train_edges)
+    torch.testing.assert_close(found, data.loss_of_edge[data.train_edges].mean())
+    layer = SAGEConv(1, 2).double()
+    alone = layer(data.x[:, :1].double(), data.edge_index[:, data.train_edges])
+    model = distribute(layer, graph)
+    found = model(graph.x[:, :1].double(), graph.edge_index[:, graph.train_edges])
+    torch.testing.assert_close(found, alone[graph.owned_ids])
+    kinds = typed()
+    graph, kind = graph_of(kinds), ("paper", "cites", "paper")
+    weight = kinds[kind].weight
+    found = graph[kind].mean(graph[kind].weight, graph[kind].weight[:, 0] > 0)
+    torch.testing.assert_close(found, weight[weight[:, 0] > 0].mean())
+    assert graph["editor"].num_nodes == 0
+    assert graph["editor"].sum(graph["editor"].x) == 0
 
 
 @on_ranks(3)

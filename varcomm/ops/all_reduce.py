@@ -167,6 +167,8 @@ def all_reduce(
 
     Notes
     -----
+    There is no ``op``: for a maximum, use ``all_gather_v(x[None]).amax(0)``.
+
     Adjoint: :func:`all_reduce` itself. A loss that all ranks compute identically from the result
     counts once per rank.
     Communication: each rank sums a piece of ``1 / P`` and sends it to the other ranks: ``2 (P - 1)
