@@ -342,7 +342,7 @@ def test_batches_without_a_graph(rank):
         global_norm(nn.BatchNorm2d(3), [2, 2, 2])(torch.ones(1, 3, 4, 4))
     with pytest.raises(ArgumentError, match=r"\(rows, 3, height, width\)"):
         global_norm(nn.BatchNorm2d(3), [1, 1, 1])(torch.ones(1, 3, 4))
-    with pytest.raises(ArgumentError, match="sizes must have 3"):
+    with pytest.raises(ArgumentError, match="sizes must have one entry per rank, 3"):
         global_norm(nn.BatchNorm2d(3), [1, 1])(torch.ones(1, 3, 4, 4))
 
 
