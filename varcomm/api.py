@@ -75,7 +75,7 @@ __all__ = [
 
 # Loaded when they are first used, because importing PyTorch Geometric takes seconds per rank.
 ROOMS = (
-    *("ase", "checkpoint", "data_parallel", "graph", "models"),
+    *("ase", "checkpoint", "data_parallel", "graph", "grid", "models"),
     *("sharding", "simulate", "tensor_parallel", "testing"),
 )
 

@@ -87,13 +87,19 @@ def run_page(rank, page, folder):
         # as a module does, so that classes defined there have a module
         exec(compile(block, page, "exec"), names)
     tensors = {key: value for key, value in names.items() if isinstance(value, torch.Tensor)}
-    return {key: value for key, value in tensors.items() if not isinstance(value, DTensor)}
+    special = DTensor, vc.grid.Field
+    return {key: value for key, value in tensors.items() if not isinstance(value, special)}
 
 
 def check_graphs(one, other):
     assert torch.isfinite(one["loss"])
     assert one["out"].shape[1] == 1
     assert len(one["out"]) + len(other["out"]) == 60
+
+
+def check_grids(one, other):
+    torch.testing.assert_close(one["whole"], one["alone"])
+    torch.testing.assert_close(one["encoded"], one["expected"])
 
 
 def check_moving_graphs(one, other):
@@ -142,6 +148,7 @@ def check_neighbours(one, other):
 # A check of the tensors on 2 ranks, and the tensors that are equal on both.
 GUIDES = {
     "graphs.md": (check_graphs, ["mean", "logits"]),
+    "grids.md": (check_grids, ["whole", "encoded"]),
     "moving_graphs.md": (check_moving_graphs, []),
     "tensor_parallel.md": (check_tensor_parallelism, ["norm", "kept"]),
     "checkpoints.md": (check_checkpoints, ["whole", "weight"]),

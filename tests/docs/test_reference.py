@@ -7,12 +7,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 from varcomm.tensor_parallel import mappings
 
 REFERENCE = Path(__file__).parent.parent.parent / "docs" / "reference"
 SUBPACKAGES = (
-    *("ase", "checkpoint", "data_parallel", "graph", "models"),
+    *("ase", "checkpoint", "data_parallel", "graph", "grid", "models"),
     *("sharding", "simulate", "tensor_parallel", "testing"),
 )
 MODULES = [
@@ -22,11 +23,15 @@ MODULES = [
 # Documented with their module, because they are no names of a package.
 FURTHER = {"varcomm.models.generation.generate"}
 # Classes that only varcomm makes: their arguments are not documented.
-MADE_BY_VARCOMM = {"varcomm.CapturedStep", "varcomm.Handle", "varcomm.checkpoint.PendingSave"}
+MADE_BY_VARCOMM = {
+    *("varcomm.CapturedStep", "varcomm.Handle", "varcomm.checkpoint.PendingSave"),
+    "varcomm.grid.Field",
+}
 # Classes with a group that they do not use for communication of their own.
 SILENT = {"varcomm.graph.EdgeShard", "varcomm.graph.NodeShard", "varcomm.sharding.ShardSpec"}
 # Functions that no argument makes fail, and those that fail as torch does.
 CANNOT_FAIL = {
+    "varcomm.grid.functions",
     "varcomm.trace",
     "varcomm.sharding.shard_spec",
     "varcomm.tensor_parallel.param_is_not_tensor_parallel_duplicate",
@@ -134,8 +139,13 @@ def see_also_problems(module, of):
             yield f"see also {name}, which does not exist"
 
 
+def issubclass_of_tensor(value):
+    return inspect.isclass(value) and issubclass(value, torch.Tensor)  # which has no signature
+
+
 def problems(name, value):
-    of, signature = sections(value.__doc__), inspect.signature(value)
+    of = sections(value.__doc__)
+    signature = inspect.signature(value.__init__ if issubclass_of_tensor(value) else value)
     yield from summary_problems(value.__doc__)
     yield from see_also_problems(name.rpartition(".")[0], of)
     if name not in MADE_BY_VARCOMM:

@@ -1,0 +1,191 @@
+"""Functions of fields, each with the shape of its input; rows are written as N and columns as M."""
+
+import math
+
+import torch
+from torch.nn import functional as F
+
+N, M = "rows", "columns"
+IMAGE = (2, 4, N, M)
+LINE = (2, 4, N)
+BOX = (1, 2, N, 4, M)
+TOKENS = (2, N, 8)
+
+
+def conv(dims, **how):
+    groups, kernel = how.pop("groups", 1), how.pop("kernel", 3)
+    kernels = kernel if isinstance(kernel, tuple) else (kernel,) * dims
+    shapes = [(6, (4 if dims < 3 else 2) // groups, *kernels), (6,)]
+    return lambda x, w, b: getattr(F, f"conv{dims}d")(x, w, b, groups=groups, **how), shapes
+
+
+def transposed(dims, **how):
+    groups, kernel = how.pop("groups", 1), how.pop("kernel", 3)
+    channels = 4 if dims < 3 else 2
+    shapes = [(channels, 3, *(kernel,) * dims), (3 * groups,)]
+    function = getattr(F, f"conv_transpose{dims}d")
+    return lambda x, w, b: function(x, w, b, groups=groups, **how), shapes
+
+
+def padded(mode, sides, **how):
+    function, shapes = conv(2, **how)
+    return lambda x, w, b: function(F.pad(x, sides, mode), w, b), shapes
+
+
+def norm(name, *shapes, **how):
+    return lambda x, *p: getattr(F, name)(x, *p, **how), list(shapes)
+
+
+def only(function):
+    return function, []
+
+
+def batch_norm(x, w, b):
+    mean, var = torch.zeros(4, dtype=x.dtype), torch.ones(4, dtype=x.dtype)
+    out = F.batch_norm(x, mean, var, w, b, True, 0.3)
+    return out * var.view(-1, *[1] * (x.dim() - 2)) + mean.view(-1, *[1] * (x.dim() - 2))
+
+
+def attention(x, w, causal=False):
+    q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in F.linear(x, w).chunk(3, -1))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
+
+
+def by_hand(x, w):
+    q, k, v = F.linear(x, w).chunk(3, -1)
+    return (q @ k.transpose(1, 2) / math.sqrt(8)).softmax(-1) @ v
+
+
+def linear_attention(x, w):
+    q, k, v = F.linear(x, w).chunk(3, -1)
+    return q @ (k.softmax(1).transpose(1, 2) @ v)
+
+
+def windows_of(x, w):
+    """Attention in windows of 2 x 2, shifted by one, as Swin's."""
+    n, c, rows, columns = x.shape
+    x = F.pad(x, (0, columns % 2, 0, rows % 2)).roll((-1, -1), (2, 3)).permute(0, 2, 3, 1)
+    high, wide = x.shape[1] // 2, x.shape[2] // 2
+    parts = x.view(n, high, 2, wide, 2, c).permute(0, 1, 3, 2, 4, 5).reshape(-1, 4, c)
+    q, k, v = (F.linear(parts, w)).chunk(3, -1)
+    out = F.scaled_dot_product_attention(q, k, v).view(n, high, wide, 2, 2, c)
+    out = out.permute(0, 1, 3, 2, 4, 5).reshape(n, 2 * high, 2 * wide, c)
+    return out.roll((1, 1), (1, 2))[:, :rows, :columns].permute(0, 3, 1, 2)
+
+
+def fourier(x, w):
+    modes = torch.fft.rfft2(x)
+    return torch.fft.irfft2(modes * w.view(1, -1, 1, 1), s=x.shape[-2:])
+
+
+FUNCTIONS = {
+    "conv1d": (LINE, *conv(1, padding=1)),
+    "conv1d of stride 3": (LINE, *conv(1, kernel=4, stride=3, padding=2)),
+    "conv2d": (IMAGE, *conv(2, padding=1)),
+    "conv2d without padding": (IMAGE, *conv(2)),
+    "conv2d of 1": (IMAGE, *conv(2, kernel=1)),
+    "conv2d of stride 2": (IMAGE, *conv(2, stride=2, padding=1)),
+    "conv2d of stride 4": (IMAGE, *conv(2, kernel=2, stride=4, padding=1)),
+    "conv2d dilated": (IMAGE, *conv(2, padding=3, dilation=3, groups=2)),
+    "conv2d large": (IMAGE, *conv(2, kernel=6, padding=5)),
+    "conv2d same": (IMAGE, *conv(2, kernel=4, padding="same", dilation=2)),
+    "conv2d uneven": (IMAGE, *conv(2, kernel=(2, 5), stride=(2, 1), padding=(0, 2))),
+    "conv3d": (BOX, *conv(3, padding=1, stride=(2, 1, 1))),
+    "conv_transpose1d": (LINE, *transposed(1, stride=2)),
+    "conv_transpose2d": (IMAGE, *transposed(2, stride=2, padding=1, output_padding=1)),
+    "conv_transpose2d of 4": (IMAGE, *transposed(2, kernel=4, stride=2, padding=1, groups=2)),
+    "conv_transpose2d of stride 4": (IMAGE, *transposed(2, kernel=2, stride=4)),
+    "conv_transpose2d dilated": (IMAGE, *transposed(2, padding=2, dilation=2)),
+    "conv_transpose3d": (BOX, *transposed(3, stride=2, kernel=2)),
+    "circular": (IMAGE, *padded("circular", (1, 1, 1, 1))),
+    "reflect": (IMAGE, *padded("reflect", (1, 2, 1, 0), stride=2)),
+    "replicate": (IMAGE, *padded("replicate", (2, 1, 3, 2))),
+    "constant": (IMAGE, *padded("constant", (0, 1, 2, 1), stride=2)),
+    "crop": (IMAGE, *only(lambda x: F.pad(x, (1, 0, 1, -1)) * 2)),
+    "max_pool2d": (IMAGE, *only(lambda x: F.max_pool2d(x, 2))),
+    "max_pool2d padded": (IMAGE, *only(lambda x: F.max_pool2d(x, 3, 2, 1))),
+    "max_pool2d ceil": (IMAGE, *only(lambda x: F.max_pool2d(x, 3, 2, 1, 1, ceil_mode=True))),
+    "max_pool2d dilated": (IMAGE, *only(lambda x: F.max_pool2d(x, 3, 1, 1, 2))),
+    "max_pool1d": (LINE, *only(lambda x: F.max_pool1d(x, 2, 3))),
+    "avg_pool2d": (IMAGE, *only(lambda x: F.avg_pool2d(x, 3, 2, 1))),
+    "avg_pool2d ceil": (IMAGE, *only(lambda x: F.avg_pool2d(x, 2, 3, 1, ceil_mode=True))),
+    "avg_pool2d inside": (
+        IMAGE,
+        *only(lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False)),
+    ),
+    "avg_pool2d divided": (IMAGE, *only(lambda x: F.avg_pool2d(x, 2, divisor_override=3))),
+    "avg_pool3d": (BOX, *only(lambda x: F.avg_pool3d(x, (1, 2, 2), ceil_mode=True))),
+    "lp_pool2d": (IMAGE, *only(lambda x: F.lp_pool2d(x.abs() + 1, 3.0, 2))),
+    "adaptive_avg_pool2d": (IMAGE, *only(lambda x: F.adaptive_avg_pool2d(x, (4, 3)))),
+    "adaptive_max_pool2d": (IMAGE, *only(lambda x: F.adaptive_max_pool2d(x, (3, 2)))),
+    "global pool": (IMAGE, *only(lambda x: F.adaptive_avg_pool2d(x, 1).flatten(1) ** 2)),
+    "unfold": (IMAGE, *only(lambda x: x.unfold(2, 3, 2))),
+    "nearest": (IMAGE, *only(lambda x: F.interpolate(x, scale_factor=2.0))),
+    "nearest-exact": (IMAGE, *only(lambda x: F.interpolate(x, size=(9, 5), mode="nearest-exact"))),
+    "bilinear": (IMAGE, *only(lambda x: F.interpolate(x, scale_factor=1.7, mode="bilinear"))),
+    "bilinear aligned": (
+        IMAGE,
+        *only(lambda x: F.interpolate(x, size=(13, 9), mode="bilinear", align_corners=True)),
+    ),
+    "bicubic": (IMAGE, *only(lambda x: F.interpolate(x, size=(7, 11), mode="bicubic"))),
+    "trilinear": (BOX, *only(lambda x: F.interpolate(x, scale_factor=2.0, mode="trilinear"))),
+    "area": (IMAGE, *only(lambda x: F.interpolate(x, size=(5, 4), mode="area"))),
+    "linear of a line": (LINE, *only(lambda x: F.interpolate(x, size=5, mode="linear"))),
+    "pixel_shuffle": (IMAGE, *only(lambda x: F.pixel_shuffle(x, 2))),
+    "pixel_unshuffle": (
+        IMAGE,
+        *only(lambda x: F.pixel_unshuffle(F.interpolate(x, scale_factor=2), 2)),
+    ),
+    "batch_norm": (IMAGE, batch_norm, [(4,), (4,)]),
+    "instance_norm": (IMAGE, *norm("instance_norm")),
+    "group_norm": (IMAGE, lambda x, w, b: F.group_norm(x, 2, w, b), [(4,), (4,)]),
+    "layer_norm": (TOKENS, lambda x, w, b: F.layer_norm(x, (8,), w, b), [(8,), (8,)]),
+    "layer_norm of all": (IMAGE, *only(lambda x: F.layer_norm(x, x.shape[1:]))),
+    "local_response_norm": (IMAGE, *only(lambda x: F.local_response_norm(x, 2))),
+    "skip": (IMAGE, *only(lambda x: torch.cat([x, F.avg_pool2d(x, 3, 1, 1)], 1) * x[:, :1])),
+    "skip of other sizes": (
+        IMAGE,
+        *only(lambda x: F.interpolate(F.max_pool2d(x, 2, ceil_mode=True), size=x.shape[2:]) + x),
+    ),
+    "rows": (IMAGE, *only(lambda x: x[:, :, 1:] - x[..., :-1, :])),
+    "every second row": (IMAGE, *only(lambda x: x[:, 1:, ::2] * x[:, :3, ::2, :1])),
+    "flip": (IMAGE, *only(lambda x: x.flip(2, 3) * x)),
+    "roll": (IMAGE, *only(lambda x: x.roll((2, -1), (2, 3)) * x + x.roll(-3, 2))),
+    "cumsum": (IMAGE, *only(lambda x: x.cumsum(2).square() + x.cumsum(-1))),
+    "softmax": (IMAGE, *only(lambda x: x.softmax(2) + x.log_softmax(3))),
+    "joined rows": (IMAGE, *only(lambda x: torch.cat([x, x[:, :, :2].sin(), x.cos()], 2))),
+    "row of a class": (TOKENS, lambda x, c: torch.cat([c.expand(2, 1, 8), x], 1) ** 2, [(1, 1, 8)]),
+    "positions": (TOKENS, lambda x, p: x * p[:, : x.shape[1]].cos(), [(1, 40, 8)]),
+    "sums": (IMAGE, *only(lambda x: x - x.mean((2, 3), keepdim=True) * x.var(2, keepdim=True))),
+    "extremes": (IMAGE, *only(lambda x: x * x.amax(2, keepdim=True) + x.min(2, True).values)),
+    "std": (IMAGE, *only(lambda x: (x / x.std()).logsumexp(2))),
+    "norms": (IMAGE, *only(lambda x: x / x.norm(dim=2, keepdim=True) + F.normalize(x, dim=1))),
+    "einsum": (IMAGE, lambda x, w: torch.einsum("bchw,cd->bdhw", x, w), [(4, 3)]),
+    "einsum of rows": (IMAGE, *only(lambda x: torch.einsum("bchw,bdhw->bcd", x, x.sin()))),
+    "mixer": (TOKENS, lambda x, w: (w[:, : x.shape[1]] @ x).tanh(), [(5, 40)]),
+    "flat linear": (TOKENS, lambda x, w: F.linear(x.reshape(-1, 8), w).view(2, -1, 3), [(3, 8)]),
+    "tokens of an image": (
+        IMAGE,
+        lambda x, w: (
+            F.linear(x.flatten(2).transpose(1, 2), w)
+            .transpose(1, 2)
+            .unflatten(2, (x.shape[2], x.shape[3]))
+        ),
+        [(4, 4)],
+    ),
+    "attention": (TOKENS, attention, [(24, 8)]),
+    "causal attention": (TOKENS, lambda x, w: attention(x, w, True), [(24, 8)]),
+    "attention by hand": (TOKENS, by_hand, [(24, 8)]),
+    "linear attention": (TOKENS, linear_attention, [(24, 8)]),
+    "windows": (IMAGE, windows_of, [(12, 4)]),
+    "fourier": (IMAGE, fourier, [(4,)]),
+    "fft": (LINE, *only(lambda x: torch.fft.fft(x, dim=2).abs().square())),
+    "fftshift": (IMAGE, *only(lambda x: torch.fft.fftshift(x, dim=(2, 3)) * x)),
+    "fold": (IMAGE, *only(lambda x: F.fold(F.unfold(x, 3, 1, 1, 2), x.shape[2:], 3, 1, 1, 2))),
+    "loss": (IMAGE, *only(lambda x: F.mse_loss(x, x.sin()) + F.smooth_l1_loss(x, x * 2))),
+    "where": (IMAGE, *only(lambda x: torch.where(x > 0, x, x.exp()) * torch.ones(x.shape[-1]))),
+    "split channels": (IMAGE, *only(lambda x: torch.stack(x.chunk(2, 1)).prod(0))),
+    "split rows": (IMAGE, *only(lambda x: sum(p.sum(2) ** 2 for p in x.split(2, 2)))),
+    "one row": (IMAGE, *only(lambda x: x[:, :, 0] * x[:, :, -1] + x.select(2, 0))),
+    "repeated": (IMAGE, *only(lambda x: x.repeat_interleave(2, 2) + x.repeat(1, 1, 1, 1).sum())),
+}

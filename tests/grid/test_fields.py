@@ -1,0 +1,219 @@
+"""Fields: losses and gradients, moves between ranks, and what is refused."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import varcomm as vc
+from tests.worlds import on_ranks, refused_alike
+
+SIZES = {1: [7], 2: [5, 2], 3: [4, 0, 3], 5: [2, 0, 1, 3, 1]}
+
+
+def field_of(ranks, channels=3, columns=5):
+    torch.manual_seed(0)
+    whole = torch.randn(2, channels, 7, columns, dtype=torch.float64)
+    grid = vc.grid.Grid((7, columns), sizes=[SIZES[ranks], None])
+    return whole, grid, grid.scatter(whole)
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular")
+        self.norm = nn.BatchNorm2d(4)
+        self.down = nn.Conv2d(4, 4, 3, stride=2)
+        self.up = nn.ConvTranspose2d(4, 2, 3, stride=2)
+
+    def forward(self, x):
+        h = F.relu(self.norm(self.first(x)), inplace=True)
+        return self.up(self.down(h)) + h[:, :2]
+
+
+def model():
+    torch.manual_seed(1)
+    return Network().double()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@on_ranks()
+def test_training(rank, ranks):
+    whole, _, x = field_of(ranks)
+    alone, split = model(), model()
+    target = torch.randn(2, 2, 7, 5, dtype=torch.float64)
+    for network, data in ((alone, whole), (split, x)):
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            F.mse_loss(network(data), target).backward()
+            if network is split:
+                vc.data_parallel.sum_gradients(network)
+            optimizer.step()
+    for name, expected in alone.state_dict().items():
+        torch.testing.assert_close(split.state_dict()[name], expected, rtol=1e-11, atol=1e-12)
+
+
+LOSSES = {
+    "mean": lambda grid, x: grid.mean(x.square()),
+    "weighted": lambda grid, x: grid.mean(x.square(), weights=torch.arange(1.0, 8)[:, None]),
+    "masked": lambda grid, x: grid.mean(x.square(), mask=torch.arange(5) > 1),
+    "sum": lambda grid, x: grid.sum(x.cos(), mask=torch.arange(7)[:, None] > 3),
+    "torch": lambda grid, x: F.l1_loss(x, x.detach() * 2),
+    "pooled": lambda grid, x: F.adaptive_avg_pool2d(x, 1).flatten(1).square().sum(),
+    "classes": lambda grid, x: F.cross_entropy(x, x.argmax(1), label_smoothing=0.1),
+    "weighted classes": lambda grid, x: F.cross_entropy(
+        x,
+        (x > 0).sum(1).clamp_max(2),
+        torch.tensor([1.0, 2, 5], dtype=torch.float64),
+        ignore_index=1,
+    ),
+    "of an ordinary value": lambda grid, x: grid.sum(F.softplus(WEIGHT)) + x.sum(),
+}
+WEIGHT = torch.ones((), dtype=torch.float64)
+
+
+class Whole:
+    """The means of a grid on one process."""
+
+    def mean(self, x, mask=None, weights=None):
+        factor = mask if weights is None else weights
+        factor = torch.ones(()) if factor is None else factor
+        return (x * factor).sum() / (torch.ones_like(x) * factor).sum()
+
+    def sum(self, x, mask=None):
+        return (x if mask is None else x * mask).sum()
+
+
+@on_ranks(3)
+def test_losses_count_once(rank):
+    whole, grid, x = field_of(3)
+    for name, loss in LOSSES.items():
+        one = whole.clone().requires_grad_()
+        expected = loss(Whole(), one)
+        expected.backward()
+        own = x.detach().requires_grad_()
+        found = loss(grid, own)
+        found.backward()
+        assert abs(found.item() - expected.item()) < 1e-12, name
+        torch.testing.assert_close(own.grad.gather(), one.grad, rtol=1e-12, atol=1e-12, msg=name)
+
+
+@on_ranks(3)
+def test_fields_know_one_process(rank):
+    whole, grid, x = field_of(3)
+    assert (x.shape, x.size(2), x.numel(), len(x), x.dim()) == (whole.shape, 7, 210, 2, 4)
+    assert (x.dtype, x.device.type, x.ndim, x.is_floating_point()) == (whole.dtype, "cpu", 4, True)
+    assert x.local.shape[2] == SIZES[3][rank] == len(grid.ranges[0])
+    assert torch.equal(x.gather(), whole)
+    there = x.gather(dst=1)
+    assert torch.equal(there, whole) if rank == 1 else len(there[0, 0]) == 0
+    assert float(x.sum()) == pytest.approx(whole.sum().item())
+    assert bool((x > 9).any()) is False
+    assert "7" in repr(x)
+    assert torch.equal(copy.deepcopy(x).gather(), whole)
+    x += 1
+    x[:, 0] = 2.0
+    whole += 1
+    whole[:, 0] = 2.0
+    assert torch.equal(x.gather(), whole)
+    assert grid.max(x).item() == whole.max()
+
+
+REFUSED = {
+    "grid_sample": lambda x: F.grid_sample(x, torch.zeros(2, 4, 4, 2, dtype=x.dtype)),
+    "max_pool2d_with_indices": lambda x: F.max_pool2d(x, 2, return_indices=True),
+    "sort along the split": lambda x: x.sort(dim=2),
+    "median": lambda x: x.median(),
+    "where with one argument": lambda x: torch.where(x > 0),
+    "tolist": lambda x: x.tolist(),
+    "needs a gradient": lambda x: x.requires_grad_().sum(1).backward(),
+    "must have them all": lambda x: x + torch.ones(3, 1, dtype=x.dtype),
+    "add with out=": lambda x: torch.add(x, 1, out=torch.empty(1)),
+    "an index of tensors": lambda x: x[:, :, torch.tensor([0, 1])],
+    "cannot be pickled": pickle.dumps,
+    "operand behind the first": lambda x: F.conv2d(torch.ones(1, 3, 9, 9, dtype=x.dtype), x),
+    "do not fit": lambda x: F.conv2d(x, torch.ones(1, 3, 9, 1, dtype=x.dtype)),
+    "ordinary tensor by add_": lambda x: torch.zeros(7, 5, dtype=x.dtype).add_(x[0, 0]),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+@on_ranks(3)
+def test_refusals(rank, words):
+    _, _, x = field_of(3)
+    refused_alike(vc.ArgumentError, lambda: REFUSED[words](x.detach()), words)
+
+
+@on_ranks(3)
+def test_what_takes_a_part(rank):
+    _, _, x = field_of(3)
+    with pytest.raises(vc.ArgumentError, match=r"field\.local"):
+        vc.all_reduce(x)
+    with pytest.raises(Exception, match=r"without torch\.compile"):
+        torch.compile(nn.Conv2d(3, 1, 1).double(), backend="eager")(x)
+
+
+WRONG_GRIDS = {
+    "sum to 6": ((7, 5), {"sizes": [[3, 3, 0], None]}),
+    "an entry for each": ((7, 5), {"sizes": [[4, 3, 0]]}),
+    "splits 1": ((7, 5), {"sizes": [[4, 3, 0], [5, 0, 0]]}),
+    "shape": ((7, -1), {}),
+}
+
+
+@pytest.mark.parametrize("words", WRONG_GRIDS)
+@on_ranks(3)
+def test_wrong_grids(rank, words):
+    shape, how = WRONG_GRIDS[words]
+    refused_alike(vc.ArgumentError, lambda: vc.grid.Grid(shape, **how), words)
+
+
+@on_ranks(3)
+def test_grids_that_differ(rank):
+    refused_alike(vc.DisagreementError, lambda: vc.grid.Grid((7 + rank, 5)), "disagree")
+
+
+@on_ranks(3)
+def test_bytes(rank):
+    """A window fetches the rows that it lacks, over an empty rank, and a point none."""
+    _, _, x = field_of(3)
+    row = 2 * 3 * 5 * 8
+    weight = torch.ones(1, 3, 3, 3, dtype=x.dtype)
+    with vc.trace() as calls:
+        F.conv2d(x, weight, padding=1)
+    sent = sum(call.sent for call in calls)
+    assert sent == [row, 0, row][rank]
+    with vc.trace() as calls:
+        F.conv2d(x, weight[..., :1, :1]).relu() * x[:, :1]
+    assert len(calls) == 0
+
+
+@on_ranks(3)
+def test_channels_are_dropped_alike(rank):
+    _, _, x = field_of(3, channels=64)
+    torch.manual_seed(rank)
+    out = F.dropout2d(x.abs() + 1, 0.5)
+    kept = out.gather() != 0
+    assert torch.equal(kept.any((2, 3)), kept.all((2, 3)))
+    assert 0 < kept.sum() < kept.numel()
+
+
+@on_ranks(3)
+def test_checkpointing_and_autocast(rank):
+    whole, _, x = field_of(3)
+    network = model()
+    own = x.detach().requires_grad_()
+    out = torch.utils.checkpoint.checkpoint(network, own, use_reentrant=False)
+    out.square().mean().backward()
+    one = whole.clone().requires_grad_()
+    model()(one).square().mean().backward()
+    torch.testing.assert_close(own.grad.gather(), one.grad, rtol=1e-11, atol=1e-12)
+    with torch.autocast("cpu", torch.bfloat16):
+        low = model().float()(x.float())
+        expected = model().float()(whole.float())
+    assert low.dtype == expected.dtype
+    torch.testing.assert_close(low.gather(), expected, rtol=0.1, atol=0.1)

@@ -1,0 +1,42 @@
+"""Functions of fields equal those of torch on the whole tensor, to the second derivative."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.grid.comparing import ROWS_ONLY, compare
+from tests.grid.functions import FUNCTIONS, M
+from tests.worlds import on_ranks
+
+NAMES = [*FUNCTIONS]
+
+
+@pytest.mark.parametrize("names", [NAMES[at::6] for at in range(6)], ids=lambda names: names[0])
+@on_ranks(3)
+def test_functions(rank, names):
+    torch.set_num_threads(1)
+    return [line for name in names for seed in (0, 1) if (line := compare(name, seed, [3]))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+@on_ranks(2, 3, 5)
+def test_functions_of_many_sizes(rank, name, ranks):
+    torch.set_num_threads(1)
+    return [line for seed in range(20) if (line := compare(name, seed + 2, [ranks]))]
+
+
+OF_TWO_DIMENSIONS = [
+    name
+    for name, (shape, *_) in FUNCTIONS.items()
+    if M in shape and name not in (*ROWS_ONLY, "windows")  # refused: it joins rows and columns
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_TWO_DIMENSIONS)
+@on_ranks(4)
+def test_functions_on_a_mesh(rank, name):
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (2, 2))
+    return [line for seed in range(6) if (line := compare(name, seed, [2, 2], mesh))]

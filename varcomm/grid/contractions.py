@@ -1,0 +1,284 @@
+"""Rules of products: linear layers, ``einsum``, attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from varcomm.grid.fetch import span
+from varcomm.grid.field import Field, fields, part, placed, plain, refused, rule, whole, wrap
+from varcomm.grid.layout import Layout, Split
+from varcomm.grid.reductions import sum_over
+
+Func = Callable[..., Any]
+Label = Hashable
+
+
+def contracted(
+    compute: Callable[..., Tensor],
+    operands: Sequence[Any],
+    labels: Sequence[Sequence[Label]],
+    out: Sequence[Label],
+) -> Any:
+    """Return a product whose operands and result have these labels at their dimensions.
+
+    A label of the result stays split as in the first operand that splits it. A label that is
+    summed over is summed on each rank, then over ranks. If another split label has taken the group,
+    an operand is gathered: so attention keeps the split of queries, and gathers keys and values.
+    """
+    layout = next(fields(operands)).grid_layout
+    splits = [
+        {names[s.dim + len(names)]: s for s in x.grid_layout.splits} if isinstance(x, Field) else {}
+        for x, names in zip(operands, labels, strict=True)
+    ]
+    chosen: dict[Label, Split] = {}
+    for kept in (True, False):
+        for own in splits:
+            for label, split in own.items():
+                taken = {other.group for name, other in chosen.items() if name != label}
+                if (label in out) == kept and label not in chosen and split.group not in taken:
+                    chosen[label] = split
+    local = [
+        _fitted(plain(x), names, own, chosen)
+        for x, names, own in zip(operands, labels, splits, strict=True)
+    ]
+    found = compute(*local)
+    summed = [split for label, split in chosen.items() if label not in out]
+    placed_at = {out.index(label): split for label, split in chosen.items() if label in out}
+    return wrap(sum_over(found, summed), layout.having(placed_at, len(out)))
+
+
+def _fitted(
+    x: Tensor, names: Sequence[Label], own: dict[Label, Split], chosen: dict[Label, Split]
+) -> Tensor:
+    """Return this rank's part of an operand, split as `chosen`."""
+    for dim, label in enumerate(names):
+        split, target = own.get(label), chosen.get(label)
+        if split is None and target is not None:
+            x = part(x, replace(target, dim=dim - x.dim()))
+        elif split is not None and target is None:
+            x = whole(x, dim, split)
+        elif split is not None and target is not None and split.sizes != target.sizes:
+            if split.repeats > 1 or split.rows != target.rows:
+                raise refused("a product of operands with other splits of one dimension")
+            x = span(x, split, target.spans)
+    return x
+
+
+def _matrices(a: Any, b: Any) -> tuple[list[Label], list[Label], list[Label]]:
+    """Return the labels of the operands and of the result of ``torch.matmul``."""
+    batch = max(a.dim(), b.dim(), 2) - 2
+    rows: list[Label] = ["i"] if a.dim() > 1 else []
+    columns: list[Label] = ["j"] if b.dim() > 1 else []
+    names: list[Label] = [*range(batch)]
+    first = [*names[batch - max(a.dim() - 2, 0) :], *rows, "k"]
+    second = [*names[batch - max(b.dim() - 2, 0) :], "k", *columns]
+    return first, second, [*names, *rows, *columns]
+
+
+@rule("matmul mm bmm mv rmatmul", several=True)
+def _matmul(func: Func, a: Any, b: Any) -> Any:
+    if func.__name__ == "__rmatmul__":
+        a, b = b, a
+    first, second, out = _matrices(a, b)
+    return contracted(torch.matmul, (a, b), (first, second), out)
+
+
+@rule("addmm baddbmm addbmm", several=True)
+def _addmm(func: Func, x: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+    product = _matmul(torch.matmul, a, b)
+    product = product.sum(0) if func.__name__ == "addbmm" else product
+    return product * alpha + (x * beta if beta else 0)
+
+
+@rule("linear", several=True)
+def _linear(func: Func, input: Any, weight: Any, bias: Any = None) -> Any:
+    names: list[Label] = [*range(input.dim() - 1), "k"]
+    if -1 not in input.grid_layout.by_dim and not any(fields([weight])):
+        return wrap(func(plain(input), weight, bias), input.grid_layout)
+    out = contracted(func, (input, weight), (names, ["o", "k"]), [*names[:-1], "o"])
+    return out if bias is None else out + bias
+
+
+@rule("einsum", several=True)
+def _einsum(func: Func, equation: str, *operands: Any) -> Any:
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = tuple(operands[0])
+    terms, _, out = equation.replace(" ", "").partition("->")
+    given = terms.split(",")
+    if "->" not in equation:
+        letters = sorted({c for c in terms if c.isalpha() and terms.count(c) == 1})
+        out = ("..." if "..." in terms else "") + "".join(letters)
+    more = max(
+        (
+            x.dim() - len(t.replace("...", ""))
+            for x, t in zip(operands, given, strict=True)
+            if "..." in t
+        ),
+        default=0,
+    )
+
+    def labels(term: str, dims: int) -> list[Label]:
+        before, dots, behind = term.partition("...")
+        count = dims - len(before) - len(behind) if dots else 0
+        return [*before, *range(more - count, more), *behind]
+
+    names = [labels(t, x.dim()) for t, x in zip(given, operands, strict=True)]
+    if any(len({*these}) < len(these) for these in names):
+        raise refused("einsum of a diagonal")
+    result = labels(out, len(out.replace("...", "")) + more)
+    return contracted(lambda *local: func(f"{terms}->{out}", *local), operands, names, result)
+
+
+@rule("embedding one_hot")
+def _embedding(func: Func, ids: Any, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(ids, Field) or any(fields(args)):
+        raise refused(f"{func.__name__} of a split table")
+    splits = {split.dim - 1: split for split in ids.grid_layout.splits}
+    return wrap(func(plain(ids), *args, **kwargs), ids.grid_layout.having(splits, 0))
+
+
+# --- Attention
+
+
+@rule("scaled_dot_product_attention", several=True)
+def _attention(
+    func: Func,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Attend from this rank's queries to the keys and values of all ranks, which are gathered."""
+    layout = _batches(query, key, value)
+    split = query.grid_layout.by_dim.get(-2) if isinstance(query, Field) else None
+    if split is not None:
+        layout = layout.having(layout.by_dim | {-2: split}, 0)
+    if any(s.dim == -1 for s in layout.splits) or (split is not None and split.repeats > 1):
+        raise refused("attention of split channels")
+    others = layout.having({d: s for d, s in layout.by_dim.items() if d != -2}, 0)
+    q, k, v = placed(query, layout), _whole_tokens(key, others), _whole_tokens(value, others)
+    if is_causal:
+        start, count = (0, q.shape[-2]) if split is None else (split.start, split.own)
+        attn_mask = q.new_ones(count, k.shape[-2], dtype=torch.bool).tril(start)
+    elif attn_mask is not None:
+        if isinstance(attn_mask, Field) and -1 in attn_mask.grid_layout.by_dim:
+            attn_mask = wrap(
+                whole(plain(attn_mask), attn_mask.dim() - 1, attn_mask.grid_layout.by_dim[-1]),
+                attn_mask.grid_layout.having(
+                    {d: s for d, s in attn_mask.grid_layout.by_dim.items() if d != -1}, 0
+                ),
+            )
+        attn_mask = placed(attn_mask, layout)
+    if split is not None and not split.own:  # one row of zeros, so that this rank takes part
+        q = F.pad(q, [0, 0, 0, 1])
+        attn_mask = None
+    out = func(q, k, v, attn_mask, dropout_p, False, **kwargs)
+    out = out if split is None else out.narrow(-2, 0, split.own)
+    return wrap(out, layout)
+
+
+def _batches(*given: Any) -> Layout:
+    """Return the splits of samples and heads, which all operands share."""
+    found: dict[int, Split] = {}
+    for x in fields(given):
+        for split in x.grid_layout.splits:
+            if split.dim < -2:
+                found.setdefault(split.dim, split)
+    return next(fields(given)).grid_layout.having(found, 0)
+
+
+def _whole_tokens(x: Any, layout: Layout) -> Tensor:
+    """Return keys or values with the tokens of all ranks."""
+    if isinstance(x, Field) and (split := x.grid_layout.by_dim.get(-2)) is not None:
+        others = {d: s for d, s in x.grid_layout.by_dim.items() if d != -2}
+        x = wrap(whole(plain(x), x.dim() - 2, split), x.grid_layout.having(others, 0))
+    found: Tensor = placed(x, layout)
+    return found
+
+
+@rule("multi_head_attention_forward", several=True)
+def _multi_head_attention(
+    func: Func,
+    query: Any,
+    key: Any,
+    value: Any,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: Any,
+    in_proj_bias: Any,
+    bias_k: Any,
+    bias_v: Any,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_proj_weight: Any,
+    out_proj_bias: Any,
+    training: bool = True,
+    key_padding_mask: Any = None,
+    need_weights: bool = True,
+    attn_mask: Any = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: Any = None,
+    k_proj_weight: Any = None,
+    v_proj_weight: Any = None,
+    static_k: Any = None,
+    static_v: Any = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> Any:
+    """Project, attend and project; tokens are along the first dimension, samples may be missing."""
+    if bias_k is not None or add_zero_attn or static_k is not None or static_v is not None:
+        raise refused("MultiheadAttention with further keys (bias_k, add_zero_attn, static_k)")
+    batched = query.dim() == 3
+    if not batched:
+        query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+    if not use_separate_proj_weight:
+        q_proj_weight, k_proj_weight, v_proj_weight = in_proj_weight.chunk(3)
+    biases = [None] * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
+    weights = q_proj_weight, k_proj_weight, v_proj_weight
+    heads = []
+    for x, w, b in zip((query, key, value), weights, biases, strict=True):
+        projected = F.linear(x, w, b)
+        heads.append(projected.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3))
+    q, k, v = heads
+    mask = _mask(attn_mask, key_padding_mask, q, k, num_heads, batched)
+    if is_causal and mask is None:
+        raise refused("MultiheadAttention with is_causal=True and no attn_mask")
+    p, shown = dropout_p if training else 0.0, None
+    if need_weights:
+        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
+        shown = (scores if mask is None else scores + mask).softmax(-1)
+        shown = F.dropout(shown, p) if p else shown
+        out = shown @ v
+        shown = shown.mean(1) if average_attn_weights else shown
+        shown = shown if batched else shown.squeeze(0)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, mask, p)
+    out = F.linear(out.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
+    return (out if batched else out.squeeze(1)), shown
+
+
+def _mask(attn_mask: Any, padding: Any, q: Any, k: Any, heads: int, batched: bool) -> Any:
+    """Return one mask of floats to add, for samples, heads, queries and keys."""
+
+    def floats(mask: Any) -> Any:
+        if mask.dtype != torch.bool:
+            return mask
+        return torch.zeros_like(mask, dtype=q.dtype).masked_fill(mask, float("-inf"))
+
+    if padding is not None:
+        padding = padding.gather() if isinstance(padding, Field) else padding
+        padding = floats(padding if batched else padding.unsqueeze(0))[:, None, None]
+    if attn_mask is None:
+        return padding
+    mask = floats(attn_mask)
+    mask = mask.unflatten(0, (-1, heads)) if mask.dim() == 3 else mask
+    return mask if padding is None else mask + padding

@@ -1,0 +1,211 @@
+"""Rules of functions that compute each element from those at its place, and of losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from varcomm.errors import ArgumentError
+from varcomm.grid.field import (
+    RULES,
+    Field,
+    common,
+    map_plain,
+    placed,
+    plain,
+    refused,
+    rule,
+    untraced,
+    wrap,
+)
+from varcomm.ops.all_reduce import all_reduce
+from varcomm.ops.broadcast import broadcast
+
+Func = Callable[..., Any]
+
+
+@rule(
+    "add sub mul div true_divide floor_divide remainder fmod pow neg abs sign sgn sqrt rsqrt",
+    "radd rsub rmul truediv rtruediv rdiv rpow floordiv rfloordiv mod rmod invert subtract square",
+    "multiply divide negative absolute exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos",
+    "atan atan2 sinh cosh tanh asinh acosh atanh sigmoid logit erf erfc erfinv lgamma digamma",
+    "reciprocal floor ceil round trunc frac clamp clamp_min clamp_max clip lerp addcmul addcdiv",
+    "maximum minimum fmax fmin eq ne lt le gt ge isnan isinf isfinite logical_and logical_or",
+    "logical_not logical_xor and or xor rand ror rxor bitwise_and bitwise_or bitwise_not",
+    "masked_fill nan_to_num heaviside hypot sinc xlogy relu relu6 gelu silu elu selu celu mish",
+    "softplus softsign leaky_relu rrelu hardtanh hardsigmoid hardswish hardshrink softshrink",
+    "tanhshrink threshold logsigmoid dropout alpha_dropout clone detach contiguous float double",
+    "half bfloat16 int long bool cpu cuda real imag conj angle complex polar",
+    "zeros_like ones_like empty_like full_like rand_like randn_like randint_like bernoulli",
+    "isclose signbit positive deg2rad rad2deg copysign resolve_conj resolve_neg",
+    several=True,
+)
+def elementwise(func: Func, *args: Any, **kwargs: Any) -> Any:
+    """Compute with each rank's own rows of all operands, which are aligned if they differ."""
+    layout = common([*args, *kwargs.values()])
+    local = [placed(one, layout) for one in args]
+    return wrap(func(*local, **{name: placed(one, layout) for name, one in kwargs.items()}), layout)
+
+
+@rule("where", several=True)
+def _where(func: Func, *args: Any, **kwargs: Any) -> Any:
+    if len(args) + len(kwargs) < 3:
+        raise refused("where with one argument, which lists places,")
+    return elementwise(func, *args, **kwargs)
+
+
+@rule("prelu")
+def _prelu(func: Func, x: Any, weight: Tensor) -> Any:
+    if x.grid_layout.at(x.dim()).get(1):
+        raise refused("prelu of split channels")
+    return wrap(func(plain(x), plain(weight)), x.grid_layout)
+
+
+def _attribute(func: Func, x: Any) -> Any:
+    return wrap(func(plain(x)), x.grid_layout)
+
+
+RULES.update({f"get {name}": _attribute for name in ("real", "imag", "data")})
+
+
+@rule("to type type_as deepcopy", several=True)
+def _converted(func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Convert own rows; another tensor only says to which dtype and device."""
+    if not isinstance(x, Field):
+        return func(x, *map_plain(args), **kwargs)
+    if func is torch.Tensor.__deepcopy__:
+        return wrap(plain(x).detach().clone().requires_grad_(x.requires_grad), x.grid_layout)
+    return wrap(func(plain(x), *map_plain(args), **kwargs), x.grid_layout)
+
+
+@rule("new_empty new_zeros new_ones new_full new_tensor can_cast result_type", several=True)
+def _ordinary(func: Func, *args: Any, **kwargs: Any) -> Any:
+    """Return an ordinary tensor of the shape that is asked for, whole on every rank."""
+    return func(*map_plain(args), **kwargs)
+
+
+@rule(
+    "add_ sub_ mul_ div_ pow_ neg_ abs_ exp_ sqrt_ rsqrt_ clamp_ clamp_min_ clamp_max_ relu_ silu_",
+    "sigmoid_ tanh_ leaky_relu_ elu_ hardtanh_ masked_fill_ zero_ fill_ copy_ addcmul_ addcdiv_",
+    "lerp_ iadd isub imul itruediv idiv ipow ior iand normal_ uniform_ bernoulli_ dropout_ celu_",
+    "selu_ hardswish_ square_ floor_ round_ requires_grad_ nan_to_num_ detach_ threshold_",
+    several=True,
+)
+def _in_place(func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Change own rows in place; other operands are aligned with them."""
+    if not isinstance(x, Field):
+        raise refused(f"writing a field into an ordinary tensor by {func.__name__}")
+    others = {name: placed(one, x.grid_layout) for name, one in kwargs.items()}
+    func(plain(x), *[placed(one, x.grid_layout) for one in args], **others)
+    return x
+
+
+@rule("dropout1d dropout2d dropout3d feature_dropout feature_alpha_dropout")
+def _feature_dropout(
+    func: Func, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Any:
+    """Drop whole channels, on all ranks those of the first."""
+    dims = x.dim()
+    features = plain(x).new_ones([*plain(x).shape[:2], *[1] * (dims - 2)])
+    if x.grid_layout.at(dims).keys() & {0, 1}:
+        raise refused(func.__name__)
+    mask = func(features, p, training)
+    for group in x.grid_layout.groups:
+        mask = broadcast(mask.detach(), group=group.process_group)
+    return x * mask
+
+
+_LOSSES = (
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div soft_margin_loss",
+    "binary_cross_entropy_with_logits poisson_nll_loss gaussian_nll_loss cross_entropy nll_loss",
+)
+
+
+@rule(*_LOSSES, several=True)
+def _loss(func: Func, *args: Any, reduction: str = "mean", **kwargs: Any) -> Any:
+    """Return the loss of each element, or its sum or mean over all ranks, whole."""
+    name, (x, *others) = func.__name__, args
+    if name in ("cross_entropy", "nll_loss"):
+        return _class_loss(func, x, *others, reduction=reduction, **kwargs)
+    out = elementwise(func, x, *others, reduction="none", **kwargs)
+    if name == "kl_div" and reduction == "batchmean":
+        return out.sum() / x.shape[0]
+    return out if reduction == "none" else getattr(out, reduction)()
+
+
+def _class_loss(
+    func: Func, x: Any, target: Any, *others: Any, reduction: str, **kwargs: Any
+) -> Any:
+    """Lay the target out as the classes, which are along dimension 1 and not split."""
+    if x.dim() + min(x.grid_layout.by_dim, default=0) < 2 and x.dim() > 1:
+        raise refused(f"{func.__name__} of split classes or samples")
+    labels = placed(target, x.grid_layout)
+    out = wrap(func(plain(x), labels, *others, reduction="none", **kwargs), x.grid_layout)
+    if reduction != "mean":
+        return out if reduction == "none" else out.sum()
+    weight, ignored = kwargs.get("weight"), kwargs.get("ignore_index", -100)
+    if labels.is_floating_point() or kwargs.get("label_smoothing"):
+        if weight is not None or (
+            not labels.is_floating_point() and bool((labels == ignored).any())
+        ):
+            raise refused(f"{func.__name__} with a weighted mean of smoothed classes")
+        return out.mean()
+    counted = labels != ignored
+    weights = counted.to(out.dtype)
+    if weight is not None:
+        weights = weight[labels.masked_fill(~counted, 0)] * weights
+    return out.sum() / wrap(weights, x.grid_layout).sum()
+
+
+def total(x: Tensor, field: Any) -> Tensor:
+    """Sum a local value over all ranks of a field."""
+    for group in field.grid_layout.groups:
+        x = all_reduce(x, group=group.process_group)
+    return x
+
+
+@rule("backward", several=True)
+def _backward(func: Func, x: Any, gradient: Any = None, *args: Any, **kwargs: Any) -> None:
+    """Begin with a gradient that counts once, not on each rank."""
+    func(plain(x), _seed(x, gradient), *args, **kwargs)
+
+
+@rule("grad", several=True)
+def _grad(func: Func, outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> Any:
+    """Differentiate as one process does; the gradient of an ordinary tensor is this rank's part."""
+    outs = [outputs] if isinstance(outputs, Tensor) else [*outputs]
+    ins = [inputs] if isinstance(inputs, Tensor) else [*inputs]
+    one = grad_outputs is None or isinstance(grad_outputs, Tensor)
+    seeds = [grad_outputs] * len(outs) if one else grad_outputs
+    seeds = [_seed(x, g) for x, g in zip(outs, seeds, strict=True)]
+    given = [plain(x) for x in outs], ins, seeds
+    found = untraced(func, given, kwargs)
+    return tuple(_gradient(g, x) for g, x in zip(found, ins, strict=True))
+
+
+def _seed(x: Any, gradient: Any) -> Any:
+    if not isinstance(x, Field):
+        return plain(gradient)
+    if x.grid_layout.splits:
+        if gradient is None:
+            raise ArgumentError(
+                "backward of a field that is split needs a gradient. Take grid.mean or grid.sum."
+            )
+        return placed(gradient, x.grid_layout)
+    given = torch.ones_like(plain(x)) if gradient is None else plain(gradient)
+    return given / x.grid_layout.ranks
+
+
+def _gradient(found: Any, x: Any) -> Any:
+    if found is None or not isinstance(x, Field):
+        return plain(found)
+    return wrap(plain(found) if x.grid_layout.splits else total(plain(found), x), x.grid_layout)
+
+
+def count_of(x: Any, dims: list[int]) -> int:
+    """Return the number of elements along some dimensions, on one process."""
+    return prod(x.shape[dim] for dim in dims)

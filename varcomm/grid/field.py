@@ -1,0 +1,371 @@
+"""``Field``: a tensor that is split over ranks and carries how, on which torch's functions run.
+
+Each function of torch has a rule, or it is refused by name. A rule computes with local tensors,
+from the rows that :mod:`.fetch` gets. Values that every rank has whole are fields without splits;
+parts of them are used on each rank, so a gradient is the sum of those of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from varcomm.errors import ArgumentError
+from varcomm.grid.fetch import span
+from varcomm.grid.layout import Layout, Split
+from varcomm.ops.all_gather_v import all_gather_v
+from varcomm.ops.gather_v import gather_v
+from varcomm.transport.group import Group
+
+Rule = Callable[..., Any]
+
+RULES: dict[str, Rule] = {}  # by names of torch's functions
+_OF_SEVERAL: set[str] = set()  # names whose rules take further operands that are split
+
+
+def rule(*names: str, several: bool = False) -> Callable[[Rule], Rule]:
+    """Register a function as the rule of functions of torch, given as words of texts.
+
+    With `several`, any operand may be split, else only the first.
+    """
+
+    def register(of: Rule) -> Rule:
+        known = " ".join(names).split()
+        RULES.update(dict.fromkeys(known, of))
+        _OF_SEVERAL.update(known if several else ())
+        return of
+
+    return register
+
+
+class Field(torch.Tensor):
+    """A tensor that is split over the ranks of a grid.
+
+    Made by :meth:`Grid.field` and :meth:`Grid.scatter`, and by torch's functions of fields.
+    ``shape`` and ``size()`` are those of one process.
+
+    Attributes
+    ----------
+    grid_layout : Layout
+        The dimensions that are split, and their sizes on all ranks.
+
+    See Also
+    --------
+    Grid, functions
+
+    Notes
+    -----
+    Communication: that of the functions that it is passed to; an exchange along a dimension takes
+    a message per neighbour.
+    In one process: a tensor.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> def fn(rank):
+    ...     grid = varcomm.grid.Grid((3, 2))
+    ...     x = grid.field(torch.full((len(grid.ranges[0]), 2), rank + 1.0))
+    ...     return tuple(x.shape), tuple(x.local.shape), x.cumsum(0).gather()[:, 0].tolist()
+    >>> varcomm.launch(fn, 2)
+    [((3, 2), (2, 2), [1.0, 2.0, 4.0]), ((3, 2), (1, 2), [1.0, 2.0, 4.0])]
+    """
+
+    is_placeholder = True  # for collectives, which take the part of a rank
+    instead = "Pass the part of this rank, field.local."
+    grid_layout: Layout
+
+    @property
+    def local(self) -> Tensor:
+        """The rows of this rank as an ordinary tensor, in the same memory and autograd graph."""
+        return self.as_subclass(Tensor)
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """The shape on one process."""
+        return torch.Size(self.grid_layout.shape(plain(self).shape))
+
+    def gather(self, dst: int | None = None) -> Tensor:  # type: ignore[override]
+        """Return the whole tensor on rank `dst`, or with None on all ranks; collective.
+
+        `dst` counts the ranks of the grid, row by row of a mesh. On other ranks the result has zero
+        rows and belongs to autograd's graph.
+        """
+        x = self.local
+        roots = ranks_of(self.grid_layout, 0 if dst is None else dst)
+        for split in reversed(self.grid_layout.splits):
+            group, dim = split.group, x.dim() + split.dim
+            if dst is None:
+                x = whole(x, dim, split)
+                continue
+            x = x.unflatten(dim, (split.repeats, split.own))
+            to, at = roots[group], group.process_group
+            x = gather_v(x, split.sizes, dim=dim + 1, dst=to, group=at).flatten(dim, dim + 1)
+        return x
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Apply the rule of a function."""
+        kwargs = kwargs or {}
+        name = name_of(func)
+        if name in _OF_THE_TENSOR or name.startswith(("get _", "set _")):
+            out = untraced(func, args, kwargs)
+            if name == "get grad" and out is not None:
+                return wrap(plain(out), args[0].grid_layout)
+            return out
+        given = [*fields(args), *fields(kwargs.values())]
+        found = RULES.get(name)
+        if found is None or name not in _ALSO_WHOLE:
+            layout = given[0].grid_layout
+            if not any(one.grid_layout.splits for one in given):
+                out = func(*map_plain(args), **{k: map_plain(v) for k, v in kwargs.items()})
+                in_place = name[-1] == "_" != name[0] and given[0] is args[0]
+                return args[0] if in_place else wrap(out, layout)
+            if found is None:
+                raise refused(name)
+            if kwargs.get("out") is not None:
+                raise refused(f"{name} with out=")
+            if "input" in kwargs:
+                args = (kwargs["input"], *args)
+                kwargs = {word: value for word, value in kwargs.items() if word != "input"}
+            if name not in _OF_SEVERAL:
+                first, *others = args
+                if any(x.grid_layout.splits for x in fields([*others, *kwargs.values()])):
+                    raise refused(f"{name} with an operand behind the first that is split")
+                args = first, *map_plain(others)
+                kwargs = {word: map_plain(value) for word, value in kwargs.items()}
+        return found(func, *args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ArgumentError(
+            "a field is split over ranks and cannot be pickled. Save field.gather(dst=0), or each "
+            "rank's field.local with varcomm.checkpoint."
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        splits = "; ".join(f"dim {s.dim} in {list(s.sizes)}" for s in self.grid_layout.splits)
+        return f"Field({tuple(self.shape)}, {splits or 'whole'}, local={plain(self)!r})"
+
+
+# packages such as opt_einsum choose how to compute by the first word of a class's module
+Field.__module__ = f"torch.{__name__}"
+
+
+def untraced(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function with fields as they are, on which no rule is applied."""
+    return super(Field, Field).__torch_function__(func, (Field,), args, kwargs)
+
+
+# answered by the tensor itself, without communication
+_OF_THE_TENSOR = (
+    frozenset(
+        [
+            "dim",
+            "ndimension",
+            "is_floating_point",
+            "is_complex",
+            "is_signed",
+            "is_contiguous",
+            "element_size",
+            "get_device",
+            "requires_grad_",
+            "retain_grad",
+            "register_hook",
+            "register_post_accumulate_grad_hook",
+            "data_ptr",
+            "storage",
+            "untyped_storage",
+            "is_inference",
+            "is_conj",
+            "is_neg",
+            "is_pinned",
+            "hash",
+        ]
+    )
+    | {
+        f"get {name}"
+        for name in [
+            "grad",
+            "grad_fn",
+            "requires_grad",
+            "is_leaf",
+            "dtype",
+            "device",
+            "layout",
+            "ndim",
+            "is_cuda",
+            "is_cpu",
+            "is_xpu",
+            "is_mps",
+            "is_sparse",
+            "is_quantized",
+            "is_meta",
+            "is_nested",
+            "itemsize",
+            "retains_grad",
+            "names",
+            "output_nr",
+        ]
+    }
+    | {"set requires_grad", "set grad"}
+)
+
+_ALSO_WHOLE = {"backward", "grad", "size", "deepcopy", "setitem"}  # rules also without splits
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """Return the name of a function of torch; of a method of Python, without underscores."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        of: Any = getattr(func, "__self__", func)
+        return f"{name.strip('_')} {of.__name__}"
+    short = name.strip("_") if name.startswith("__") else name
+    return (
+        name if short in ("float", "int", "bool", "complex", "index") and short != name else short
+    )
+
+
+def refused(what: str, more: str = "") -> ArgumentError:
+    """Return the error of a function that has no rule."""
+    if what.startswith("_"):
+        more = "Compilers ask it of their arguments: call the model without torch.compile."
+    more = more or (
+        "Write it with functions that have one (varcomm.grid.functions() lists them), or "
+        "gather the whole tensor on every rank: field.gather()."
+    )
+    return ArgumentError(f"{what} has no rule on a field that is split over ranks. {more}")
+
+
+def ranks_of(layout: Layout, place: int) -> dict[Group, int]:
+    """Return the rank in each group of the rank that is counted over a mesh row by row."""
+    found = {}
+    for group in reversed(layout.groups):
+        place, found[group] = divmod(place, group.size)
+    return found
+
+
+def plain(value: Any) -> Any:
+    """Return the local tensor of a field, and any other value as it is."""
+    return value.as_subclass(torch.Tensor) if isinstance(value, Field) else value
+
+
+def map_plain(value: Any) -> Any:
+    """Return local tensors in place of fields, also in lists and tuples."""
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        parts = [map_plain(one) for one in value]
+        return type(value)(parts) if type(value) in (list, tuple) else type(value)(*parts)
+    return plain(value)
+
+
+def wrap(out: Any, layout: Layout) -> Any:
+    """Let a tensor carry its layout, also those of a tuple or list."""
+    if isinstance(out, Tensor):
+        made = out.as_subclass(Field)
+        made.grid_layout = layout
+        return made
+    if isinstance(out, list | tuple) and not isinstance(out, torch.Size):
+        parts = [wrap(one, layout) for one in out]
+        return type(out)(parts) if type(out) in (list, tuple) or len(out) == 0 else tuple(parts)
+    return out
+
+
+def fields(values: Any) -> Iterator[Field]:
+    """Yield the fields among values, and in lists and tuples of them."""
+    for value in values:
+        if isinstance(value, Field):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from fields(value)
+
+
+def common(values: Sequence[Any]) -> Layout:
+    """Return the layout of an element-wise result: along each dimension, of the first operand."""
+    found: dict[int, Split] = {}
+    given = [*fields(values)]
+    for split in (split for one in given for split in one.grid_layout.splits):
+        known = found.get(split.dim)
+        if known is None or known.total == 1:
+            found[split.dim] = split
+    layout = given[0].grid_layout.having(found, 0)
+    groups = [split.group for split in layout.splits]
+    if len({*groups}) < len(groups):
+        raise ArgumentError(
+            "fields that are split along different dimensions meet: "
+            f"{[s.dim for s in layout.splits]}, counted from the last. Transpose one of them, or "
+            "gather it."
+        )
+    return layout
+
+
+def placed(value: Any, layout: Layout) -> Any:
+    """Return this rank's part of an operand in an element-wise function of this layout.
+
+    An ordinary tensor is one that every rank has whole.
+    """
+    if not isinstance(value, Tensor):
+        return map_plain(value)
+    x: Tensor = plain(value)
+    own = value.grid_layout.by_dim if isinstance(value, Field) else {}
+    for dim, target in layout.by_dim.items():
+        if -dim > x.dim():
+            continue
+        split = own.get(dim)
+        if split is None:
+            x = part(x, target)
+        elif split.sizes != target.sizes or split.repeats != target.repeats:
+            x = _aligned(x, split, target)
+    return x
+
+
+def part(x: Tensor, split: Split) -> Tensor:
+    """Return this rank's rows of a tensor that every rank has whole, or that is broadcast."""
+    dim = split.dim
+    if x.shape[dim] == 1 != split.total:
+        return x
+    if x.shape[dim] != split.total:
+        raise ArgumentError(
+            f"a field has {split.total} rows along dimension {dim}, and meets an ordinary tensor "
+            f"of shape {tuple(x.shape)}, which must have them all, or one. Make a field of a "
+            "rank's own rows: grid.field(local)."
+        )
+    if split.repeats == 1:
+        return x.narrow(dim, split.start, split.own)
+    at = x.dim() + dim
+    rows = x.unflatten(at, (split.repeats, split.rows)).narrow(at + 1, split.start, split.own)
+    joined: Tensor = rows.flatten(at, at + 1)
+    return joined
+
+
+def _aligned(x: Tensor, split: Split, target: Split) -> Tensor:
+    if split.total == 1:
+        return span(x, split, [(0, 1)] * split.group.size)
+    if split.total != target.total:
+        raise ArgumentError(
+            f"fields of {split.total} and {target.total} rows along dimension {split.dim} meet."
+        )
+    if split.repeats > 1 or target.repeats > 1:
+        raise refused("an operation on rows of several images in one dimension, split differently")
+    return span(x, split, target.spans)
+
+
+def whole(x: Tensor, dim: int, split: Split) -> Tensor:
+    """Gather a split dimension of a local tensor on every rank of its group."""
+    group = split.group.process_group
+    if split.repeats == 1:
+        return all_gather_v(x, split.sizes, dim=dim, group=group)
+    rows = x.unflatten(dim, (split.repeats, split.own))
+    return all_gather_v(rows, split.sizes, dim=dim + 1, group=group).flatten(dim, dim + 1)
+
+
+def dims_of(value: Any, x: Field) -> list[int]:
+    """Return dimensions, given as an int, several or None (all), counted from the first."""
+    dims = range(x.dim()) if value is None else [value] if isinstance(value, int) else value
+    return [dim % x.dim() for dim in dims]

@@ -1,0 +1,185 @@
+"""Rules of normalisations; statistics are over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from varcomm.errors import ArgumentError
+from varcomm.grid.field import placed, plain, refused, rule, wrap
+from varcomm.grid.reductions import moments, reduced_splits, widened
+
+Func = Callable[..., Any]
+
+
+def _normalised(
+    x: Any, mean: Tensor, var: Tensor, eps: float, weight: Any, bias: Any, channel: int = 1
+) -> Any:
+    """Scale and shift each channel: one pass over the field."""
+    local = plain(x)
+    shape = [1] * local.dim()
+    shape[channel] = -1
+    scale = (var + eps).rsqrt()
+    scale = scale if weight is None else scale * widened(weight.reshape(shape))
+    shift = -mean * scale
+    shift = shift if bias is None else shift + widened(bias.reshape(shape))
+    out = torch.addcmul(shift, widened(local), scale)
+    return wrap(out.to(local.dtype), x.grid_layout)
+
+
+@rule("batch_norm")
+def _batch_norm(
+    func: Func,
+    input: Any,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *_: Any,
+) -> Any:
+    if input.grid_layout.at(input.dim()).get(1):
+        raise refused("batch_norm of split channels")
+    if not training:
+        return wrap(
+            func(plain(input), running_mean, running_var, weight, bias, False, momentum, eps),
+            input.grid_layout,
+        )
+    dims = [0, *range(2, input.dim())]
+    mean, var, count = moments(input, dims)
+    if count <= 1:
+        raise ArgumentError(
+            f"Expected more than 1 value per channel when training, got input size {input.shape}"
+        )
+    track(running_mean, running_var, mean.flatten(), var.flatten(), count, momentum)
+    return _normalised(input, mean, var, eps, weight, bias)
+
+
+@torch.no_grad()
+def track(
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    count: int,
+    momentum: float,
+) -> None:
+    """Move running statistics by those of a call over `count` values."""
+    if running_mean is not None:
+        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+    if running_var is not None:
+        running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
+
+
+@rule("instance_norm")
+def _instance_norm(
+    func: Func,
+    input: Any,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    if not use_input_stats:
+        return _batch_norm(
+            torch.nn.functional.batch_norm,
+            input,
+            running_mean,
+            running_var,
+            weight,
+            bias,
+            False,
+            momentum,
+            eps,
+        )
+    mean, var, count = moments(input, range(2, input.dim()))
+    if count <= 1:
+        raise ArgumentError(
+            f"Expected more than 1 spatial element when training, got input size {input.shape}"
+        )
+    over = (mean.mean(0).flatten(), var.mean(0).flatten())
+    track(running_mean, running_var, *over, count, momentum)
+    return _normalised(input, mean, var, eps, weight, bias)
+
+
+@rule("group_norm")
+def _group_norm(
+    func: Func,
+    input: Any,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Any:
+    if input.grid_layout.at(input.dim()).get(1):
+        raise refused("group_norm of split channels")
+    grouped = input.unflatten(1, (num_groups, -1))
+    mean, var, _ = moments(grouped, range(2, grouped.dim()))
+    each = input.shape[1] // num_groups
+    shape = [mean.shape[0], input.shape[1], *[1] * (input.dim() - 2)]
+    mean, var = (m.expand(*m.shape[:2], each, *m.shape[3:]).reshape(shape) for m in (mean, var))
+    return _normalised(input, mean, var, eps, weight, bias)
+
+
+@rule("layer_norm")
+def _layer_norm(
+    func: Func,
+    input: Any,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Any:
+    dims = _last(input, normalized_shape)
+    if not reduced_splits(input, dims):
+        out = func(plain(input), normalized_shape, weight, bias, eps)
+        return wrap(out, input.grid_layout)
+    mean, var, _ = moments(input, dims)
+    return _by_element(input, widened(plain(input)) - mean, var, eps, weight, bias)
+
+
+@rule("rms_norm")
+def _rms_norm(
+    func: Func,
+    input: Any,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Any:
+    dims, local = _last(input, normalized_shape), plain(input)
+    if not reduced_splits(input, dims):
+        return wrap(func(local, normalized_shape, weight, eps), input.grid_layout)
+    wide = wrap(widened(local), input.grid_layout)
+    square = plain(wide.square().mean(tuple(dims), keepdim=True))
+    eps = torch.finfo(local.dtype).eps if eps is None else eps
+    return _by_element(input, plain(wide), square, eps, weight, None)
+
+
+def _last(x: Any, shape: Sequence[int]) -> range:
+    if [*x.shape[x.dim() - len(shape) :]] != [*shape]:
+        raise ArgumentError(f"a norm over {list(shape)} of a field of shape {tuple(x.shape)}.")
+    return range(x.dim() - len(shape), x.dim())
+
+
+def _by_element(
+    x: Any, centred: Tensor, var: Tensor, eps: float, weight: Tensor | None, bias: Tensor | None
+) -> Any:
+    out = centred * (var + eps).rsqrt()
+    out = out if weight is None else out * placed(weight, x.grid_layout)
+    out = out if bias is None else out + placed(bias, x.grid_layout)
+    return wrap(out.to(plain(x).dtype), x.grid_layout)
+
+
+@rule("local_response_norm")
+def _local_response_norm(func: Func, input: Any, *args: Any, **kwargs: Any) -> Any:
+    if input.grid_layout.at(input.dim()).get(1):
+        raise refused("local_response_norm of split channels")
+    return wrap(func(plain(input), *args, **kwargs), input.grid_layout)

@@ -1,0 +1,270 @@
+"""Rules of reductions, cumulative sums and softmax; along a split dimension over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import inf, prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from varcomm.grid.field import dims_of, plain, refused, rule, wrap
+from varcomm.grid.layout import Layout, Split
+from varcomm.ops.all_gather_v import all_gather_v
+from varcomm.ops.all_reduce import all_reduce
+
+Func = Callable[..., Any]
+
+
+def without(layout: Layout, dims: int, gone: Sequence[int], keepdim: bool) -> Layout:
+    """Return the layout after a reduction over the dimensions `gone` of `dims`."""
+    left = {dim: split for dim, split in layout.at(dims).items() if dim not in gone}
+    if keepdim:
+        return layout.having(left, dims)
+    moved = {dim - sum(g < dim for g in gone): split for dim, split in left.items()}
+    return layout.having(moved, dims - len({*gone}))
+
+
+def reduced_splits(x: Any, dims: Sequence[int]) -> list[Split]:
+    """Return the splits along some dimensions."""
+    return [split for dim, split in x.grid_layout.at(x.dim()).items() if dim in dims]
+
+
+def sum_over(x: Tensor, splits: Sequence[Split]) -> Tensor:
+    """Sum a local result over the ranks of these splits."""
+    for split in splits:
+        x = all_reduce(x, group=split.group.process_group)
+    return x
+
+
+def widened(x: Tensor) -> Tensor:
+    """Return floats narrower than 4 bytes in fp32."""
+    return x.float() if x.is_floating_point() and x.dtype.itemsize < 4 else x
+
+
+@rule("sum count_nonzero nansum")
+def _sum(func: Func, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    dims, local = dims_of(dim, x), plain(x)
+    more = {"keepdim": keepdim} if keepdim else {}
+    if func.__name__ == "count_nonzero":
+        out = func(local, dims)
+    else:
+        narrow = dtype is None and local.is_floating_point() and local.dtype.itemsize < 4
+        wide = torch.float32 if narrow else dtype
+        out = func(local, dims, dtype=wide, **more) if dims else local
+    out = sum_over(out, reduced_splits(x, dims))
+    out = out.to(local.dtype) if dtype is None and local.is_floating_point() else out
+    return wrap(out, without(x.grid_layout, x.dim(), dims, keepdim))
+
+
+@rule("mean")
+def mean(func: Func, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """Divide the sum over all ranks by the number of elements."""
+    dims = dims_of(dim, x)
+    wide = x if dtype is None else x.to(dtype)
+    out = wide.to(widened(plain(wide)).dtype).sum(dims, keepdim=keepdim) if dims else wide
+    return (out / prod(x.shape[d] for d in dims)).to(wide.dtype)
+
+
+@rule("any all")
+def _any(func: Func, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    holds = x.bool() if func.__name__ == "any" else ~x.bool()
+    found = _sum(torch.sum, holds, dim, keepdim, dtype=torch.int64) > 0
+    return found if func.__name__ == "any" else ~found
+
+
+@rule("prod")
+def _prod(func: Func, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    dims = dims_of(dim, x)
+    out = plain(x)
+    for at in sorted(dims, reverse=True):
+        out = func(out, at, keepdim=True, dtype=dtype)
+    for split in reduced_splits(x, dims):
+        out = _of_ranks(out, split).prod(0)
+    return _unkept(out, x, dims, keepdim)
+
+
+def _of_ranks(x: Tensor, split: Split) -> Tensor:
+    """Gather a local result of each rank along a new first dimension."""
+    group = split.group
+    return all_gather_v(x.unsqueeze(0), [1] * group.size, group=group.process_group)
+
+
+def _unkept(out: Tensor, x: Any, dims: Sequence[int], keepdim: bool) -> Any:
+    if not keepdim:
+        shape = [n for at, n in enumerate(out.shape) if at not in dims]
+        out = out.reshape(shape)
+    return wrap(out, without(x.grid_layout, x.dim(), dims, keepdim))
+
+
+@rule("amax amin max min aminmax", several=True)
+def extreme(func: Func, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    """Take the extreme of this rank's rows, and of those of all ranks."""
+    name, pair = func.__name__, func.__name__ in ("max", "min")
+    if isinstance(dim, Tensor):
+        return torch.maximum(x, dim) if name == "max" else torch.minimum(x, dim)
+    if name == "aminmax":
+        raise refused(name)
+    if pair and dim is not None:
+        index = _place(x, dim, keepdim, name)
+        values = extreme(torch.amax if name == "max" else torch.amin, x, dim, keepdim)
+        kind = torch.return_types.max if name == "max" else torch.return_types.min
+        return kind((values, index))
+    dims, largest = dims_of(dim, x), name in ("max", "amax")
+    out, splits = plain(x), reduced_splits(x, dims)
+    for split in splits:
+        out = _filled(out, split, largest)
+    out = (torch.amax if largest else torch.amin)(out, dims, keepdim=True)
+    for split in splits:
+        gathered = _of_ranks(out, split)
+        out = gathered.amax(0) if largest else gathered.amin(0)
+    return _unkept(out, x, dims, keepdim)
+
+
+def _filled(x: Tensor, split: Split, largest: bool) -> Tensor:
+    """Give a rank without rows one that is never the extreme."""
+    if split.own:
+        return x
+    bound = inf if x.is_floating_point() else torch.iinfo(x.dtype).max
+    worst = -bound if largest else bound
+    shape = list(x.shape)
+    shape[split.dim] = 1
+    return torch.cat([x, x.new_full(shape, worst)], split.dim)
+
+
+@rule("argmax argmin")
+def _arg(func: Func, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    if dim is None:
+        flat = x.flatten()
+        return _place(flat, 0, False, func.__name__[3:])
+    return _place(x, dim, keepdim, func.__name__[3:])
+
+
+def _place(x: Any, dim: int, keepdim: bool, kind: str) -> Any:
+    """Return where the first extreme along a dimension is."""
+    at = dim % x.dim()
+    split = x.grid_layout.at(x.dim()).get(at)
+    of, local = (torch.max if kind == "max" else torch.min), plain(x).detach()
+    if split is None:
+        return wrap(
+            of(local, at, keepdim=keepdim)[1], without(x.grid_layout, x.dim(), [at], keepdim)
+        )
+    if split.repeats > 1:
+        raise refused(f"arg{kind} along rows of several images")
+    values, index = of(_filled(local, split, kind == "max"), at, keepdim=True)
+    values, index = _of_ranks(values, split), _of_ranks(index + split.start, split)
+    best = of(values, 0, keepdim=True)[1]
+    return _unkept(index.gather(0, best).squeeze(0), x, [at], keepdim)
+
+
+def moments(x: Any, dims: Sequence[int]) -> tuple[Tensor, Tensor, int]:
+    """Return mean and variance over some dimensions, which are kept, and the number of elements.
+
+    A variance is the mean of squared distances from the mean, which keeps its digits if means are
+    large. Results are in fp32 at least, equal on all ranks.
+    """
+    local, splits = widened(plain(x)), reduced_splits(x, dims)
+    dims = [*dims]
+    count = prod(x.shape[dim] for dim in dims)
+    own = prod(local.shape[dim] for dim in dims)
+    if not splits:
+        if not own:
+            return (empty := local.sum(dims, keepdim=True)), empty, count
+        var, mean = torch.var_mean(local, dims, correction=0, keepdim=True)
+        return mean, var, count
+    if own:
+        spread, near = torch.var_mean(local, dims, correction=0, keepdim=True)
+    else:
+        near = spread = local.sum(dims, keepdim=True)
+    mean = sum_over(near * (own / count), splits)
+    var = sum_over((spread + (near - mean).square()) * (own / count), splits)
+    return mean, var, count
+
+
+@rule("var std var_mean std_mean")
+def _var(func: Func, x: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+    name, (unbiased, keepdim) = func.__name__, (*args, None, None)[:2]
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    unbiased = kwargs.get("unbiased", unbiased)
+    correction = kwargs.get("correction")
+    if correction is None:
+        correction = 1 if unbiased is None or unbiased else 0
+    keepdim = bool(kwargs.get("keepdim", keepdim))
+    dims = dims_of(dim, x)
+    mean, found, count = moments(x, dims)
+    if correction:
+        found = found * (count / (count - correction) if count > correction else inf)
+    found = found.sqrt() if name.startswith("std") else found
+    dtype = plain(x).dtype
+    parts = [_unkept(one.to(dtype), x, dims, keepdim) for one in (found, mean)]
+    return tuple(parts) if name.endswith("mean") else parts[0]
+
+
+@rule("norm vector_norm linalg_vector_norm")
+def _norm(
+    func: Func, x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None
+) -> Any:
+    if p in ("fro", None):
+        p = 2
+    if dtype is not None:
+        x = x.to(dtype)
+    if p in (inf, -inf):
+        return (x.abs().amax if p > 0 else x.abs().amin)(dims_of(dim, x), keepdim=keepdim)
+    dims = dims_of(dim, x)
+    if p == 0:
+        return (x != 0).sum(dims, keepdim=keepdim).to(x.dtype)
+    return x.abs().pow(p).sum(dims, keepdim=keepdim).pow(1 / p)
+
+
+@rule("logsumexp")
+def _logsumexp(func: Func, x: Any, dim: Any, keepdim: bool = False) -> Any:
+    dims = dims_of(dim, x)
+    top = x.detach().amax(dims, keepdim=True)
+    top = top.masked_fill(top.isinf(), 0)
+    out = (x - top).exp().sum(dims, keepdim=True).log() + top
+    return out if keepdim else _unkept(plain(out), x, dims, False)
+
+
+@rule("softmax log_softmax")
+def _softmax(func: Func, x: Any, dim: Any = None, *args: Any, dtype: Any = None, **_: Any) -> Any:
+    at = dims_of(dim, x)[0]
+    if not reduced_splits(x, [at]):
+        return wrap(func(plain(x), at, dtype=dtype), x.grid_layout)
+    wide = x.to(widened(plain(x)).dtype if dtype is None else dtype)
+    out = wide - _logsumexp(torch.logsumexp, wide, at, True)
+    out = out if func.__name__ == "log_softmax" else out.exp()
+    return out.to(x.dtype if dtype is None else dtype)
+
+
+@rule("cumsum")
+def _cumsum(func: Func, x: Any, dim: int, *, dtype: Any = None) -> Any:
+    at = dim % x.dim()
+    split, out = x.grid_layout.at(x.dim()).get(at), func(plain(x), at, dtype=dtype)
+    if split is None:
+        return wrap(out, x.grid_layout)
+    if split.repeats > 1:
+        raise refused("cumsum along rows of several images")
+    ends = _of_ranks(plain(x).sum(at, keepdim=True, dtype=out.dtype), split)
+    return wrap(out + ends[: split.group.rank].sum(0), x.grid_layout)
+
+
+@rule("cumprod cummax cummin sort argsort topk kthvalue median nanmedian glu normalize flip fliplr")
+def _along(func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Apply a function along a dimension that is not split, which keeps all dimensions."""
+    name = func.__name__
+    first = {"topk": 1, "kthvalue": 1, "normalize": 1, "argsort": 0}.get(name, 0)
+    default = {"normalize": 1, "glu": -1, "sort": -1, "topk": -1, "kthvalue": -1, "argsort": -1}
+    dim = kwargs.get("dim", args[first] if len(args) > first else default.get(name))
+    dims = dims_of(kwargs.get("dims", dim), x)
+    if splits := reduced_splits(x, dims):
+        if name == "normalize":
+            p, eps = kwargs.get("p", args[0] if args else 2.0), kwargs.get("eps", 1e-12)
+            return x / _norm(torch.norm, x, p, dims, True).clamp_min(eps)
+        raise refused(f"{name} along the split dimension {splits[0].dim}")
+    out = func(plain(x), *args, **kwargs)
+    if name in ("kthvalue", "median", "nanmedian"):
+        keepdim = bool(kwargs.get("keepdim", False))
+        return wrap(out, without(x.grid_layout, x.dim(), dims, keepdim))
+    return wrap(out, x.grid_layout)

@@ -1,0 +1,218 @@
+"""Rules of functions that change the number of rows: interpolation, adaptive pools, shuffles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from varcomm.grid.fetch import span
+from varcomm.grid.field import plain, refused, rule, wrap
+from varcomm.grid.layout import Split
+from varcomm.grid.reductions import extreme, mean
+from varcomm.grid.windows import cut, each, kept, spatial
+
+Func = Callable[..., Any]
+Taps = tuple[Tensor, Tensor]  # rows that outputs read, and their weights: (outputs, taps)
+
+_CUBIC = -0.75
+
+
+@lru_cache(maxsize=512)
+def _taps(
+    first: int, last: int, rows: int, ratio: float, mode: str, align: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the rows that outputs `first` to `last` read, and the weights of these.
+
+    `ratio` is the distance in rows between two outputs. As torch's ``upsample`` kernels.
+    """
+    out = torch.arange(first, last, dtype=torch.float64)
+    if mode == "nearest":
+        return (out * ratio).floor().long().clamp_max(rows - 1)[:, None], out[:, None] * 0 + 1
+    if mode == "nearest-exact":
+        return ((out + 0.5) * ratio).floor().long().clamp_max(rows - 1)[:, None], out[
+            :, None
+        ] * 0 + 1
+    at = out * ratio if align else (out + 0.5) * ratio - 0.5
+    if mode == "linear":
+        at = at.clamp_min(0)
+        low = at.floor().clamp_max(rows - 1)
+        t = at - low
+        places = torch.stack([low, (low + 1).clamp_max(rows - 1)], 1)
+        return places.long(), torch.stack([1 - t, t], 1)
+    low = at.floor()
+    t = at - low
+
+    def near(d: Tensor) -> Tensor:
+        return ((_CUBIC + 2) * d - (_CUBIC + 3)) * d * d + 1
+
+    def far(d: Tensor) -> Tensor:
+        return ((_CUBIC * d - 5 * _CUBIC) * d + 8 * _CUBIC) * d - 4 * _CUBIC
+
+    places = torch.stack([low - 1, low, low + 1, low + 2], 1).long().clamp(0, rows - 1)
+    return places, torch.stack([far(t + 1), near(t), near(1 - t), far(2 - t)], 1)
+
+
+@rule("interpolate upsample upsample_nearest upsample_bilinear")
+def _interpolate(
+    func: Func,
+    input: Any,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Any:
+    """Interpolate along split dimensions by weights of rows, along the others by torch."""
+    name = func.__name__
+    mode = {"upsample_nearest": "nearest", "upsample_bilinear": "bilinear"}.get(name, mode)
+    align_corners = True if name == "upsample_bilinear" else align_corners
+    if antialias:
+        raise refused("interpolate with antialias=True")
+    dims = input.dim() - 2
+    old = input.shape[-dims:]
+    scales = each(scale_factor, dims) if scale_factor is not None else [None] * dims
+    new = (
+        [math.floor(n * float(s)) for n, s in zip(old, scales, strict=True)]
+        if size is None
+        else [*each(size, dims)]
+    )
+    if recompute_scale_factor:
+        scales = [None] * dims
+    if mode == "area":
+        return _adaptive(input, new, "avg")
+    kind = {"bilinear": "linear", "trilinear": "linear", "bicubic": "cubic"}.get(mode, mode)
+    align = bool(align_corners)
+    local, splits = plain(input), dict(input.grid_layout.by_dim)
+    for dim, split in spatial(name, input, dims).items():
+        n, m, scale = old[dim], new[dim], scales[dim]
+        if align and kind in ("linear", "cubic"):
+            ratio = (n - 1) / (m - 1) if m > 1 else 0.0
+        else:
+            ratio = n / m if scale is None else 1.0 / float(scale)
+        local, splits[dim] = _resampled(local, split, m, ratio, kind, align)
+    left = [dim for dim in range(-dims, 0) if dim not in input.grid_layout.by_dim]
+    if any(new[dim] != old[dim] for dim in left):
+        target = [
+            local.shape[d] if d in input.grid_layout.by_dim else new[d] for d in range(-dims, 0)
+        ]
+        how = {} if align_corners is None else {"align_corners": align_corners}
+        if size is None and not recompute_scale_factor:
+            factors = tuple(
+                1.0 if d in input.grid_layout.by_dim else float(scales[d] or 1)
+                for d in range(-dims, 0)
+            )
+            out = F.interpolate(_one(local), scale_factor=factors, mode=mode, **how)
+        else:
+            target = [max(n, 1) for n in target]
+            out = F.interpolate(_one(local), size=target, mode=mode, **how)
+        local = out
+    return kept(local, input.grid_layout.having(splits, 0))
+
+
+def _one(x: Tensor) -> Tensor:
+    """Return a tensor that has a row along each dimension, which torch's kernels ask for."""
+    if x.numel():
+        return x
+    return F.pad(x, [n for size in reversed(x.shape[2:]) for n in (0, int(size == 0))])
+
+
+def _resampled(
+    x: Tensor, split: Split, count: int, ratio: float, mode: str, align: bool
+) -> tuple[Tensor, Split]:
+    out = split.resized(cut(split, count, lambda row: -(-row * count // max(split.rows, 1))))
+    spans = []
+    for a, b in out.spans:
+        places, _ = _taps(a, b, split.rows, ratio, mode, align)
+        spans.append((int(places.min()), int(places.max()) + 1) if b > a else (0, 0))
+    local, (low, _) = span(x, split, tuple(spans)), spans[out.group.rank]
+    places, weights = _on(x.device, *out.spans[out.group.rank], split.rows, ratio, mode, align)
+    dim = x.dim() + split.dim
+    found = None
+    for tap in range(places.shape[1]):
+        rows = local.index_select(dim, places[:, tap] - low)
+        if places.shape[1] > 1:
+            rows = rows * weights[:, tap].to(rows.dtype).view(-1, *[1] * (-1 - split.dim))
+        found = rows if found is None else found + rows
+    assert found is not None
+    return found, out
+
+
+@lru_cache(maxsize=512)
+def _on(device: torch.device, *how: Any) -> Taps:
+    places, weights = _taps(*how)
+    return places.to(device), weights.to(device)
+
+
+@rule(
+    "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d",
+    "adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d",
+)
+def _adaptive_pool(func: Func, input: Any, output_size: Any, return_indices: bool = False) -> Any:
+    name = func.__name__
+    if return_indices:
+        raise refused(f"{name} with return_indices=True")
+    dims, kind = int(name[-2]), name[9:12]
+    sizes = [*each(output_size, dims)]
+    old = input.shape[-dims:]
+    return _adaptive(input, [o if n is None else n for n, o in zip(sizes, old, strict=True)], kind)
+
+
+def _adaptive(x: Any, new: list[int], kind: str) -> Any:
+    """Average, or take the largest, over the rows of each of `new` bins."""
+    dims = len(new)
+    for dim, split in spatial("adaptive pooling", x, dims).items():
+        count = new[dim]
+        if count == 1:  # whole on every rank, as a classifier behind it needs
+            average = kind == "avg"
+            x = mean(torch.mean, x, dim, True) if average else extreme(torch.amax, x, dim, True)
+            continue
+        n = split.rows
+        bins = [(i * n // count, -(-(i + 1) * n // count)) for i in range(count)]
+        firsts = [low for low, _ in bins]
+        out = split.resized(cut(split, count, lambda row, at=firsts: sum(f < row for f in at)))  # type: ignore[misc]
+        spans = tuple((bins[a][0], bins[b - 1][1]) if b > a else (0, 0) for a, b in out.spans)
+        local = span(plain(x), split, spans)
+        (a, b), (start, _) = out.spans[out.group.rank], spans[out.group.rank]
+        parts = [local.narrow(dim, low - start, high - low) for low, high in bins[a:b]]
+        if kind == "avg":
+            parts = [part.mean(dim, keepdim=True) for part in parts]
+        else:
+            parts = [part.max(dim, keepdim=True).values for part in parts]
+        joined = torch.cat(parts, dim) if parts else local.narrow(dim, 0, 0)
+        x = wrap(joined, x.grid_layout.having(x.grid_layout.by_dim | {dim: out}, 0))
+    pool = getattr(F, f"adaptive_{kind}_pool{dims}d")
+    local = plain(x)
+    split_dims = x.grid_layout.by_dim
+    target = [local.shape[d] if d in split_dims else new[d] for d in range(-dims, 0)]
+    if target == [*local.shape[-dims:]]:
+        return x
+    out_ = pool(_one(local), [max(n, 1) for n in target])
+    return kept(out_, x.grid_layout)
+
+
+@rule("pixel_shuffle pixel_unshuffle channel_shuffle")
+def _shuffle(func: Func, x: Any, factor: int) -> Any:
+    """Exchange channels for rows, which stay on their rank."""
+    name = func.__name__
+    splits = spatial(name, x, 2)
+    if name == "channel_shuffle":
+        return wrap(func(plain(x), factor), x.grid_layout)
+    c, h, w = x.shape[-3:]
+    del splits
+    lead = [*x.shape[:-3]]
+    if name == "pixel_shuffle":
+        parts = x.reshape(*lead, c // factor**2, factor, factor, h, w)
+        k = parts.dim()
+        order = [*range(k - 5), k - 5, k - 2, k - 4, k - 1, k - 3]
+        return parts.permute(order).reshape(*lead, c // factor**2, h * factor, w * factor)
+    parts = x.reshape(*lead, c, h // factor, factor, w // factor, factor)
+    k = parts.dim()
+    order = [*range(k - 5), k - 5, k - 3, k - 1, k - 4, k - 2]
+    return parts.permute(order).reshape(*lead, c * factor**2, h // factor, w // factor)
