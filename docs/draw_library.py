@@ -26,6 +26,7 @@ ROOMS = {
     "ase": "ASE calculator",
     "models": "MeshGraphNet, PaiNN, GPT, graph transformer",
     "graph": "partitions, halos, PyG models",
+    "grid": "fields that are split",
     "tensor_parallel": "layers that do not divide",
     "data_parallel": "gradients, summed or sharded",
     "checkpoint": "saved on P ranks, loaded on Q",
@@ -40,7 +41,7 @@ ROOMS = {
 }
 # modules for users, of science, of numbers on the wire; and the colours of a dark page
 GROUPS = {"#d7e3f4": "#24364d", "#d8ede6": "#1f4035", "#fbe7cf": "#4d3a1c"}
-WIDTH, GAP, LINE, SIDE = 7.2, 0.08, 0.2, 0.35  # inches
+WIDTH, GAP, LINE, SIDE = 8.0, 0.08, 0.2, 0.35  # inches
 
 
 def layers():
