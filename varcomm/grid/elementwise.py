@@ -171,6 +171,11 @@ def total(x: Tensor, field: Any) -> Tensor:
 @rule("backward", several=True)
 def _backward(func: Func, x: Any, gradient: Any = None, *args: Any, **kwargs: Any) -> None:
     """Begin with a gradient that counts once, not on each rank."""
+    if func is torch.autograd.backward:
+        raise refused(
+            "torch.autograd.backward",
+            "Call backward() of the loss, and checkpoint with use_reentrant=False.",
+        )
     func(plain(x), _seed(x, gradient), *args, **kwargs)
 
 

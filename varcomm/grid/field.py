@@ -294,6 +294,11 @@ def common(values: Sequence[Any]) -> Layout:
         known = found.get(split.dim)
         if known is None or known.total == 1:
             found[split.dim] = split
+    for dim, split in [*found.items()]:
+        if split.total == 1 and any(
+            isinstance(v, Tensor) and v.dim() >= -dim and v.shape[dim] != 1 for v in values
+        ):
+            del found[dim]  # a row that every rank gets
     layout = given[0].grid_layout.having(found, 0)
     groups = [split.group for split in layout.splits]
     if len({*groups}) < len(groups):
@@ -322,6 +327,9 @@ def placed(value: Any, layout: Layout) -> Any:
             x = part(x, target)
         elif split.sizes != target.sizes or split.repeats != target.repeats:
             x = _aligned(x, split, target)
+    for dim, split in own.items():
+        if dim not in layout.by_dim:
+            x = whole(x, x.dim() + dim, split)
     return x
 
 
