@@ -202,7 +202,7 @@ class Fields:
             table = np.column_stack([known, truth])[used]
             factors.append(torch.from_numpy(np.linalg.qr(table, mode="r")))
         # the factors R of all ranks have the same least squares as all rows
-        tables = [table.numpy() for table in vc.all_gather_v(factors)]
+        tables = [table.numpy() for table in vc.all_gather_v(tuple(factors))]
         weights = [np.linalg.lstsq(table[:, :-1], table[:, -1])[0] for table in tables]
         return known @ np.column_stack(weights)
 

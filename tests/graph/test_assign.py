@@ -329,7 +329,7 @@ POSITIONS = [
     *(None, torch.rand(3, 2), torch.rand(4, 2, 2), torch.rand(4, 0), torch.rand(4, 2) + 0j),
     *(torch.ones(4, 2, dtype=torch.bool), np.ones((4, 2)), torch.tensor([0.0, NAN, 0.0, INF])),
 ]
-WEIGHTS = [[1] * 4, ONES.float(), ONES.bool(), ONES[:3], ONES[:, None], ONES - 2, ONES * 2**62]
+WEIGHTS = [ONES.float(), ONES.bool(), ONES[:3], ONES[:, None], ONES - 2, ONES * 2**62]
 OF_B = {"b": torch.ones(84).int()}
 # the graph, parts, method, other arguments, and words of the message
 REFUSED = [
