@@ -186,6 +186,18 @@ FUNCTIONS = {
     "where": (IMAGE, *only(lambda x: torch.where(x > 0, x, x.exp()) * torch.ones(x.shape[-1]))),
     "split channels": (IMAGE, *only(lambda x: torch.stack(x.chunk(2, 1)).prod(0))),
     "split rows": (IMAGE, *only(lambda x: sum(p.sum(2) ** 2 for p in x.split(2, 2)))),
+    "same length": (IMAGE, *only(lambda x: F.interpolate(x, scale_factor=1.05, mode="bilinear"))),
+    "one length": (
+        IMAGE,
+        *only(lambda x: F.interpolate(x, scale_factor=(2, 1.1), mode="bilinear")),
+    ),
+    "nearest of a scale": (IMAGE, *only(lambda x: F.interpolate(x, scale_factor=1.3))),
+    "ties": (IMAGE, *only(lambda x: x.round().amax(2) * x.sum(2) + (x > 0).double().max(2)[0])),
+    "ties at the index": (IMAGE, *only(lambda x: x.round().mul(x).relu().max(2).values)),
+    "root of zero": (IMAGE, *only(lambda x: (x * 0).norm(dim=2) + x.mul(0).std(2) + x.sum(2))),
+    "axis": (IMAGE, *only(lambda x: torch.cat([x, x.sin()], axis=1).sum(axis=2, keepdims=True))),
+    "medians": (IMAGE, *only(lambda x: x.median(1, True)[0] + x)),
+    "weighted loss": (IMAGE, *only(lambda x: F.mse_loss(x, x.sin(), weight=x.detach().abs()))),
     "one row": (IMAGE, *only(lambda x: x[:, :, 0] * x[:, :, -1] + x.select(2, 0))),
     "repeated": (IMAGE, *only(lambda x: x.repeat_interleave(2, 2) + x.repeat(1, 1, 1, 1).sum())),
 }

@@ -136,9 +136,26 @@ REFUSED = {
     "an index of tensors": lambda x: x[:, :, torch.tensor([0, 1])],
     "cannot be pickled": pickle.dumps,
     "operand behind the first": lambda x: F.conv2d(torch.ones(1, 3, 9, 9, dtype=x.dtype), x),
+    "writing some rows": lambda x: x.__setitem__((slice(None), slice(None), 0), 0.0),
+    "zero_ on rows that were fetched": lambda x: x.select(2, 0).zero_(),
+    "mul_ on rows that were fetched": lambda x: x[:, :, -1][..., :2].mul_(0),
+    "one_hot without num_classes": lambda x: F.one_hot((x > 0).long()),
+    "a scale that keeps": lambda x: F.interpolate(x, scale_factor=1.1, mode="bicubic"),
+    "a variance of complex": lambda x: torch.complex(x, x).var(),
+    "with these arguments": lambda x: x.transpose(dim0=2, dim1=3),
+    "randn_like of a value": lambda x: torch.randn_like(x.mean()),
+    "get grad of a value": lambda x: gradient_of_a_mean(x),
+    "rows of several images": lambda x: torch.cat([x[:, 0].reshape(-1, 5)] * 2),
     "do not fit": lambda x: F.conv2d(x, torch.ones(1, 3, 9, 1, dtype=x.dtype)),
     "ordinary tensor by add_": lambda x: torch.zeros(7, 5, dtype=x.dtype).add_(x[0, 0]),
 }
+
+
+def gradient_of_a_mean(x):
+    mean = x.requires_grad_().mean()
+    mean.retain_grad()
+    mean.backward()
+    return mean.grad
 
 
 @pytest.mark.parametrize("words", REFUSED)
@@ -200,6 +217,37 @@ def test_channels_are_dropped_alike(rank):
     kept = out.gather() != 0
     assert torch.equal(kept.any((2, 3)), kept.all((2, 3)))
     assert 0 < kept.sum() < kept.numel()
+
+
+@on_ranks(3)
+def test_values_that_every_rank_has_drop_alike(rank):
+    _, _, x = field_of(3, channels=64)
+    torch.manual_seed(rank)  # dropout of a split field leaves generators apart
+    dropped = F.dropout(x.mean((2, 3)), 0.5)
+    assert torch.equal(dropped.local, vc.broadcast(dropped.local))
+    assert 0 < (dropped.local == 0).sum() < dropped.numel()
+
+
+@on_ranks(3)
+def test_hooks_get_split_gradients(rank):
+    whole, _, x = field_of(3)
+    grads = []
+    for leaf in (x.detach(), whole.clone()):
+        leaf.requires_grad_()
+        middle = leaf * 1
+        middle.register_hook(lambda g: g / g.norm())
+        middle.pow(3).sum().backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(grads[0].gather(), grads[1], rtol=1e-12, atol=1e-12)
+
+
+@on_ranks(3)
+def test_refused_alike_though_one_rank_ignores(rank):
+    _, grid, x = field_of(3)
+    labels = torch.zeros(2, len(grid.ranges[0]), 5, dtype=torch.int64)
+    labels = grid.field(labels.fill_(-100) if rank == 2 else labels)
+    loss = lambda: F.cross_entropy(x, labels, label_smoothing=0.1)  # noqa: E731
+    refused_alike(vc.ArgumentError, loss, "smoothed classes")
 
 
 @on_ranks(3)

@@ -99,7 +99,8 @@ def _addmm(func: Func, x: Any, a: Any, b: Any, *, beta: float = 1, alpha: float 
 @rule("linear", several=True)
 def _linear(func: Func, input: Any, weight: Any, bias: Any = None) -> Any:
     names: list[Label] = [*range(input.dim() - 1), "k"]
-    if -1 not in input.grid_layout.by_dim and not any(fields([weight])):
+    whole_rows = isinstance(input, Field) and -1 not in input.grid_layout.by_dim
+    if whole_rows and not any(fields([weight])):
         return wrap(func(plain(input), weight, bias), input.grid_layout)
     out = contracted(func, (input, weight), (names, ["o", "k"]), [*names[:-1], "o"])
     return out if bias is None else out + bias
@@ -139,6 +140,11 @@ def _einsum(func: Func, equation: str, *operands: Any) -> Any:
 def _embedding(func: Func, ids: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(ids, Field) or any(fields(args)):
         raise refused(f"{func.__name__} of a split table")
+    classes = kwargs.get("num_classes", args[0] if args else -1)
+    if func.__name__ == "one_hot" and classes == -1:
+        raise refused("one_hot without num_classes")
+    if kwargs.get("scale_grad_by_freq") or any(one is True for one in args[4:5]):
+        raise refused("embedding with scale_grad_by_freq=True")
     splits = {split.dim - 1: split for split in ids.grid_layout.splits}
     return wrap(func(plain(ids), *args, **kwargs), ids.grid_layout.having(splits, 0))
 

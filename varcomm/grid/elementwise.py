@@ -104,7 +104,7 @@ def _in_place(func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     return x
 
 
-@rule("dropout1d dropout2d dropout3d feature_dropout feature_alpha_dropout")
+@rule("dropout1d dropout2d dropout3d feature_dropout")
 def _feature_dropout(
     func: Func, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Any:
@@ -129,11 +129,16 @@ _LOSSES = (
 def _loss(func: Func, *args: Any, reduction: str = "mean", **kwargs: Any) -> Any:
     """Return the loss of each element, or its sum or mean over all ranks, whole."""
     name, (x, *others) = func.__name__, args
+    if any(kwargs.get(word) is not None for word in ("size_average", "reduce")):
+        raise refused(f"{name} with size_average or reduce", "Pass reduction=.")
     if name in ("cross_entropy", "nll_loss"):
         return _class_loss(func, x, *others, reduction=reduction, **kwargs)
     out = elementwise(func, x, *others, reduction="none", **kwargs)
     if name == "kl_div" and reduction == "batchmean":
         return out.sum() / x.shape[0]
+    weight = kwargs.get("weight")
+    if name in ("mse_loss", "l1_loss") and weight is not None and reduction == "mean":
+        return out.sum() / weight.sum()
     return out if reduction == "none" else getattr(out, reduction)()
 
 
@@ -149,9 +154,8 @@ def _class_loss(
         return out if reduction == "none" else out.sum()
     weight, ignored = kwargs.get("weight"), kwargs.get("ignore_index", -100)
     if labels.is_floating_point() or kwargs.get("label_smoothing"):
-        if weight is not None or (
-            not labels.is_floating_point() and bool((labels == ignored).any())
-        ):
+        missing = not labels.is_floating_point() and wrap(labels == ignored, x.grid_layout).any()
+        if weight is not None or bool(missing):  # on all ranks, if on one
             raise refused(f"{func.__name__} with a weighted mean of smoothed classes")
         return out.mean()
     counted = labels != ignored

@@ -7,6 +7,7 @@ parts of them are used on each rank, so a gradient is the sum of those of all ra
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from varcomm.errors import ArgumentError
 from varcomm.grid.fetch import span
 from varcomm.grid.layout import Layout, Split
 from varcomm.ops.all_gather_v import all_gather_v
+from varcomm.ops.broadcast import broadcast
 from varcomm.ops.gather_v import gather_v
 from varcomm.transport.group import Group
 
@@ -75,6 +77,7 @@ class Field(torch.Tensor):
 
     is_placeholder = True  # for collectives, which take the part of a rank
     instead = "Pass the part of this rank, field.local."
+    is_copy = False  # of rows that torch would return as a view
     grid_layout: Layout
 
     @property
@@ -116,6 +119,19 @@ class Field(torch.Tensor):
         """Apply the rule of a function."""
         kwargs = kwargs or {}
         name = name_of(func)
+        if name == "get grad" and not args[0].grid_layout.splits:
+            found = untraced(func, args, kwargs)
+            if found is None or args[0].grid_layout.ranks == 1:
+                return found if found is None else wrap(found, args[0].grid_layout)
+        of_whole = name in ("register_hook", "get grad") and not args[0].grid_layout.splits
+        if of_whole and args[0].grid_layout.ranks > 1:
+            raise refused(
+                f"{name} of a value that every rank has",
+                "Its gradient here is the part of this rank: torch.autograd.grad sums them.",
+            )
+        if name == "register_hook":  # with a gradient that is split as the field is
+            layout, hook = args[0].grid_layout, args[1]
+            args = args[0], lambda gradient: plain(hook(wrap(gradient, layout)))
         if name in _OF_THE_TENSOR or name.startswith(("get _", "set _")):
             out = untraced(func, args, kwargs)
             if name == "get grad" and out is not None:
@@ -123,12 +139,23 @@ class Field(torch.Tensor):
             return out
         given = [*fields(args), *fields(kwargs.values())]
         found = RULES.get(name)
+        kwargs = {_WORDS.get(word, word): value for word, value in kwargs.items()}
+        target = args[0] if args else kwargs.get("input")
+        writes = name in _WRITES or name[-1] == "_" != name[0] or kwargs.get("inplace") is True
+        if writes and isinstance(target, Field) and target.is_copy:
+            raise refused(
+                f"{name} on rows that were fetched, which are no view of the field,",
+                "Compute a new field: torch.where, or a product with a mask.",
+            )
         if found is None or name not in _ALSO_WHOLE:
             layout = given[0].grid_layout
             if not any(one.grid_layout.splits for one in given):
+                if name in _RANDOM and layout.ranks > 1:
+                    return _drawn_alike(name, func, layout, args, kwargs)
                 out = func(*map_plain(args), **{k: map_plain(v) for k, v in kwargs.items()})
                 in_place = name[-1] == "_" != name[0] and given[0] is args[0]
-                return args[0] if in_place else wrap(out, layout)
+                out = args[0] if in_place else wrap(out, layout)
+                return _copied(name, given[0], out)
             if found is None:
                 raise refused(name)
             if kwargs.get("out") is not None:
@@ -142,7 +169,15 @@ class Field(torch.Tensor):
                     raise refused(f"{name} with an operand behind the first that is split")
                 args = first, *map_plain(others)
                 kwargs = {word: map_plain(value) for word, value in kwargs.items()}
-        return found(func, *args, **kwargs)
+        try:
+            out = found(func, *args, **kwargs)
+        except TypeError:
+            try:
+                inspect.signature(found).bind(func, *args, **kwargs)
+            except TypeError as error:
+                raise refused(f"{name} with these arguments ({error})") from None
+            raise
+        return _copied(name, given[0], out)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ArgumentError(
@@ -217,6 +252,76 @@ _OF_THE_TENSOR = (
     }
     | {"set requires_grad", "set grad"}
 )
+
+_WORDS = {"axis": "dim", "keepdims": "keepdim"}  # which torch accepts for NumPy's sake
+_WRITES = {"setitem", "iadd", "isub", "imul", "itruediv", "idiv", "ipow", "iand", "ior"}
+_VIEWS = frozenset(
+    [
+        "getitem",
+        "select",
+        "narrow",
+        "view",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "permute",
+        "transpose",
+        "swapaxes",
+        "movedim",
+        "t",
+        "squeeze",
+        "unsqueeze",
+        "expand",
+        "expand_as",
+        "view_as",
+        "split",
+        "chunk",
+        "unbind",
+        "tensor_split",
+        "detach",
+    ]
+)
+_DROPS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"}
+_RANDOM = _DROPS | {
+    "alpha_dropout",
+    "feature_alpha_dropout",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+    "bernoulli",
+    "bernoulli_",
+    "normal_",
+    "uniform_",
+    "exponential_",
+    "multinomial",
+    "rrelu",
+    "poisson",
+    "normal",
+    "gumbel_softmax",
+}
+
+
+def _copied(name: str, source: Field, out: Any) -> Any:
+    """Let views of fetched rows be known as such."""
+    if source.is_copy and name in _VIEWS:
+        for one in fields([out]):
+            one.is_copy = True
+    return out
+
+
+def _drawn_alike(
+    name: str, func: Callable[..., Any], layout: Layout, args: Sequence[Any], kwargs: Any
+) -> Any:
+    """Drop the same elements of a value on all ranks, which have it whole."""
+    more = "Draw on one rank, and vc.broadcast; or use dropout."
+    if name not in _DROPS or kwargs.pop("inplace", False):
+        raise refused(f"{name} of a value that every rank has, on which draws differ,", more)
+    x, rest = plain(kwargs.pop("input") if "input" in kwargs else args[0]), args[1:] if args else ()
+    mask = func(torch.ones_like(x), *rest[:2], **kwargs).detach()
+    for group in layout.groups:
+        mask = broadcast(mask, group=group.process_group)
+    return wrap(x * mask, layout)
+
 
 _ALSO_WHOLE = {"backward", "grad", "size", "deepcopy", "setitem"}  # rules also without splits
 

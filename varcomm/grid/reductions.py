@@ -107,18 +107,36 @@ def extreme(func: Func, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
     if name == "aminmax":
         raise refused(name)
     if pair and dim is not None:
-        index = _place(x, dim, keepdim, name)
-        values = extreme(torch.amax if name == "max" else torch.amin, x, dim, keepdim)
+        at = dim % x.dim()
+        place = _place(x, dim, True, name)
+        split = x.grid_layout.at(x.dim()).get(at)
+        first = split.start if split is not None else 0
+        rows = torch.arange(plain(x).shape[at], device=x.device) + first
+        chosen = rows.view(-1, *[1] * (x.dim() - at - 1)) == plain(place)
+        picked = wrap(plain(x).masked_fill(~chosen, 0), x.grid_layout)
+        values = picked.sum(at, keepdim=keepdim, dtype=x.dtype)  # all to the index, as torch does
+        index = _unkept(plain(place), x, [at], keepdim)
         kind = torch.return_types.max if name == "max" else torch.return_types.min
         return kind((values, index))
     dims, largest = dims_of(dim, x), name in ("max", "amax")
-    out, splits = plain(x), reduced_splits(x, dims)
+    out, splits = plain(x).detach(), reduced_splits(x, dims)
+    if not splits:
+        return _unkept(
+            (torch.amax if largest else torch.amin)(plain(x), dims, True), x, dims, keepdim
+        )
     for split in splits:
         out = _filled(out, split, largest)
     out = (torch.amax if largest else torch.amin)(out, dims, keepdim=True)
     for split in splits:
         gathered = _of_ranks(out, split)
         out = gathered.amax(0) if largest else gathered.amin(0)
+    if plain(x).is_floating_point():
+        # the gradient is shared evenly among all elements with the extreme, on all ranks
+        equal = (plain(x).detach() == out) | plain(x).detach().isnan()
+        count = sum_over(equal.sum(dims, keepdim=True), splits)
+        share = plain(x).masked_fill(~equal, 0).sum(dims, keepdim=True) / count
+        near = sum_over(share, splits)
+        out = near + torch.where(near.isfinite(), out - near, 0).detach()
     return _unkept(out, x, dims, keepdim)
 
 
@@ -126,8 +144,12 @@ def _filled(x: Tensor, split: Split, largest: bool) -> Tensor:
     """Give a rank without rows one that is never the extreme."""
     if split.own:
         return x
-    bound = inf if x.is_floating_point() else torch.iinfo(x.dtype).max
-    worst = -bound if largest else bound
+    if x.dtype == torch.bool:
+        worst: Any = not largest
+    elif x.is_floating_point():
+        worst = -inf if largest else inf
+    else:
+        worst = torch.iinfo(x.dtype).min if largest else torch.iinfo(x.dtype).max
     shape = list(x.shape)
     shape[split.dim] = 1
     return torch.cat([x, x.new_full(shape, worst)], split.dim)
@@ -164,6 +186,8 @@ def moments(x: Any, dims: Sequence[int]) -> tuple[Tensor, Tensor, int]:
     A variance is the mean of squared distances from the mean, which keeps its digits if means are
     large. Results are in fp32 at least, equal on all ranks.
     """
+    if x.is_complex():
+        raise refused("a variance of complex numbers")
     local, splits = widened(plain(x)), reduced_splits(x, dims)
     dims = [*dims]
     count = prod(x.shape[dim] for dim in dims)
@@ -196,7 +220,7 @@ def _var(func: Func, x: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
     mean, found, count = moments(x, dims)
     if correction:
         found = found * (count / (count - correction) if count > correction else inf)
-    found = found.sqrt() if name.startswith("std") else found
+    found = _root(found, 0.5) if name.startswith("std") else found
     dtype = plain(x).dtype
     parts = [_unkept(one.to(dtype), x, dims, keepdim) for one in (found, mean)]
     return tuple(parts) if name.endswith("mean") else parts[0]
@@ -213,9 +237,18 @@ def _norm(
     if p in (inf, -inf):
         return (x.abs().amax if p > 0 else x.abs().amin)(dims_of(dim, x), keepdim=keepdim)
     dims = dims_of(dim, x)
+    if not reduced_splits(x, dims):
+        out = torch.linalg.vector_norm(plain(x), p, dims, keepdim)
+        return wrap(out, without(x.grid_layout, x.dim(), dims, keepdim))
     if p == 0:
         return (x != 0).sum(dims, keepdim=keepdim).to(x.dtype)
-    return x.abs().pow(p).sum(dims, keepdim=keepdim).pow(1 / p)
+    return _root(x.abs().pow(p).sum(dims, keepdim=keepdim), 1 / p)
+
+
+def _root(x: Any, power: float) -> Any:
+    """Return a power below one, whose derivative at 0 is 0, as torch takes it for norms."""
+    zero = x == 0
+    return x.masked_fill(zero, 1).pow(power).masked_fill(zero, 0)
 
 
 @rule("logsumexp")
@@ -229,7 +262,7 @@ def _logsumexp(func: Func, x: Any, dim: Any, keepdim: bool = False) -> Any:
 
 @rule("softmax log_softmax")
 def _softmax(func: Func, x: Any, dim: Any = None, *args: Any, dtype: Any = None, **_: Any) -> Any:
-    at = dims_of(dim, x)[0]
+    at = int(x.dim() not in (0, 1, 3)) if dim is None else dim % x.dim()  # torch's old default
     if not reduced_splits(x, [at]):
         return wrap(func(plain(x), at, dtype=dtype), x.grid_layout)
     wide = x.to(widened(plain(x)).dtype if dtype is None else dtype)
@@ -265,6 +298,6 @@ def _along(func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
         raise refused(f"{name} along the split dimension {splits[0].dim}")
     out = func(plain(x), *args, **kwargs)
     if name in ("kthvalue", "median", "nanmedian"):
-        keepdim = bool(kwargs.get("keepdim", False))
+        keepdim = bool(kwargs.get("keepdim", args[first + 1] if len(args) > first + 1 else False))
         return wrap(out, without(x.grid_layout, x.dim(), dims, keepdim))
     return wrap(out, x.grid_layout)

@@ -32,8 +32,13 @@ def _taps(
     `ratio` is the distance in rows between two outputs. As torch's ``upsample`` kernels.
     """
     out = torch.arange(first, last, dtype=torch.float64)
-    if mode == "nearest":
-        return (out * ratio).floor().long().clamp_max(rows - 1)[:, None], out[:, None] * 0 + 1
+    if mode.startswith("nearest"):  # torch has a scale of fp32 for all dtypes
+        single = torch.tensor(ratio, dtype=torch.float32)
+        if mode == "nearest":
+            at = (out.float() * single).floor()
+        else:
+            at = ((out + 0.5) * single.double()).float().floor()
+        return at.long().clamp_max(rows - 1)[:, None], out[:, None] * 0 + 1
     if mode == "nearest-exact":
         return ((out + 0.5) * ratio).floor().long().clamp_max(rows - 1)[:, None], out[
             :, None
@@ -88,6 +93,11 @@ def _interpolate(
     if mode == "area":
         return _adaptive(input, new, "avg")
     kind = {"bilinear": "linear", "trilinear": "linear", "bicubic": "cubic"}.get(mode, mode)
+    for at, (n, m, scale) in enumerate(zip(old, new, scales, strict=True)):
+        if n == m and scale not in (None, 1):
+            if kind not in ("linear", "nearest"):
+                raise refused(f"interpolate with mode {mode!r} and a scale that keeps {n} rows")
+            scales[at] = 1  # torch copies rows then
     align = bool(align_corners)
     local, splits = plain(input), dict(input.grid_layout.by_dim)
     for dim, split in spatial(name, input, dims).items():
@@ -98,7 +108,7 @@ def _interpolate(
             ratio = n / m if scale is None else 1.0 / float(scale)
         local, splits[dim] = _resampled(local, split, m, ratio, kind, align)
     left = [dim for dim in range(-dims, 0) if dim not in input.grid_layout.by_dim]
-    if any(new[dim] != old[dim] for dim in left):
+    if any(new[dim] != old[dim] or scales[dim] not in (None, 1) for dim in left):
         target = [
             local.shape[d] if d in input.grid_layout.by_dim else new[d] for d in range(-dims, 0)
         ]

@@ -153,7 +153,9 @@ def _scaled(x: Field, dim: int, by: int, over: int) -> Layout:
 def _reshape(func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     shape = _new_shape(func, x, args, kwargs)
     layout, local, x = _reshaped(x, shape)
-    return wrap(plain(x).reshape(local), layout)
+    out = wrap(plain(x).reshape(local), layout)
+    out.is_copy = x.is_copy
+    return out
 
 
 def _new_shape(func: Func, x: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
@@ -274,7 +276,9 @@ def _moved(x: Any, split: Split, to: Split) -> Any:
     layout = Layout(
         x.grid_layout.groups, tuple(to if s == split else s for s in x.grid_layout.splits)
     )
-    return wrap(span(plain(x), split, to.spans), layout)
+    moved = wrap(span(plain(x), split, to.spans), layout)
+    moved.is_copy = True
+    return moved
 
 
 # --- Rows
@@ -346,7 +350,9 @@ def _row(x: Any, dim: int, at: int) -> Any:
         if split.repeats > 1:
             raise refused("one row of several images in one dimension")
         local, at = span(local, split, [(at, at + 1)] * split.group.size), 0
-    return _dropped(x, dim, local.select(dim, at))
+    row = _dropped(x, dim, local.select(dim, at))
+    row.is_copy = split is not None
+    return row
 
 
 @rule("select")
@@ -390,9 +396,7 @@ def _setitem(func: Func, x: Any, index: Any, value: Any) -> None:
         func(plain(x), map_plain(index), value.gather() if isinstance(value, Field) else value)
         return
     target = _getitem(torch.Tensor.__getitem__, x, index)
-    if target.grid_layout.splits and [s.sizes for s in target.grid_layout.splits] != [
-        s.sizes for s in x.grid_layout.splits
-    ]:
+    if [s.sizes for s in target.grid_layout.splits] != [s.sizes for s in x.grid_layout.splits]:
         raise refused("writing some rows of a split dimension")
     index = index if isinstance(index, tuple) else (index,)
     func(plain(x), map_plain(index), placed(value, target.grid_layout))
@@ -502,7 +506,7 @@ def _padded(x: Any, split: Split, before: int, behind: int, mode: str, value: fl
 
 
 @rule("cat concat concatenate", several=True)
-def _cat(func: Func, tensors: Sequence[Any], dim: int = 0, **_: Any) -> Any:
+def _cat(func: Func, tensors: Sequence[Any], dim: int = 0) -> Any:
     tensors = [t for t in tensors if t.dim() != 1 or t.shape[0]]
     dims, given = tensors[0].dim(), [*fields(tensors)]
     at = dim % dims - dims
@@ -510,6 +514,8 @@ def _cat(func: Func, tensors: Sequence[Any], dim: int = 0, **_: Any) -> Any:
     if here is None:
         layout = common(tensors)
         return wrap(torch.cat([placed(t, layout) for t in tensors], dim), layout)
+    if any(f.grid_layout.by_dim[at].repeats > 1 for f in given if at in f.grid_layout.by_dim):
+        raise refused("cat along rows of several images in one dimension")
     # a rank's rows of the result are as many as it has of all parts, so that sizes add up
     others = [
         wrap(
