@@ -6,7 +6,8 @@ from torch_geometric.utils import degree, scatter
 
 from tests.graph.against_one import data_of, graph_of, two_types
 from tests.worlds import on_ranks
-from varcomm import ArgumentError
+from varcomm import ArgumentError, all_reduce
+from varcomm.graph import partition
 
 slow = pytest.mark.slow
 
@@ -191,3 +192,25 @@ def test_refused_in_the_words_of_eager(rank):
             kind = torch._dynamo.exc.Unsupported if full else ArgumentError
             with pytest.raises(kind, match=r"x\[edge_index\[0\]\]"):
                 fast(graph.x, graph.edge_index)
+
+
+@on_ranks(3)
+def test_integers_of_nodes_at_sources(rank):
+    """An attribute of integers fetches the halo in compiled code, as in eager code."""
+    data = data_of()
+    data.kind = torch.arange(data.num_nodes) * 7 % 11
+    part = partition(data, method="block")
+    table = torch.arange(11.0)
+
+    def unpacked(kind, edge_index):
+        row, _ = edge_index
+        return table[kind[row]]
+
+    def selected(kind, edge_index):
+        return table[kind.index_select(0, edge_index[0])]
+
+    for function in (unpacked, selected):
+        found = torch.compile(function, backend="eager")(part.kind, part.edge_index)
+        assert torch.equal(found, function(part.kind, part.edge_index))
+        total = all_reduce(found.sum())
+        assert total == table[data.kind[data.edge_index[0]]].sum()

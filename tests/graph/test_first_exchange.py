@@ -2,30 +2,18 @@
 
 import pytest
 import torch
-from torch_geometric import nn as pyg
 
 import varcomm
 from tests.graph.graphs import split_by, wild
 from tests.graph.typed import drawn
 from tests.worlds import on_ranks, refused_alike
 from varcomm import DisagreementError
-from varcomm.graph import distribute, edge_update, partition, remap, transfer
+from varcomm.graph import partition, remap, transfer
 
 
 def graph_of(way="a rank owns nothing"):
     data = wild()
     return partition(data, method=split_by(way, data.num_nodes, 3))
-
-
-def layer(graph):
-    torch.manual_seed(0)
-    model = distribute(pyg.GraphConv(4, 4), graph)
-
-    def call(x):
-        model.to(x.dtype)
-        return model(x, graph.edge_index)
-
-    return call
 
 
 def remapped(graph):
@@ -37,10 +25,6 @@ WAYS = {
     "with_halo": lambda g: g.with_halo,
     "with_halo of several": lambda g: lambda x: g.with_halo([g.x, x]),
     "halo": lambda g: g.halo,
-    "rows at sources": lambda g: lambda x: x[g.edge_index[0]],
-    "index_select": lambda g: lambda x: x.index_select(0, g.edge_index[0]),
-    "edge_update": lambda g: lambda x: edge_update(g, lambda x_i, x_j: x_i - x_j, x),
-    "a layer": layer,
     "transfer": lambda g: transfer(g, graph_of("random")),
     "remap": remapped,
     "with_halo, differentiated": lambda g: lambda x: g.with_halo(x.clone().requires_grad_()),
@@ -50,7 +34,7 @@ DTYPES = {
     "bf16 for fp16": (torch.bfloat16, torch.float16),
     "fp64 for complex64": (torch.float64, torch.complex64),
 }
-ONLY_FLOATS = {"a layer", "remap", "with_halo, differentiated", "edge_update"}
+ONLY_FLOATS = {"remap", "with_halo, differentiated"}
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -65,11 +49,10 @@ def test_another_dtype_or_width_on_one_rank(rank, name):
         given = x.to(wrong if rank == 1 else right)
         refused_alike(DisagreementError, lambda c=call, g=given: c(g), "dtype", "rank 1 has")
         assert call(x.to(right)) is not None, case  # the group works on
-    if name != "a layer":
-        graph = graph_of()
-        call, rows = WAYS[name](graph), graph.num_owned
-        given = torch.ones(rows, 4 if rank else 2, dtype=torch.float32)
-        refused_alike(DisagreementError, lambda: call(given), "shape of a row")
+    graph = graph_of()
+    call, rows = WAYS[name](graph), graph.num_owned
+    given = torch.ones(rows, 4 if rank else 2, dtype=torch.float32)
+    refused_alike(DisagreementError, lambda: call(given), "shape of a row")
 
 
 @on_ranks(3)

@@ -283,8 +283,9 @@ class ExchangePlan:
         """
         group = self.group
         if torch.compiler.is_compiling():
+            group.compares_exchanges = False  # other ranks may run the same call eagerly, later
             return
-        if not group.exchanges_to_compare or debugging():
+        if not group.exchanges_to_compare or not group.compares_exchanges or debugging():
             return
         if group.size == 1 or group.device().type != "cpu":  # a GPU would be waited for
             group.exchanges_to_compare = 0

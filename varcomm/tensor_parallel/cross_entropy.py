@@ -285,7 +285,9 @@ def _loss(
     top = top.detach()
     if ranks.size > 1 and all(n == sizes[0] for n in sizes) and not in_transform():
         check_parts = _recorded_parts if in_graph(target) else _parts
-        top = check_parts(top, log.detach(), classes, name, ranks.name, ranks.rank, sizes[0])
+        # without a target, none shows that logits are complete
+        shown = classes.masked_fill(ignored.all(), sizes.total - 1)
+        top = check_parts(top, log.detach(), shown, name, ranks.name, ranks.rank, sizes[0])
     # A shift near the log-sum-exp. Its own rounding cancels because only differences from tops
     # are used; `above` from their sum would be rounded.
     peak = (top + log.detach()).amax(0)

@@ -119,20 +119,19 @@ class EdgeRules(Numbering):
     def with_halo(self, x: Any, dim: int = 0) -> Any:
         """Append the halo rows; see :meth:`EdgeShard.with_halo`."""
         one = isinstance(x, torch.Tensor)
+        self.plan.compare_first(*([x] if one else x), dim=dim)
         rows = self.rows_and_halos([x] if one else x, dim)
         rows = [out if in_graph(out) else out.as_subclass(_WithHalo) for out in rows]
         return rows[0] if one else tuple(rows)
 
     def rows_and_halo(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """Return the rows of :meth:`with_halo` as an ordinary tensor."""
-        self.plan.compare_first(x, dim=dim)
         return _joined(x, self.plan(x, dim=dim), dim)
 
     def rows_and_halos(self, xs: Sequence[torch.Tensor], dim: int = 0) -> list[torch.Tensor]:
         """Return rows of several tensors with the halo's, from one exchange."""
         if len(xs) < 2:
             return [self.rows_and_halo(x, dim) for x in xs]
-        self.plan.compare_first(*xs, dim=dim)
         halos = self.plan(*xs, dim=dim)
         return [_joined(x, halo, dim) for x, halo in zip(xs, halos, strict=True)]
 

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.index.partitioned_index import NAMES, Marked, functions_named, name_of
+from varcomm.graph.index.partitioned_index import (
+    NAMES,
+    Marked,
+    PartitionedIndex,
+    functions_named,
+    name_of,
+)
 
 __all__ = ["NodeIntegers", "is_integer"]
 
@@ -21,7 +27,8 @@ _REDUCE = _SET_ROWS | {
 
 # Results that may still be ids of groups: views, copies, parts, and other integers of each node.
 _CARRY = {
-    "clone", "contiguous", "detach", "to", "cpu", "cuda", "long", "pin_memory", "view", "view_as",
+    "clone", "contiguous", "detach", "to", "cpu", "cuda", "long", "int", "type", "type_as",
+    "pin_memory", "view", "view_as", "neg", "__neg__", "abs", "__rshift__", "__lshift__",
     "reshape", "expand", "expand_as", "repeat", "unique", "unsqueeze", "squeeze", "flatten",
     "__getitem__", "index_select", "masked_select", "add", "__add__", "__radd__", "sub", "__sub__",
     "__rsub__", "mul", "__mul__", "__rmul__", "div", "floor_divide", "__floordiv__", "remainder",
@@ -67,7 +74,12 @@ class NodeIntegers(Marked):
         if name in _REDUCE:
             _check_reduction(name, args, kwargs)
         given = [_plain(one) for one in args]
-        out = func(*given, **{key: _plain(value) for key, value in kwargs.items()})
+        rest = {key: _plain(value) for key, value in kwargs.items()}
+        if any(isinstance(one, PartitionedIndex) for one in _flat(given)):
+            # compiled code does not dispatch again inside a rule
+            out = PartitionedIndex.__torch_function__(func, types, given, rest)
+        else:
+            out = func(*given, **rest)
         source = next((one for one in args if isinstance(one, cls)), None)
         if name not in _CARRY or source is None:
             return out
@@ -86,6 +98,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)([_plain(one) for one in value])
     return value.plain if isinstance(value, NodeIntegers) else value
+
+
+def _flat(values: Sequence[Any]) -> list[Any]:
+    return [part for one in values for part in (one if isinstance(one, list | tuple) else (one,))]
 
 
 def _carried(name: str, source: NodeIntegers, args: Sequence[Any], out: Any) -> Any:
@@ -115,7 +131,8 @@ def _check_reduction(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     raise ArgumentError(
         f"{name.strip('_')} by {index.attribute!r} would be over this rank's nodes only. If "
         f'these are ids of groups, name them: graph.partition(data, groups=["{index.attribute}"]). '
-        f"For this rank's nodes alone, use graph.{index.attribute}.plain."
+        f"For this rank's nodes alone, such as counts that you sum by varcomm.all_reduce, use "
+        f"graph.{index.attribute}.plain."
     )
 
 
