@@ -113,6 +113,8 @@ def sum_gradients(
         values = [repr(digest(parameter)) for parameter in trained]
         compare(ranks, {**call, "values of parameters": values})
     divisor = divisor_of(reduce, ranks, "sum_gradients")
+    if ranks.size == divisor == 1:
+        return
     buckets = cut(dict(enumerate(trained)), range(len(trained)), size)
     total = AllReduce(ranks, use_fp32, divisor=divisor, compares=False)
     with torch.no_grad():
