@@ -15,19 +15,25 @@ from varcomm.grid.reductions import moments, reduced_splits, widened
 Func = Callable[..., Any]
 
 
-def _normalised(
-    x: Any, mean: Tensor, var: Tensor, eps: float, weight: Any, bias: Any, channel: int = 1
-) -> Any:
-    """Scale and shift each channel: one pass over the field."""
-    local = plain(x)
-    shape = [1] * local.dim()
-    shape[channel] = -1
+def _normalised(x: Any, mean: Tensor, var: Tensor, eps: float, weight: Any, bias: Any) -> Any:
+    """Scale and shift each channel, by torch's kernel for known statistics: one pass each way.
+
+    It does not differentiate the statistics, so these come with their derivatives in the shift.
+    """
+    local, shape = widened(plain(x)), [1, -1, *[1] * (x.dim() - 2)]
     scale = (var + eps).rsqrt()
-    scale = scale if weight is None else scale * widened(weight.reshape(shape))
-    shift = -mean * scale
-    shift = shift if bias is None else shift + widened(bias.reshape(shape))
-    out = torch.addcmul(shift, widened(local), scale)
-    return wrap(out.to(local.dtype), x.grid_layout)
+    scale = scale if weight is None else scale * widened(weight.view(shape))
+    known = mean.detach()
+    shift = (known - mean) * scale
+    shift = shift if bias is None else shift + widened(bias.view(shape))
+    ones, channels = torch.ones_like(known).flatten(), mean.numel()
+    images = local.shape if len(mean) == 1 else (1, channels, *local.shape[2:])
+    out = torch.batch_norm(
+        local.reshape(images),
+        *(scale.flatten(), shift.flatten(), known.flatten(), ones),
+        *(False, 0.0, 0.0, torch.backends.cudnn.enabled),
+    )
+    return wrap(out.view(local.shape).to(x.dtype), x.grid_layout)
 
 
 @rule("batch_norm")

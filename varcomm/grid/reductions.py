@@ -188,22 +188,55 @@ def moments(x: Any, dims: Sequence[int]) -> tuple[Tensor, Tensor, int]:
     """
     if x.is_complex():
         raise refused("a variance of complex numbers")
-    local, splits = widened(plain(x)), reduced_splits(x, dims)
-    dims = [*dims]
-    count = prod(x.shape[dim] for dim in dims)
-    own = prod(local.shape[dim] for dim in dims)
-    if not splits:
-        if not own:
-            return (empty := local.sum(dims, keepdim=True)), empty, count
-        var, mean = torch.var_mean(local, dims, correction=0, keepdim=True)
-        return mean, var, count
-    if own:
-        spread, near = torch.var_mean(local, dims, correction=0, keepdim=True)
-    else:
-        near = spread = local.sum(dims, keepdim=True)
-    mean = sum_over(near * (own / count), splits)
-    var = sum_over((spread + (near - mean).square()) * (own / count), splits)
-    return mean, var, count
+    local = widened(plain(x))
+    mean, var = _Moments.apply(local, [*dims])  # type: ignore[no-untyped-call]
+    for split in reduced_splits(x, dims):
+        mean, var = _of_all_ranks(mean, var, split)
+    return mean, var, prod(x.shape[dim] for dim in dims)
+
+
+class _Moments(torch.autograd.Function):
+    """Mean and variance of a local tensor, faster than ``var_mean``; zeros if it is empty."""
+
+    @staticmethod
+    def forward(x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
+        if not x.numel():
+            return (empty := x.sum(dims, keepdim=True)), empty.clone()
+        mean = x.mean(dims, keepdim=True)
+        distance = torch.linalg.vector_norm(x - mean, dim=dims, keepdim=True)
+        return mean, distance.square() * (mean.numel() / x.numel())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(inputs[0], output[0])
+        ctx.save_for_forward(inputs[0], output[0])
+        ctx.dims = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, of_mean: Tensor, of_var: Tensor) -> tuple[Tensor, None]:
+        x, mean = ctx.saved_tensors
+        share = mean.numel() / max(x.numel(), 1)
+        slope = of_var * (2 * share)
+        return (x * slope).add_(of_mean * share - mean * slope), None
+
+    @staticmethod
+    def jvp(ctx: Any, of_x: Tensor, _: None) -> tuple[Tensor, Tensor]:
+        x, mean = ctx.saved_tensors
+        slopes = (x - mean) * of_x
+        return of_x.mean(ctx.dims, keepdim=True), 2 * slopes.mean(ctx.dims, keepdim=True)
+
+
+def _of_all_ranks(mean: Tensor, var: Tensor, split: Split) -> tuple[Tensor, Tensor]:
+    """Combine the moments of the ranks of a split: one message, with each rank's share."""
+    group = split.group
+    share = mean.new_full((1,), split.own / split.rows)
+    own = torch.cat([mean.flatten(), var.flatten(), share])
+    parts = all_gather_v(own[None], [1] * group.size, group=group.process_group)
+    means, variances = parts[:, :-1].unflatten(1, (2, -1)).unbind(1)
+    shares = parts[:, -1:]
+    joined = (shares * means).sum(0)
+    spread = (shares * (variances + (means - joined).square())).sum(0)
+    return joined.view_as(mean), spread.view_as(mean)
 
 
 @rule("var std var_mean std_mean")
