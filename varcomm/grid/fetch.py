@@ -15,7 +15,7 @@ from varcomm.grid.layout import Split
 from varcomm.ops import packing
 from varcomm.ops.digest import digest
 from varcomm.ops.graph_operator import torch_operator
-from varcomm.ops.handle import collective
+from varcomm.ops.handle import Handle, TensorOrHandle, collective
 from varcomm.ops.reduction import sum_in_rank_order
 from varcomm.ops.rule import Operator
 from varcomm.transport.engine import Pending
@@ -209,9 +209,9 @@ class Reading:
     reads: tuple[int, ...]
     calls: Calls = field(default_factory=dict)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, async_op: bool = False) -> TensorOrHandle:
         dim = x.dim() + self.split.dim
-        return collective(_operator, self, x, (), (dim,), False)
+        return collective(_operator, self, x, (), (dim,), async_op)
 
 
 def _operator(reading: Reading, x: Tensor, _: object, dim: int) -> ReadRows:
@@ -226,12 +226,21 @@ def rows(x: Tensor, split: Split, spans: Sequence[Sequence[tuple[int, int]]]) ->
     """
     if all(_are(these, own) for these, own in zip(spans, split.spans, strict=True)):
         return x
+    return _reading(split, spans)(x)
+
+
+def start_rows(x: Tensor, split: Split, spans: Sequence[Sequence[tuple[int, int]]]) -> Handle:
+    """Start :func:`rows`."""
+    return _reading(split, spans)(x, async_op=True)
+
+
+def _reading(split: Split, spans: Sequence[Sequence[tuple[int, int]]]) -> Reading:
     known: dict[Any, Reading] = split.group.auxiliary.setdefault("grid", {})
     reads = tuple(n for these in spans for n in (len(these), *(e for s in these for e in s)))
     key = split.dim, split.sizes, reads
     if key not in known:
         known[key] = Reading(split, reads)
-    return known[key](x)
+    return known[key]
 
 
 def _are(spans: Sequence[tuple[int, int]], own: tuple[int, int]) -> bool:

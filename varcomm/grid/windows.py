@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from varcomm.errors import ArgumentError
-from varcomm.grid.fetch import span
+from varcomm.grid.fetch import span, start_rows
 from varcomm.grid.field import plain, refused, rule, wrap
 from varcomm.grid.layout import Layout, Spans, Split
 
@@ -64,13 +64,12 @@ class Window:
                 f"{self.before} and {self.behind}."
             )
         out = split.resized(cut(split, count, lambda row: -(-row // self.stride)))
-        first = -self.before
-        return out, tuple(
-            (a * self.stride + first, (b - 1) * self.stride + first + self.reach)
-            if b > a
-            else (0, 0)
-            for a, b in out.spans
-        )
+        return out, tuple(self.reads(a, b) if b > a else (0, 0) for a, b in out.spans)
+
+    def reads(self, first: int, last: int) -> tuple[int, int]:
+        """Return the rows that outputs read, from one to behind another."""
+        low = first * self.stride - self.before
+        return low, low + (last - first - 1) * self.stride + self.reach
 
 
 def each(value: Any, dims: int) -> list[Any]:
@@ -89,18 +88,21 @@ def spatial(name: str, x: Any, dims: int) -> dict[int, Split]:
 
 
 def slabs(
-    name: str, x: Any, windows: Sequence[Window], fill: float = 0.0
+    name: str, x: Any, windows: Sequence[Window], fill: float = 0.0, later: int | None = None
 ) -> tuple[Tensor, Layout, list[int]]:
     """Return the rows that the windows of this rank read, padded along split dimensions.
 
     Also the layout of the outputs, and the padding that is left to the function. A rank without
-    outputs gets one window of zeros, whose output :func:`kept` drops.
+    outputs gets one window of zeros, whose output :func:`kept` drops. Rows along the dimension
+    `later` are left as they are.
     """
     dims, local, splits = len(windows), plain(x), dict(x.grid_layout.by_dim)
     left = [0] * (2 * dims)
     for dim, split in spatial(name, x, dims).items():
         window = windows[dim]
         splits[dim], spans = window.read(split)
+        if dim == later:
+            continue
         low, high = spans[split.group.rank]
         if fill:
             n = split.rows
@@ -156,9 +158,82 @@ def _conv(
         Window(k, s, *p, d)
         for k, s, p, d in zip(kernels, each(stride, dims), pads, reach, strict=True)
     ]
-    local, layout, left = slabs(func.__name__, input, windows)
+    weight, bias = plain(weight), plain(bias)
+    inner = _inner(input, windows)
+    later = None if inner is None else inner.split.dim
+    local, layout, left = slabs(func.__name__, input, windows, later=later)
     local, own = symmetric(local, left)
-    return kept(func(local, plain(weight), plain(bias), stride, own, dilation, groups), layout)
+    if inner is None:
+        return kept(func(local, weight, bias, stride, own, dilation, groups), layout)
+
+    def outputs(x: Tensor) -> Any:
+        return func(x, weight, bias, stride, own, dilation, groups)
+
+    return wrap(inner.with_borders(local, outputs), layout)
+
+
+@dataclass(frozen=True)
+class _Inner:
+    """Outputs of each rank that need only own rows: computed while the others' rows travel.
+
+    Without them, a rank would copy all its rows behind its halo, and keep the copy for backward.
+    """
+
+    window: Window
+    split: Split
+    outputs: Spans  # of each rank
+    inner: Spans  # those that need own rows, of each rank
+
+    def with_borders(self, x: Tensor, outputs: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return all outputs of this rank from its rows; ``outputs(rows)`` computes some."""
+        window, split, dim = self.window, self.split, self.split.dim
+        borders = []  # of each rank, the rows for outputs before the inner ones and behind them
+        for (a, b), (i, j) in zip(self.outputs, self.inner, strict=True):
+            low, high = window.reads(a, i)
+            whole = low, high + (low - high) % window.stride  # windows do not cross into the others
+            borders.append([whole] * (a < i) + [window.reads(j, b)] * (j < b))
+        handle = start_rows(x, split, borders)
+        rank = split.group.rank
+        (a, b), (i, j) = self.outputs[rank], self.inner[rank]
+        low, high = window.reads(i, j)
+        inner = outputs(x.narrow(dim, low - split.start, high - low))
+        rows = handle.wait()
+        if not borders[rank]:  # no outputs, by which this rank takes part in backward
+            return torch.cat([inner, rows.sum().expand(inner.narrow(dim, 0, 0).shape)], dim)
+        found, behind = outputs(rows), 0
+        if a < i:
+            low, high = borders[rank][0]
+            behind = (high - low) // window.stride
+        before, after = found.narrow(dim, 0, i - a), found.narrow(dim, behind, b - j)
+        return torch.cat([before, inner, after], dim)
+
+
+_LARGE = 1 << 17  # elements of a rank from which on a copy of them costs more than three calls
+
+
+def _inner(x: Any, windows: Sequence[Window]) -> _Inner | None:
+    """Return the outputs that need only own rows along the first split dimension that has a halo.
+
+    None if these are few on some rank, or the field is small: alike on all ranks.
+    """
+    if prod(x.shape) < _LARGE * x.grid_layout.ranks:
+        return None
+    for split in x.grid_layout.splits:
+        if split.dim < -len(windows):
+            continue
+        window = windows[split.dim]
+        out, spans = window.read(split)
+        if spans == split.spans:
+            continue
+        inner = []
+        for (a, b), (first, end) in zip(out.spans, split.spans, strict=True):
+            i = max(a, -(-(first + window.before) // window.stride))
+            j = min(b, (end + window.before - window.reach) // window.stride + 1)
+            if 2 * (j - i) <= b - a:
+                return None
+            inner.append((i, j))
+        return _Inner(window, split, out.spans, tuple(inner))
+    return None
 
 
 @rule("conv_transpose1d conv_transpose2d conv_transpose3d")

@@ -1,0 +1,92 @@
+"""Convolutions of large fields, whose inner outputs are computed while rows travel."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+import varcomm as vc
+from tests.grid.comparing import apart, derivatives
+from tests.worlds import on_ranks
+
+ROWS, COLUMNS = 700, 576
+CASES = {
+    "3 x 3": ([2, 1, 3, 3], {"padding": 1}),
+    "no padding": ([1, 1, 4, 3], {}),
+    "stride 2": ([1, 1, 3, 3], {"stride": 2, "padding": 1}),
+    "stride 3 of 2 rows": ([1, 1, 2, 2], {"stride": 3, "padding": 1}),
+    "dilated": ([1, 1, 3, 3], {"dilation": (4, 1), "padding": (4, 0)}),
+    "same, even kernel": ([1, 1, 4, 5], {"padding": "same"}),
+    "wide": ([1, 1, 31, 1], {"padding": (15, 0)}),
+    "more padding than kernel": ([1, 1, 3, 3], {"padding": (3, 2)}),
+}
+
+
+def compare(case, sizes, mesh=None):
+    weight, how = CASES[case]
+    torch.manual_seed(0)
+    x = torch.randn(1, 1, ROWS, COLUMNS, dtype=torch.float64)
+    made = [torch.randn(weight, dtype=torch.float64), torch.randn(weight[0], dtype=torch.float64)]
+
+    def convolved(x, weight, bias):
+        return F.conv2d(x, weight, bias, **how).sin()
+
+    def leaves(*tensors):
+        return [t.clone().requires_grad_() for t in tensors]
+
+    expected = derivatives(convolved, *leaves(x), leaves(*made), lambda g: g)
+    grid = vc.grid.Grid((ROWS, COLUMNS), mesh, sizes)
+    rows, columns = (slice(part.start, part.stop) for part in grid.ranges)
+    field = grid.field(*leaves(x[:, :, rows, columns]))
+    found = derivatives(convolved, field, leaves(*made), vc.all_reduce)
+    return [apart(a, b) for a, b in zip(found, expected, strict=True)]
+
+
+@pytest.mark.parametrize("case", ["3 x 3", "stride 2", "same, even kernel"])
+@on_ranks(3)
+def test_convolutions(rank, case):
+    torch.set_num_threads(1)
+    assert max(compare(case, [[333, 70, 297], None])) < 1e-11
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+@on_ranks(2, 3, 5)
+def test_convolutions_of_many_sizes(rank, case, ranks):
+    torch.set_num_threads(1)
+    for own in (ROWS // ranks + 1, 9, 3):  # a rank of few rows ends the overlap
+        first = [own] * (ranks - 1)
+        assert max(compare(case, [[*first, ROWS - sum(first)], None])) < 1e-11
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+@on_ranks(4)
+def test_convolutions_on_a_mesh(rank, case):
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (2, 2))
+    assert max(compare(case, [[333, 367], [100, 476]], mesh)) < 1e-11
+
+
+@on_ranks(2)
+def test_a_large_convolution_sends_its_halo_and_keeps_no_copy(rank):
+    torch.set_num_threads(1)
+    grid = vc.grid.Grid((ROWS, COLUMNS))
+    kept = []
+    x = grid.field(torch.randn(1, 1, len(grid.ranges[0]), COLUMNS, requires_grad=True))
+    weight = torch.randn(1, 1, 3, 3, requires_grad=True)
+
+    def keep(tensor):
+        kept.append(tensor.untyped_storage().nbytes())
+        return tensor
+
+    with vc.trace() as calls, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        y = F.conv2d(x, weight, padding=1)
+    assert calls.total.sent == COLUMNS * 4
+    own = x.local.nbytes
+    assert max(kept) == own
+    assert sum(n for n in kept if n != own) < own / 10
+    with vc.trace() as calls:
+        y.sum().backward()
+    sent = sum(call.sent for call in calls if call.name != "all_reduce")
+    assert sent == COLUMNS * 4
