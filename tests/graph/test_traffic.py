@@ -52,6 +52,8 @@ def test_a_propagation_is_one_exchange_of_the_bytes_of_the_report(rank):
             out = layer(graph.x.requires_grad_(), graph.edge_index)
         with varcomm.trace() as back:
             out.sum().backward()
+        if graph.group.size == 1:  # without a halo
+            propagations = degrees = 0
         assert [call.name for call in back] == ["exchange_adjoint"] * propagations, name
         backward = sum(call.received for call in back), sum(call.sent for call in back)
         assert backward == (channels * sent, channels * graph.num_halo * 8), name

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from varcomm._torch_private import transforms_active, version_of
 from varcomm.errors import ArgumentError
 from varcomm.graph.index.node_groups import STARTS_FROM_ZERO, Extreme, extreme_of_parts
 from varcomm.graph.index.partitioned_index import How, Kind, Numbering, PartitionedIndex, ordinary
@@ -27,6 +28,7 @@ from varcomm.transport.group import Group
 
 __all__ = ["EdgeRules"]
 
+T = TypeVar("T")
 
 # functions that select or make rows
 _SELECT = frozenset((
@@ -83,6 +85,8 @@ class EdgeRules(Numbering):
     extent: torch.Tensor = field(init=False)
     # rows of each differentiable exchange in a propagate; None outside, and in compiled code
     exchanged: list[torch.Tensor] | None = field(init=False, default=None)
+    # what layers make of the edges alone, as PyG keeps with cached=True
+    _kept: dict[Any, Any] = field(init=False, default_factory=dict)
     # owned nodes up to the last one that has an edge, once asked for
     _up_to_last_edge: int | None = field(init=False, default=None)
     # the same for all edges, which other ranks keep as well
@@ -101,6 +105,17 @@ class EdgeRules(Numbering):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EdgeRules:
         return self  # a copy of a model stays on the graph
+
+    def kept(self, edge_index: PartitionedIndex, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+        """Return what ``make()`` computes of these edges, once for the edges of the graph."""
+        is_own = edge_index.plain is self.local_ids and edge_index.kind == "edges"
+        if not is_own or torch.compiler.is_compiling() or transforms_active() or in_graph(None):
+            return make()
+        key = (*key, version_of(self.local_ids))
+        if key not in self._kept:
+            with torch.inference_mode(False), torch.no_grad():
+                self._kept[key] = make()
+        return self._kept[key]  # type: ignore[no-any-return]
 
     def layer_counts(self) -> tuple[int, int, int]:
         """Return the numbers of sources, halo nodes and targets in a layer.
@@ -150,6 +165,8 @@ class EdgeRules(Numbering):
             has_halo = not is_owned and self._has_halo(kind, x, given, counts)
         if has_halo:
             return ordinary(x, _WithHalo) if type(x) is _WithHalo else x
+        if self.group.size == 1:
+            return x
         x = self.rows_and_halo(x, dim)
         if self.exchanged is not None and x.requires_grad:
             self.exchanged.append(x)
@@ -177,7 +194,8 @@ class EdgeRules(Numbering):
         if len(new) < least:
             return edge_index
         distinct = [*{id(x): x for x in new}.values()]
-        rows = self.rows_and_halos(distinct, dim) if self.exchanges else distinct
+        alone = self.group.size == 1  # without a halo
+        rows = self.rows_and_halos(distinct, dim) if self.exchanges and not alone else distinct
         return edge_index.knowing((*edge_index.known, *zip(distinct, rows, strict=True)))
 
     def _has_halo(

@@ -12,7 +12,14 @@ from torch.nn.functional import dropout
 from torch.nn.parameter import is_lazy
 from torch_geometric import nn as pyg
 from torch_geometric.nn.models.attentive_fp import GATEConv
-from torch_geometric.utils import add_remaining_self_loops, get_laplacian, one_hot, scatter
+from torch_geometric.utils import (
+    add_remaining_self_loops,
+    add_self_loops,
+    get_laplacian,
+    one_hot,
+    remove_self_loops,
+    scatter,
+)
 
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.graph.index.edges import EdgeRules
@@ -92,10 +99,20 @@ class _Method:
         return self.function(self.module, self.running, *args, **kwargs)
 
 
-def _attend(self: Any, running: Running, *args: Any, **kwargs: Any) -> Any:
+def _attend(self: Any, running: Running, x: Any, edge_index: Any, *args: Any, **more: Any) -> Any:
     """Score edges and propagate after one exchange, in a forward that only passes scores on."""
     scores: Any = None
     scored: dict[str, Any] = {}
+    methods: dict[str, Any] = {}
+    others = (*args, *[value for name, value in more.items() if name != _RETURN])
+    if (
+        getattr(self, "add_self_loops", False)
+        and isinstance(x, torch.Tensor)
+        and isinstance(edge_index, PartitionedIndex)
+        and isinstance(edge_index.of, EdgeRules)
+        and all(value is None for value in others)
+    ):
+        edge_index, methods["add_self_loops"] = _with_loops(edge_index, len(x)), False
 
     def edge_updater(edge_index: Any, size: Any = None, **values: Any) -> None:
         scored.update(values)
@@ -109,15 +126,27 @@ def _attend(self: Any, running: Running, *args: Any, **kwargs: Any) -> Any:
         scores = self.edge_updater(edge_index, size=size, **scored)
         return self.propagate(edge_index, size=size, alpha=scores, **values)
 
-    layer = _WithMethods(self, propagate=propagate, edge_updater=edge_updater)
-    out = type(self).forward(layer, *args, **kwargs)
+    layer = _WithMethods(self, propagate=propagate, edge_updater=edge_updater, **methods)
+    out = type(self).forward(layer, x, edge_index, *args, **more)
     return (out[0], (out[1][0], scores)) if isinstance(out, tuple) else out
 
 
-class _WithMethods:
-    """A layer with other methods, for one call of PyG's forward."""
+_RETURN = "return_attention_weights"
 
-    def __init__(self, layer: Any, **methods: Callable[..., Any]) -> None:
+
+def _with_loops(edge_index: Any, nodes: int) -> Any:
+    """Return edges with one self loop at each node."""
+
+    def make() -> Any:
+        return add_self_loops(remove_self_loops(edge_index)[0], num_nodes=nodes)[0]
+
+    return edge_index.of.kept(edge_index, ("a self loop at each node", nodes), make)
+
+
+class _WithMethods:
+    """A layer with other attributes, for one call of PyG's forward."""
+
+    def __init__(self, layer: Any, **methods: Any) -> None:
         vars(self).update(methods, layer=layer)
 
     def __getattr__(self, name: str) -> Any:
@@ -138,23 +167,40 @@ def _gcn_forward(
     is_plain = type(self) is pyg.GCNConv and self.normalize and not self.cached
     summed = is_plain and self.aggr == "add" and self.flow == "source_to_target"
     edges = edge_index.of if isinstance(edge_index, PartitionedIndex) else None
-    exchanges = isinstance(edges, EdgeRules) and edges.exchanges and edge_index.kind == "edges"
-    if not (summed and exchanges):
+    if not (
+        summed and isinstance(edges, EdgeRules) and (edges.exchanges and edge_index.kind == "edges")
+    ):
         return pyg.GCNConv.forward(self, x, edge_index, edge_weight)  # type: ignore[no-any-return]
     nodes = x.size(self.node_dim)
-    if self.add_self_loops:
-        weight_of_loops = 2.0 if self.improved else 1.0
-        edge_index, edge_weight = add_remaining_self_loops(
-            edge_index, edge_weight, weight_of_loops, nodes
-        )
+    what = edge_index, edge_weight, nodes, self.add_self_loops, 2.0 if self.improved else 1.0
     if edge_weight is None:
-        edge_weight = x.new_ones(edge_index.shape[1])
-    degrees = scatter(edge_weight, edge_index[1], dim=0, dim_size=nodes, reduce="sum")
-    scale = degrees.pow(-0.5)
-    scale = scale.masked_fill(scale == float("inf"), 0).unsqueeze(1)
+        key = "inverse roots of degrees", x.dtype, *what[2:]
+        edge_index, scale = edges.kept(edge_index, key, lambda: _gcn_scale(x.dtype, *what)[::2])
+    else:
+        edge_index, edge_weight, scale = _gcn_scale(x.dtype, *what)
     rows = self.lin(x) * scale
     out = self.propagate(edge_index, x=rows, edge_weight=edge_weight) * scale
     return out if self.bias is None else out + self.bias  # type: ignore[no-any-return]
+
+
+def _gcn_scale(
+    dtype: torch.dtype,
+    edge_index: Any,
+    edge_weight: torch.Tensor | None,
+    nodes: int,
+    loops: bool,
+    weight_of_loops: float,
+) -> tuple[Any, torch.Tensor | None, torch.Tensor]:
+    """Return the edges of a GCN, their weights, and the inverse root of each node's degree."""
+    if loops:
+        edge_index, edge_weight = add_remaining_self_loops(
+            edge_index, edge_weight, weight_of_loops, nodes
+        )
+    count, device = edge_index.shape[1], edge_index.device
+    weights = torch.ones(count, dtype=dtype, device=device) if edge_weight is None else edge_weight
+    degrees = scatter(weights, edge_index[1], dim=0, dim_size=nodes, reduce="sum")
+    scale = degrees.pow(-0.5)
+    return edge_index, edge_weight, scale.masked_fill(scale == float("inf"), 0).unsqueeze(1)
 
 
 def _gps_forward(
