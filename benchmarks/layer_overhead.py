@@ -1,0 +1,173 @@
+"""A step of distributed PyG models on one rank beside the plain model.
+
+``python benchmarks/layer_overhead.py`` times forward and backward of networks of three layers, in
+turns, on one thread. On one rank there is no message: the difference is the host's time, which
+users of GPUs see first. Nodes have six random edges into them. On several ranks each layer has an
+exchange too, whose host time is in ``python benchmarks/python_time.py``.
+"""
+
+import argparse
+import time
+from functools import partial
+
+import torch
+from measuring import arguments, median, ms, spread, table, turns_of
+from torch_geometric import nn
+from torch_geometric.data import Data, HeteroData
+
+import varcomm as vc
+from varcomm.models import MeshGraphNet
+
+WIDTH, LAYERS, DEGREE = 32, 3, 6
+MAX_SECONDS = 30  # of a row
+
+
+class Layers(torch.nn.Module):
+    """Layers of one kind, with ReLU between them."""
+
+    def __init__(self, make, with_edges):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(make() for _ in range(LAYERS))
+        self.with_edges = with_edges
+
+    def forward(self, x, edge_index, edge_attr):
+        more = {"edge_attr": edge_attr} if self.with_edges else {}
+        for layer in self.layers:
+            x = layer(x, edge_index, **more).relu()
+        return x
+
+
+class Hetero(torch.nn.Module):
+    """GraphSAGE on two types of nodes and the edges both ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            nn.HeteroConv({kind: nn.SAGEConv(WIDTH, WIDTH) for kind in KINDS})
+            for _ in range(LAYERS)
+        )
+
+    def forward(self, x_dict, edge_index_dict):
+        for layer in self.layers:
+            x_dict = {name: x.relu() for name, x in layer(x_dict, edge_index_dict).items()}
+        return sum(x.sum() for x in x_dict.values())
+
+
+KINDS = [("cell", "to", "node"), ("node", "to", "cell")]
+
+
+def mlp():
+    return torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH))
+
+
+def pna():
+    degrees = torch.bincount(torch.full((100,), DEGREE))
+    kinds = ["mean", "max", "std"], ["identity", "amplification"]
+    return nn.PNAConv(WIDTH, WIDTH, *kinds, deg=degrees)
+
+
+MODELS = {
+    "GCN": partial(Layers, partial(nn.GCNConv, WIDTH, WIDTH), False),
+    "GraphSAGE": partial(Layers, partial(nn.SAGEConv, WIDTH, WIDTH), False),
+    "GAT": partial(Layers, partial(nn.GATConv, WIDTH, WIDTH // 4, 4), False),
+    "GATv2": partial(Layers, partial(nn.GATv2Conv, WIDTH, WIDTH // 4, 4), False),
+    "PNA": partial(Layers, pna, False),
+    "GINE": partial(Layers, lambda: nn.GINEConv(mlp()), True),
+    "TransformerConv": partial(Layers, partial(nn.TransformerConv, WIDTH, WIDTH // 4, 4), False),
+    "MeshGraphNet": partial(
+        MeshGraphNet, WIDTH, WIDTH, WIDTH, hidden_channels=WIDTH, num_blocks=LAYERS
+    ),
+    "hetero SAGE": Hetero,
+}
+
+
+def data_of(name, nodes):
+    torch.manual_seed(0)
+    edges = torch.randint(nodes, (2, DEGREE * nodes))
+    x, attributes = torch.randn(nodes, WIDTH), torch.randn(DEGREE * nodes, WIDTH)
+    if name != "hetero SAGE":
+        return Data(x=x, edge_index=edges, edge_attr=attributes)
+    data = HeteroData()
+    for kind in ("cell", "node"):
+        data[kind].x = x
+    for kind in KINDS:
+        data[kind].edge_index = edges
+    return data
+
+
+def inputs_of(name, graph):
+    if name == "hetero SAGE":
+        return graph.x_dict, graph.edge_index_dict
+    if name == "MeshGraphNet":
+        return graph.x, graph.edge_index, graph.edge_attr
+    return graph.x, graph.edge_index, graph.edge_attr
+
+
+def steps(name, nodes, compiled):
+    """Return the steps of the distributed and of the plain model."""
+    data = data_of(name, nodes)
+    graph = vc.graph.partition(data)
+    made = {}
+    for kind, source in (("distributed", graph), ("plain", data)):
+        torch.manual_seed(0)
+        model = MODELS[name]()
+        if kind == "distributed":
+            vc.graph.distribute(model, graph)
+        model = torch.compile(model) if compiled else model
+        made[kind] = partial(step, model, inputs_of(name, source))
+    return made
+
+
+def step(model, inputs):
+    out = model(*inputs)
+    (out if out.dim() == 0 else out.sum()).backward()
+    model.zero_grad()
+
+
+def measured(rank, names, nodes, compiled, turns):
+    """Return seconds of steps in turns, by model and number of nodes."""
+    torch.set_num_threads(1)
+    found = {}
+    for name in names:
+        for count in nodes:
+            torch.compiler.reset()
+            made = steps(name, count, compiled)
+            begin = time.perf_counter()
+            first = {kind: seconds_of(call) for kind, call in made.items()}
+            for call in made.values():
+                call()
+            pair = (time.perf_counter() - begin - sum(first.values())) or 1e-9
+            repeats = max(3, min(turns, int(MAX_SECONDS / pair)))
+            seconds = {kind: [] for kind in made}
+            for turn in range(repeats):
+                for kind in turns_of(made, turn):
+                    seconds[kind].append(seconds_of(made[kind]))
+            found[name, count] = first, seconds
+    return found
+
+
+def seconds_of(call):
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--compiled", action="store_true", help="time compiled models")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    options = arguments(parser, turns=101, nodes=[500, 5_000, 50_000])
+    words = options.models, options.nodes, options.compiled, options.turns
+    rows = []
+    found = vc.launch(measured, 1, *words, timeout=3600)[0]
+    for (name, count), (first, seconds) in found.items():
+        a, b = seconds["distributed"], seconds["plain"]
+        rows.append([name, f"{count:,}", *ms(median(a), median(b), digits=2), spread(a, b)])
+        if options.compiled:
+            rows[-1] += [f"{first[kind]:.1f}" for kind in first]
+    more = ["first call, s", "plain"] if options.compiled else []
+    table(["model", "nodes", "distributed, ms", "plain, ms", "ratio (quartiles)", *more], rows)
+
+
+if __name__ == "__main__":
+    main()
