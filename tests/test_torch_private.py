@@ -43,6 +43,24 @@ def test_transforms_are_seen():
     assert (seen, private.transforms_active()) == ([True], False)
 
 
+def test_a_class_that_refuses_operators_has_an_alias():
+    class Refuses(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, *_):
+            raise ValueError(func)
+
+    leaf = torch.ones(2).as_subclass(Refuses).requires_grad_()
+    with private.WithoutDispatch():
+        alias = leaf.as_subclass(torch.Tensor)
+    alias.square().sum().backward()
+    assert leaf.grad.tolist() == [2.0, 2.0]
+    try:
+        torch.vmap(torch.sin)(leaf)
+    except ValueError:
+        return
+    raise AssertionError("operators are not refused")
+
+
 def test_fake_tensors_are_seen():
     seen = []
 

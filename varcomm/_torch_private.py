@@ -11,6 +11,7 @@ other libraries.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Self, cast
 
@@ -43,6 +44,12 @@ transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_activ
 # `TorchDispatchMode`: sees all operators of backward, which TorchFunctionMode does not see.
 # simulate counts their bytes. torch's notes on "Extending PyTorch" import it from this place.
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/_python_dispatch.py
+
+# Lets an operator run on a tensor whose class has __torch_dispatch__, with autograd. A field of a
+# grid refuses operators there, and its local tensor is an alias of it. The public form,
+# Tensor.__torch_dispatch__, leaves autograd out.
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/utils/python_dispatch.cpp
+WithoutDispatch: Callable[[], AbstractContextManager[None]] = torch._C._DisableTorchDispatch
 
 
 def register_effect(op: Any) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from varcomm._torch_private import WithoutDispatch
 from varcomm.errors import ArgumentError
 from varcomm.grid.fetch import span
 from varcomm.grid.layout import Layout, Split
@@ -83,7 +84,7 @@ class Field(torch.Tensor):
     @property
     def local(self) -> Tensor:
         """The rows of this rank as an ordinary tensor, in the same memory and autograd graph."""
-        return self.as_subclass(Tensor)
+        return plain(self)  # type: ignore[no-any-return]
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -133,6 +134,7 @@ class Field(torch.Tensor):
             layout, hook = args[0].grid_layout, args[1]
             args = args[0], lambda gradient: plain(hook(wrap(gradient, layout)))
         if name in _OF_THE_TENSOR or name.startswith(("get _", "set _")):
+            args = [args[0], *map(plain, args[1:])]  # autograd adds to a gradient that is set
             out = untraced(func, args, kwargs)
             if name == "get grad" and out is not None:
                 return wrap(plain(out), args[0].grid_layout)
@@ -178,6 +180,21 @@ class Field(torch.Tensor):
                 raise refused(f"{name} with these arguments ({error})") from None
             raise
         return _copied(name, given[0], out)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
+        """Refuse an operator that has not asked for a rule: it would compute with a part."""
+        raise ArgumentError(
+            f"{func} would compute with this rank's part of a field. torch.func, torch.vmap, "
+            "torch.jit.script and torch.tensor hand it on. Call the functions of torch, "
+            "torch.autograd.grad and clone() instead, or pass field.local for the part."
+        )
+
+    def __tensor_flatten__(self) -> Any:
+        """Refuse torch.compile, which asks this of its arguments."""
+        raise ArgumentError("fields run eagerly: call the model without torch.compile.")
+
+    __tensor_unflatten__ = __tensor_flatten__
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ArgumentError(
@@ -340,8 +357,6 @@ def name_of(func: Callable[..., Any]) -> str:
 
 def refused(what: str, more: str = "") -> ArgumentError:
     """Return the error of a function that has no rule."""
-    if what.startswith("_"):
-        more = "Compilers ask it of their arguments: call the model without torch.compile."
     more = more or (
         "Write it with functions that have one (varcomm.grid.functions() lists them), or "
         "gather the whole tensor on every rank: field.gather()."
@@ -359,7 +374,10 @@ def ranks_of(layout: Layout, place: int) -> dict[Group, int]:
 
 def plain(value: Any) -> Any:
     """Return the local tensor of a field, and any other value as it is."""
-    return value.as_subclass(torch.Tensor) if isinstance(value, Field) else value
+    if not isinstance(value, Field):
+        return value
+    with WithoutDispatch():
+        return value.as_subclass(Tensor)
 
 
 def map_plain(value: Any) -> Any:
@@ -373,7 +391,7 @@ def map_plain(value: Any) -> Any:
 def wrap(out: Any, layout: Layout) -> Any:
     """Let a tensor carry its layout, also those of a tuple or list."""
     if isinstance(out, Tensor):
-        made = out.as_subclass(Field)
+        made = plain(out).as_subclass(Field)
         made.grid_layout = layout
         return made
     if isinstance(out, list | tuple) and not isinstance(out, torch.Size):
