@@ -13,14 +13,17 @@ from typing import TYPE_CHECKING
 from varcomm.errors import MissingModuleError
 
 if TYPE_CHECKING:
+    from .fno import FNO
     from .gpt import GPT
     from .graph_transformer import GraphTransformer
     from .mesh_graph_net import MeshGraphNet
     from .multi_mesh import EncodeProcessDecode
     from .painn import PaiNN
     from .transolver import PointCrossAttention, Transolver
+    from .unet import UNet
 
 __all__ = [
+    "FNO",
     "GPT",
     "EncodeProcessDecode",
     "GraphTransformer",
@@ -28,18 +31,21 @@ __all__ = [
     "PaiNN",
     "PointCrossAttention",
     "Transolver",
+    "UNet",
 ]
 
 _FILES = {
     "EncodeProcessDecode": "multi_mesh",
+    "FNO": "fno",
     "GPT": "gpt",
     "GraphTransformer": "graph_transformer",
     "MeshGraphNet": "mesh_graph_net",
     "PaiNN": "painn",
     "PointCrossAttention": "transolver",
     "Transolver": "transolver",
+    "UNet": "unet",
 }
-_GRAPH_NETWORKS = frozenset(_FILES) - {"GPT", "PointCrossAttention", "Transolver"}
+_GRAPH_NETWORKS = frozenset(_FILES) - {"FNO", "GPT", "PointCrossAttention", "Transolver", "UNet"}
 
 
 def __getattr__(name: str) -> type:

@@ -24,12 +24,11 @@ def check_sizes(model: str, least: int = 1, **sizes: object) -> None:
             )
 
 
-def check_heads(model: str, hidden_channels: int, num_heads: int) -> None:
+def check_heads(model: str, hidden_channels: int, num_heads: int, name: str = "num_heads") -> None:
     """Raise an ArgumentError unless features are a multiple of heads."""
     if hidden_channels % num_heads:
         raise ArgumentError(
-            f"{model}: hidden_channels {hidden_channels} must be a multiple of num_heads "
-            f"{num_heads}."
+            f"{model}: hidden_channels {hidden_channels} must be a multiple of {name} {num_heads}."
         )
 
 
