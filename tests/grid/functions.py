@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 N, M = "rows", "columns"
 IMAGE = (2, 4, N, M)
@@ -46,9 +47,29 @@ def batch_norm(x, w, b):
     return out * var.view(-1, *[1] * (x.dim() - 2)) + mean.view(-1, *[1] * (x.dim() - 2))
 
 
+def attend(*args, **how):
+    with sdpa_kernel(SDPBackend.MATH):  # which alone has second derivatives
+        return F.scaled_dot_product_attention(*args, **how)
+
+
 def attention(x, w, causal=False):
     q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in F.linear(x, w).chunk(3, -1))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
+    return attend(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
+
+
+def masked(x, w):
+    """Attend to the three tokens before, with one head of keys for two of queries."""
+    q, k, v = F.linear(x, w).split([8, 4, 4], -1)
+    q, k, v = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in (q, k, v))
+    place = torch.arange(x.shape[1])
+    mask = (place[:, None] >= place) & (place[:, None] - place < 3)
+    out = attend(q, k, v, mask, enable_gqa=True)
+    return out.transpose(1, 2).flatten(2)
+
+
+def to_other_tokens(x, w):
+    q, k, v = F.linear(x, w).chunk(3, -1)
+    return attend(q, k[:, ::2], v[:, ::2], is_causal=True)
 
 
 def by_hand(x, w):
@@ -61,6 +82,10 @@ def linear_attention(x, w):
     return q @ (k.softmax(1).transpose(1, 2) @ v)
 
 
+def next_of(labels):
+    return F.pad(labels, (0, 1), value=0)[:, 1:]
+
+
 def windows_of(x, w):
     """Attention in windows of 2 x 2, shifted by one, as Swin's."""
     n, c, rows, columns = x.shape
@@ -68,7 +93,7 @@ def windows_of(x, w):
     high, wide = x.shape[1] // 2, x.shape[2] // 2
     parts = x.view(n, high, 2, wide, 2, c).permute(0, 1, 3, 2, 4, 5).reshape(-1, 4, c)
     q, k, v = (F.linear(parts, w)).chunk(3, -1)
-    out = F.scaled_dot_product_attention(q, k, v).view(n, high, wide, 2, 2, c)
+    out = attend(q, k, v).view(n, high, wide, 2, 2, c)
     out = out.permute(0, 1, 3, 2, 4, 5).reshape(n, 2 * high, 2 * wide, c)
     return out.roll((1, 1), (1, 2))[:, :rows, :columns].permute(0, 3, 1, 2)
 
@@ -175,6 +200,8 @@ FUNCTIONS = {
     ),
     "attention": (TOKENS, attention, [(24, 8)]),
     "causal attention": (TOKENS, lambda x, w: attention(x, w, True), [(24, 8)]),
+    "masked attention": (TOKENS, masked, [(16, 8)]),
+    "attention to other tokens": (TOKENS, to_other_tokens, [(24, 8)]),
     "attention by hand": (TOKENS, by_hand, [(24, 8)]),
     "linear attention": (TOKENS, linear_attention, [(24, 8)]),
     "windows": (IMAGE, windows_of, [(12, 4)]),
@@ -183,6 +210,14 @@ FUNCTIONS = {
     "fftshift": (IMAGE, *only(lambda x: torch.fft.fftshift(x, dim=(2, 3)) * x)),
     "fold": (IMAGE, *only(lambda x: F.fold(F.unfold(x, 3, 1, 1, 2), x.shape[2:], 3, 1, 1, 2))),
     "loss": (IMAGE, *only(lambda x: F.mse_loss(x, x.sin()) + F.smooth_l1_loss(x, x * 2))),
+    "classes of tokens": (
+        TOKENS,
+        *only(lambda x: F.cross_entropy(x.reshape(-1, 8), next_of(x.argmax(-1)).reshape(-1))),
+    ),
+    "picked": (
+        TOKENS,
+        *only(lambda x: x.log_softmax(-1).gather(-1, x.argmax(-1, True).sub(3).abs())),
+    ),
     "where": (IMAGE, *only(lambda x: torch.where(x > 0, x, x.exp()) * torch.ones(x.shape[-1]))),
     "split channels": (IMAGE, *only(lambda x: torch.stack(x.chunk(2, 1)).prod(0))),
     "split rows": (IMAGE, *only(lambda x: sum(p.sum(2) ** 2 for p in x.split(2, 2)))),

@@ -163,7 +163,7 @@ def _attention(
     is_causal: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Attend from this rank's queries to the keys and values of all ranks, which are gathered."""
+    """Attend from this rank's queries to keys and values of all ranks, or to those before them."""
     layout = _batches(query, key, value)
     split = query.grid_layout.by_dim.get(-2) if isinstance(query, Field) else None
     if split is not None:
@@ -171,7 +171,8 @@ def _attention(
     if any(s.dim == -1 for s in layout.splits) or (split is not None and split.repeats > 1):
         raise refused("attention of split channels")
     others = layout.having({d: s for d, s in layout.by_dim.items() if d != -2}, 0)
-    q, k, v = placed(query, layout), _whole_tokens(key, others), _whole_tokens(value, others)
+    q, ends = placed(query, layout), split if is_causal else None
+    k, v = _tokens(key, others, ends), _tokens(value, others, ends)
     if is_causal:
         start, count = (0, q.shape[-2]) if split is None else (split.start, split.own)
         attn_mask = q.new_ones(count, k.shape[-2], dtype=torch.bool).tril(start)
@@ -202,13 +203,22 @@ def _batches(*given: Any) -> Layout:
     return next(fields(given)).grid_layout.having(found, 0)
 
 
-def _whole_tokens(x: Any, layout: Layout) -> Tensor:
-    """Return keys or values with the tokens of all ranks."""
-    if isinstance(x, Field) and (split := x.grid_layout.by_dim.get(-2)) is not None:
-        others = {d: s for d, s in x.grid_layout.by_dim.items() if d != -2}
-        x = wrap(whole(plain(x), x.dim() - 2, split), x.grid_layout.having(others, 0))
+def _tokens(x: Any, layout: Layout, queries: Split | None) -> Tensor:
+    """Return keys or values of all ranks; or with `queries`, up to the last of this rank."""
+    split = x.grid_layout.by_dim.get(-2) if isinstance(x, Field) else None
+    if split is not None:
+        local, others = plain(x), {d: s for d, s in x.grid_layout.by_dim.items() if d != -2}
+        if queries is not None and queries.group == split.group and split.repeats == 1:
+            # a rank without queries attends to one row of zeros
+            spans = [(0, min(b, split.rows)) if a < b else (-1, 0) for a, b in queries.spans]
+            local = span(local, split, spans)
+        else:
+            local = whole(local, x.dim() - 2, split)
+        x = wrap(local, x.grid_layout.having(others, 0))
     found: Tensor = placed(x, layout)
-    return found
+    if queries is None:
+        return found
+    return found[..., : queries.start + queries.own if queries.own else 1, :]
 
 
 @rule("multi_head_attention_forward", several=True)

@@ -22,6 +22,7 @@ from varcomm.grid.field import (
     untraced,
     wrap,
 )
+from varcomm.grid.reductions import without
 from varcomm.ops.all_reduce import all_reduce
 from varcomm.ops.broadcast import broadcast
 
@@ -145,16 +146,21 @@ def _loss(func: Func, *args: Any, reduction: str = "mean", **kwargs: Any) -> Any
 def _class_loss(
     func: Func, x: Any, target: Any, *others: Any, reduction: str, **kwargs: Any
 ) -> Any:
-    """Lay the target out as the classes, which are along dimension 1 and not split."""
-    if x.dim() + min(x.grid_layout.by_dim, default=0) < 2 and x.dim() > 1:
-        raise refused(f"{func.__name__} of split classes or samples")
-    labels = placed(target, x.grid_layout)
-    out = wrap(func(plain(x), labels, *others, reduction="none", **kwargs), x.grid_layout)
+    """Lay the target out as samples and points; classes are along dimension 1, or the only one."""
+    if not isinstance(x, Field):
+        x = wrap(x, target.grid_layout.having({}, 0))
+    classes = min(1, x.dim() - 1)
+    if classes in x.grid_layout.at(x.dim()):
+        raise refused(f"{func.__name__} of split classes")
+    layout = without(x.grid_layout, x.dim(), [classes], False)
+    shares = target.is_floating_point()  # of each class
+    labels = placed(target, x.grid_layout if shares else layout)
+    out = wrap(func(plain(x), labels, *others, reduction="none", **kwargs), layout)
     if reduction != "mean":
         return out if reduction == "none" else out.sum()
     weight, ignored = kwargs.get("weight"), kwargs.get("ignore_index", -100)
-    if labels.is_floating_point() or kwargs.get("label_smoothing"):
-        missing = not labels.is_floating_point() and wrap(labels == ignored, x.grid_layout).any()
+    if shares or kwargs.get("label_smoothing"):
+        missing = not shares and wrap(labels == ignored, layout).any()
         if weight is not None or bool(missing):  # on all ranks, if on one
             raise refused(f"{func.__name__} with a weighted mean of smoothed classes")
         return out.mean()
@@ -162,7 +168,7 @@ def _class_loss(
     weights = counted.to(out.dtype)
     if weight is not None:
         weights = weight[labels.masked_fill(~counted, 0)] * weights
-    return out.sum() / wrap(weights, x.grid_layout).sum()
+    return out.sum() / wrap(weights, layout).sum()
 
 
 def total(x: Tensor, field: Any) -> Tensor:

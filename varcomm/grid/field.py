@@ -91,12 +91,17 @@ class Field(torch.Tensor):
         """The shape on one process."""
         return torch.Size(self.grid_layout.shape(plain(self).shape))
 
-    def gather(self, dst: int | None = None) -> Tensor:  # type: ignore[override]
+    def gather(  # type: ignore[override]
+        self, dst: int | None = None, index: Tensor | None = None, *, dim: int | None = None
+    ) -> Tensor:
         """Return the whole tensor on rank `dst`, or with None on all ranks; collective.
 
         `dst` counts the ranks of the grid, row by row of a mesh. On other ranks the result has zero
-        rows and belongs to autograd's graph.
+        rows and belongs to autograd's graph. With an index, ``field.gather(dim, index)`` is torch's
+        function.
         """
+        if index is not None:
+            return torch.gather(self, (dst or 0) if dim is None else dim, index)
         x = self.local
         roots = ranks_of(self.grid_layout, 0 if dst is None else dst)
         for split in reversed(self.grid_layout.splits):
@@ -482,9 +487,11 @@ def _aligned(x: Tensor, split: Split, target: Split) -> Tensor:
         raise ArgumentError(
             f"fields of {split.total} and {target.total} rows along dimension {split.dim} meet."
         )
-    if split.repeats > 1 or target.repeats > 1:
+    if split.repeats != target.repeats:
         raise refused("an operation on rows of several images in one dimension, split differently")
-    return span(x, split, target.spans)
+    at = x.dim() + split.dim
+    rows = x.unflatten(at, (split.repeats, split.own))
+    return span(rows, split, target.spans).flatten(at, at + 1)
 
 
 def whole(x: Tensor, dim: int, split: Split) -> Tensor:

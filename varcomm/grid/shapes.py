@@ -389,6 +389,22 @@ def _index_select(func: Func, x: Any, dim: int, index: Tensor) -> Any:
     return wrap(plain(x).index_select(dim, plain(index)), x.grid_layout)
 
 
+@rule("gather", several=True)
+def _gather(func: Func, x: Any, dim: int, index: Any, **kwargs: Any) -> Any:
+    """Pick along a dimension that is not split in `x`; that of the index may be."""
+    at, layout = dim % x.dim() - x.dim(), common([x, index])
+    if isinstance(x, Field) and at in x.grid_layout.by_dim:
+        raise refused("gather along a split dimension")
+    others = layout.having({d: s for d, s in layout.by_dim.items() if d != at}, 0)
+    return wrap(func(placed(x, others), at, placed(index, layout), **kwargs), layout)
+
+
+@rule("_nested_tensor_from_mask_left_aligned", several=True)
+def _not_nested(func: Func, *_: Any) -> bool:
+    """Let ``TransformerEncoder`` run its layers, instead of kernels for nested tensors."""
+    return False
+
+
 @rule("setitem", several=True)
 def _setitem(func: Func, x: Any, index: Any, value: Any) -> None:
     """Write along dimensions that are not split; into an ordinary tensor, the whole."""
@@ -559,8 +575,3 @@ def _stack(func: Func, tensors: Sequence[Any], dim: int = 0) -> Any:
     return _cat(
         func, [t.unsqueeze(dim % (t.dim() + 1)) for t in tensors], dim % (tensors[0].dim() + 1)
     )
-
-
-@rule("meshgrid")
-def _meshgrid(func: Func, *tensors: Any, **_: Any) -> Any:
-    raise refused("meshgrid")
