@@ -98,14 +98,12 @@ def _unkept(out: Tensor, x: Any, dims: Sequence[int], keepdim: bool) -> Any:
     return wrap(out, without(x.grid_layout, x.dim(), dims, keepdim))
 
 
-@rule("amax amin max min aminmax", several=True)
+@rule("amax amin max min", several=True)
 def extreme(func: Func, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
     """Take the extreme of this rank's rows, and of those of all ranks."""
     name, pair = func.__name__, func.__name__ in ("max", "min")
     if isinstance(dim, Tensor):
         return torch.maximum(x, dim) if name == "max" else torch.minimum(x, dim)
-    if name == "aminmax":
-        raise refused(name)
     if pair and dim is not None:
         at = dim % x.dim()
         place = _place(x, dim, True, name)
