@@ -44,7 +44,10 @@ LAYERS = {
     "encoder with norms first": (lambda: encoder(norm_first=True), lambda m, x: m(x)),
     "causal encoder": (encoder, lambda m, x: m(x, mask=CAUSAL, is_causal=True)),
     "padded encoder": (encoder, lambda m, x: m(x, mask=CAUSAL, src_key_padding_mask=PADDING)),
-    "encoder in evaluation": (lambda: encoder().eval(), lambda m, x: m(x)),
+    "encoder in evaluation": (
+        lambda: encoder().eval(),
+        lambda m, x: m(x, src_key_padding_mask=PADDING),
+    ),
     "decoder": (decoder, lambda m, x: m(x, x[:, :5].sin(), tgt_mask=CAUSAL, tgt_is_causal=True)),
     "shown weights": (attention, lambda m, x: torch.cat([*m(x, x.sin(), x)], -1)),
     "no weights": (attention, lambda m, x: m(x, x, x, need_weights=False)[0]),
@@ -74,6 +77,15 @@ def test_layers(rank, ranks):
         ]
         worst = max(apart(found, want) for found, want in pairs)
         assert worst < 1e-12, (name, worst)
+
+
+@on_ranks(3)
+def test_nested_tensors_are_refused(rank):
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).double().eval()
+    x = vc.grid.Grid((TOKENS, 16)).scatter(torch.zeros(2, TOKENS, 16, dtype=torch.float64))
+    call = lambda: model(x, src_key_padding_mask=PADDING)  # noqa: E731
+    refused_alike(vc.ArgumentError, call, "enable_nested_tensor=False")
 
 
 @on_ranks(3)

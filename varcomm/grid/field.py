@@ -362,6 +362,8 @@ def name_of(func: Callable[..., Any]) -> str:
 
 def refused(what: str, more: str = "") -> ArgumentError:
     """Return the error of a function that has no rule."""
+    if what.startswith("_nested_tensor"):
+        more = "Encoders of torch ask for it in evaluation: pass enable_nested_tensor=False."
     more = more or (
         "Write it with functions that have one (varcomm.grid.functions() lists them), or "
         "gather the whole tensor on every rank: field.gather()."

@@ -224,7 +224,7 @@ def functions() -> list[str]:
     >>> "conv2d" in varcomm.grid.functions(), "grid_sample" in varcomm.grid.functions()
     (True, False)
     """
-    return sorted(name for name in RULES if not name.startswith(("get ", "_")))
+    return sorted(name for name in RULES if not name.startswith("get "))
 
 
 def _groups(mesh: GroupLike) -> list[Group]:

@@ -399,12 +399,6 @@ def _gather(func: Func, x: Any, dim: int, index: Any, **kwargs: Any) -> Any:
     return wrap(func(placed(x, others), at, placed(index, layout), **kwargs), layout)
 
 
-@rule("_nested_tensor_from_mask_left_aligned", several=True)
-def _not_nested(func: Func, *_: Any) -> bool:
-    """Let ``TransformerEncoder`` run its layers, instead of kernels for nested tensors."""
-    return False
-
-
 @rule("setitem", several=True)
 def _setitem(func: Func, x: Any, index: Any, value: Any) -> None:
     """Write along dimensions that are not split; into an ordinary tensor, the whole."""
