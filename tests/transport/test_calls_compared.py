@@ -5,6 +5,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import varcomm
+from tests.gpu.pretended import pretended
+from tests.transport.strict_nccl import strict_nccl
 from tests.worlds import on_ranks
 from varcomm import DisagreementError, ExchangePlan
 from varcomm.data_parallel import ShardedGradients, sum_gradients, sum_hook
@@ -310,3 +312,35 @@ def test_off_and_on_again(rank):
     varcomm.all_reduce(torch.ones(2))
     FAULTS["dtype"](rank, rank == 1)
     refused(lambda: varcomm.all_reduce(torch.ones(2)))
+
+
+@pytest.mark.parametrize("members", [3, 2])
+@on_ranks(3)
+def test_the_end_of_debug_compares_what_sums_on_a_gpu_carried(rank, members):
+    """Also of a subgroup; not after an exception, since other ranks may not come."""
+    group = torch.distributed.new_group(range(3 - members, 3))
+    if rank < 3 - members:
+        return
+    with strict_nccl(["cuda"]), pretended() as device:
+
+        def calls(wrong, sums):
+            x = torch.zeros(2, dtype=INT if wrong and rank == 1 else FLOAT).to(device)
+            varcomm.all_gather_v(x, [2] * members, group=group)
+            for _ in range(sums):
+                varcomm.all_reduce(torch.ones(2).to(device), group=group)
+
+        def debugged(error=None):
+            with varcomm.debug(), varcomm.debug():
+                if error is not None:
+                    raise error
+
+        calls(True, 0)
+        debugged()  # no sum has carried anything
+        calls(False, 1)
+        with pytest.raises(KeyError):
+            debugged(KeyError("of this rank"))
+        refused(debugged)
+        debugged()
+        calls(False, 40)
+        debugged()
+        varcomm.check(group)

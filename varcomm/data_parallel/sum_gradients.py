@@ -21,7 +21,7 @@ from varcomm.data_parallel.buckets import (
 from varcomm.data_parallel.global_count import Reduce, described, divisor_of
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_reduce import AllReduce
-from varcomm.ops.carried import Word, carried, settle
+from varcomm.ops.carried import Word, carried
 from varcomm.ops.checks import checked_tensor, checking
 from varcomm.ops.digest import digest
 from varcomm.ops.graph_operator import in_graph
@@ -29,6 +29,7 @@ from varcomm.ops.handle import send_in_rule
 from varcomm.ops.sampled import word_with
 from varcomm.sizes import at_least
 from varcomm.transport.agreement import compare, debugging
+from varcomm.transport.debug import settle
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import GroupLike, resolve
 

@@ -14,12 +14,13 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import AllGatherV, ReduceScatterV
 from varcomm.ops.all_reduce import AllReduce
-from varcomm.ops.carried import carried, settle, words
+from varcomm.ops.carried import carried, words
 from varcomm.ops.checks import checking
 from varcomm.ops.handle import send_in_rule
 from varcomm.ops.reduction import pieces
 from varcomm.ops.rule import Operator
 from varcomm.transport.agreement import debugging
+from varcomm.transport.debug import settle
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import MANY, Group, GroupLike, resolve, weakly
 

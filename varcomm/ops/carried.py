@@ -7,6 +7,7 @@ each rank sees whether all numbers were equal. So all ranks raise, or none does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import isfinite, nan, prod
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from varcomm.errors import DisagreementError
 from varcomm.transport.agreement import disagree, share
 from varcomm.transport.call_log import CallLog
+from varcomm.transport.debug import settle
 from varcomm.transport.engine import Pending, is_capturing
 from varcomm.transport.group import Group, GroupLike, resolve
 
@@ -187,7 +189,7 @@ def _compare(group: Group, total: Tensor, word: Word, divisor: int) -> None:
     if log is None or group.simulated:
         return
     if total.is_cpu:
-        _raise_if_differing(group, [(total, word, divisor)])
+        _raise_if_differing(group, total, word, divisor)
         return
     if is_capturing():
         return
@@ -197,8 +199,14 @@ def _compare(group: Group, total: Tensor, word: Word, divisor: int) -> None:
     done = torch.Event(total.device) if has_gpu else None
     if done is not None:
         done.record()
-    log.pending.append((here, done, word, divisor))
+    log.pending.append(partial(_look, group, done, here, word, divisor))
     settle(group, _AGE)
+
+
+def _look(group: Group, done: torch.Event | None, total: Tensor, word: Word, divisor: int) -> None:
+    if done is not None:
+        done.synchronize()
+    _raise_if_differing(group, total, word, divisor)
 
 
 def refuse_if(group: Group, flag: Tensor, explain: Callable[[], None]) -> None:
@@ -212,26 +220,12 @@ def refuse_if(group: Group, flag: Tensor, explain: Callable[[], None]) -> None:
         _compare(group, of_equal_words, Word(flag, group.log.errors, explain), 1)
 
 
-def settle(group: Group, left: int = 0) -> None:
-    """Compare what sums on a GPU carried, but for the last `left`."""
-    log, sums = group.log, list[tuple[Tensor, Word, int]]()
-    if log is None or len(log.pending) <= left or is_capturing():
-        return
-    while len(log.pending) > left:
-        here, done, word, divisor = log.pending.popleft()
-        if done is not None:
-            done.synchronize()
-        sums.append((here, word, divisor))
-    _raise_if_differing(group, sums)
-
-
-def _raise_if_differing(group: Group, sums: Sequence[tuple[Tensor, Word, int]]) -> None:
+def _raise_if_differing(group: Group, total: Tensor, word: Word, divisor: int) -> None:
     log = group.log
-    for total, word, divisor in sums:
-        # a word from before an error is of another digest
-        is_of_now = log is not None and word.errors == log.errors
-        if is_of_now and not _of_equal_words(total.tolist(), group.size, divisor):
-            disagree(group, word.explain)
+    # a word from before an error is of another digest
+    is_of_now = log is not None and word.errors == log.errors
+    if is_of_now and not _of_equal_words(total.tolist(), group.size, divisor):
+        disagree(group, word.explain)
 
 
 def _of_equal_words(total: Sequence[float | complex], ranks: int, divisor: int) -> bool:

@@ -9,7 +9,7 @@ later sum finds it with other bits.
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from collections.abc import Callable
 from zlib import crc32
 
 _SHOWN = 64  # last calls whose names are kept
@@ -29,7 +29,8 @@ class CallLog:
         self.count = 0  # calls
         self.last: deque[str] = deque(maxlen=_SHOWN)
         self.sampled = 0  # sums of gradients, of which some carry entries of parameters
-        self.pending: deque[Any] = deque()  # sums on a GPU whose bits are not compared yet
+        # comparisons of sums on a GPU that are not made yet
+        self.pending: deque[Callable[[], None]] = deque()
 
     def add(self, name: str, word: int) -> None:
         """Add a call, or a layer that has run; `word` is :func:`word_of` the name."""

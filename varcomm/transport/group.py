@@ -124,6 +124,11 @@ def forget_destroyed(also_living: bool = False) -> None:
             del _groups[group.process_group]
 
 
+def living() -> list[Group]:
+    """Return the groups that torch.distributed has, in the order of their first calls."""
+    return [group for group in _groups.values() if group.exists()]
+
+
 def compare_calls(agreement: bool) -> None:
     """Let sums over ranks compare calls from now on, or no longer, in all groups."""
     for group in _groups.values():
