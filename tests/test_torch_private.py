@@ -197,6 +197,16 @@ def test_a_condition_that_does_not_hold_fails_with_its_text():
     assert text.count("!") == 254 - len("ids out of range")  # all that a GPU takes
 
 
+def test_a_call_at_the_end_of_backward():
+    order, x = [], torch.ones(2, requires_grad=True)
+    y = x * 1
+    y.register_hook(lambda _: private.at_end_of_backward(lambda: order.append("end")))
+    x.register_hook(lambda _: order.append("backward"))
+    y.sum().backward()
+    private.at_end_of_backward(lambda: order.append("at once"))
+    assert order == ["backward", "end", "at once"]
+
+
 def test_a_grad_scaler_divides_gradients_by_the_operator():
     called = []
 

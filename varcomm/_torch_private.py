@@ -116,6 +116,18 @@ def assert_on_device(holds: Tensor, text: str) -> None:
     torch._assert_async(holds, text.encode()[:254].decode(errors="ignore"))
 
 
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Make a call when the backward that computes here has ended, or at once if none computes.
+
+    DistributedDataParallel ends its step in this way. torch has no public form.
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/engine.cpp
+    """
+    if torch._C._current_autograd_node() is None:
+        call()
+    else:
+        torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
 # The operator by which a GradScaler divides a list of gradients; gradients without memory of their
 # own receive it in __torch_dispatch__.
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py

@@ -203,6 +203,40 @@ def test_a_distributed_model(rank, ranks):
             optimizer.step()
 
 
+class Between(nn.Module):
+    """A layer before and one after a sum over ranks; rank 2 leaves out the first, 0 the last."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
+
+    def first(self, x, rank):
+        return x.clone().requires_grad_() if rank == 2 else self.before(x).tanh()
+
+    def rest(self, total, rank):
+        return square(total if rank == 0 else self.after(total))
+
+    def forward(self, x, rank, group):
+        return self.rest(varcomm.all_reduce(self.first(x, rank), group=group), rank)
+
+
+@pytest.mark.parametrize("in_debug", [False, True])
+@on_ranks(3)
+def test_a_model_that_communicates_and_leaves_out_parameters(rank, in_debug):
+    """The last bucket of rank 2 is full before its backward comes to the sum over ranks."""
+    (group, own), x = (dist.new_group(), dist.new_group()), rows(2, 3)
+    for cap in (25, 1e-5):
+        ddp, twin = wrapped(Between, own, find_unused_parameters=True, bucket_cap_mb=cap)
+        for _ in range(3):
+            ddp.zero_grad()
+            twin.zero_grad()
+            with varcomm.debug() if in_debug else nullcontext():
+                ddp(x, rank, group).backward()
+            total = sum(twin.first(x, part) for part in range(3))
+            sum(twin.rest(total, part) for part in range(3)).backward()
+            assert_same_gradients(ddp.module, twin)
+
+
 @on_ranks(2)
 def test_debug_names_ranks_that_are_elsewhere(rank, ranks):
     ddp, _ = wrapped(layers)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
+from varcomm._torch_private import at_end_of_backward
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import AllGatherV, ReduceScatterV
 from varcomm.ops.all_reduce import AllReduce
@@ -44,8 +45,7 @@ def sum_hook(state: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch
     Returns
     -------
     torch.futures.Future
-        Future of the sum, in the shape and dtype of the bucket; complete in the hook of the last
-        bucket.
+        Future of the sum, in the shape and dtype of the bucket; complete at the end of backward.
 
     Raises
     ------
@@ -61,12 +61,11 @@ def sum_hook(state: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch
     -----
     Run all micro-batches except the last in ``ddp.no_sync()``, and call ``zero_grad()`` before the
     next step. If the model itself communicates, pass one ``dist.new_group()`` to the
-    ``DistributedDataParallel`` and to ``register_comm_hook``. If such a model leaves out parameters
-    on some ranks, use :func:`sum_gradients`.
+    ``DistributedDataParallel`` and to ``register_comm_hook``.
 
-    Communication: as in :func:`sum_gradients`, begun when the bucket is full. The further rounds of
-    all buckets begin after the last bucket is full. Floats narrower than 4 bytes are sent in their
-    own dtype and summed in fp32.
+    Communication: as in :func:`sum_gradients`, begun when the bucket is full. The last bucket and
+    the further rounds of all buckets begin at the end of backward. Floats narrower than 4 bytes are
+    sent in their own dtype and summed in fp32.
 
     In one process: backward of the sum of all ranks' losses.
 
@@ -93,48 +92,64 @@ def sum_hook(state: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch
             watch = sums.watched[id(parameter)] = _Watch(weakref.ref(parameter), weakly(ranks))
             parameter.register_hook(watch)
         watch.summed = True
-    values, word = bucket.buffer(), None
+    on: list[int | str | torch.device] = [bucket.buffer().device] if bucket.buffer().is_cuda else []
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=on)
+    begin = partial(_begun, ranks, bucket.buffer(), bucket.is_last())
+    if not (debugging() or bucket.is_last()):  # both compare, where all ranks are at one place
+        begin = partial(_same, begin())
+    sums.jobs.append((first, begin, future))
     if bucket.is_last():
+        # backward may go on: a rank that leaves out parameters must not wait in the middle of it
+        at_end_of_backward(sums.finish)
+    return future
+
+
+_LastRound = Callable[[], Pending]
+
+
+def _begun(ranks: Group, values: torch.Tensor, compares: bool) -> _LastRound:
+    """Begin the sum of a bucket, and return the start of its last round."""
+    count, word = len(values), None
+    if compares:
+        settle(ranks)
         of_dtype = words(ranks, values.dtype, values.device)
         word = None if of_dtype is None else of_dtype.now()
-        settle(ranks)
-    count = len(values)
     values = values if word is None else torch.cat((values, word.values))
-    on: list[int | str | torch.device] = [values.device] if values.is_cuda else []
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=on)
     # None for a small bucket, and for many ranks, where all rounds of a sum are one operator
     counts = None if ranks.size >= MANY else pieces(values, ranks, one_round=False)
     how = ranks, tuple(counts or ()), 0, True
     operator: Operator = (
         ReduceScatterV(*how) if counts else AllReduce(ranks, use_fp32=True, compares=False)
     )
-    start = partial(send_in_rule, operator, values, False)
-    # comparing blocks, and ranks may be at other places of their backward
-    begun = None if debugging() else start()
+    begun = send_in_rule(operator, values, False)
 
     def last_round() -> Pending:
-        total = begun or start()
-        if counts:
-            total = send_in_rule(AllGatherV(*how), total.wait(), False)
+        total = send_in_rule(AllGatherV(*how), begun.wait(), False) if counts else begun
         return total if word is None else carried(total, ranks, (count,), word)
 
-    sums.jobs.append((first, last_round, future))
-    if bucket.is_last():
-        jobs, sums.jobs = sums.jobs, []  # none is left behind by an error
-        for total, done in [(last(), done) for _, last, done in jobs]:
-            done.set_result(total.wait())
-    return future
+    return last_round
+
+
+def _same(begun: _LastRound) -> _LastRound:
+    return begun
 
 
 @dataclass
 class _Sums:
     """Sums of all modules that share a group, and the parameters that have been summed."""
 
-    # first parameter of a bucket, start of its last round, and the future of its sum
-    jobs: list[tuple[torch.Tensor, Callable[[], Pending], torch.futures.Future[Any]]] = field(
+    # first parameter of a bucket, start of its sum, and the future of it
+    jobs: list[tuple[torch.Tensor, Callable[[], _LastRound], torch.futures.Future[Any]]] = field(
         default_factory=list
     )
     watched: dict[int, "_Watch"] = field(default_factory=dict)
+
+    def finish(self) -> None:
+        """Complete all sums, at the end of backward."""
+        jobs, self.jobs = self.jobs, []  # none is left behind by an error
+        begun = [(begin(), done) for _, begin, done in jobs]
+        for total, done in [(last_round(), done) for last_round, done in begun]:
+            done.set_result(total.wait())
 
 
 @dataclass
