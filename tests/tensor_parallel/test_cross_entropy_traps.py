@@ -117,25 +117,38 @@ def test_complete_logits(rank, ranks, dtype):
     if dtype == torch.float64:
         expected = reference(2 * whole[:, :-1], target, **options)
         torch.testing.assert_close(loss(part, sizes), expected)
-    told = complete("complete logits", lambda: loss(whole))
+    for _ in range(2):  # also after a call with proper logits of the same number of classes
+        told = complete("complete logits", lambda: loss(whole))
+        complete(
+            "linear_cross_entropy.*complete",
+            lambda: linear_cross_entropy(hidden[:, :-1], head, target),
+        )
+        loss(whole.detach() + rank, every)
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    assert complete("complete logits", lambda: compiled(whole, every)) == told
     with varcomm.debug():
         assert complete("complete logits", lambda: loss(whole, every)) == told
-    complete(
-        "linear_cross_entropy.*complete",
-        lambda: linear_cross_entropy(hidden[:, :-1], head, target, every),
-    )
+        assert complete("complete logits", lambda: compiled(whole, every)) == told
 
 
 @on_ranks(2)
 def test_equal_logits_that_are_not_complete(rank):
-    """A head of zeros, targets of the other rank, and shards that differ afterwards."""
+    """A head of zeros, targets of the other rank, and shards that differ afterwards.
+
+    Shards that start equal, with targets of the first rank, are as in one process if their sizes
+    are stated.
+    """
     logits, target = torch.zeros(2, 3), torch.tensor([0, 2])
     for sizes in ([3, 3], None):
         loss = vocab_parallel_cross_entropy(logits, target, sizes)
         torch.testing.assert_close(loss, torch.full((2,), 6.0).log())
     logits = torch.tensor([[1.0, 2.0, 3.0]])
+    head, hidden, target = torch.eye(3), logits.clone(), torch.tensor([2])
+    expected = F.cross_entropy(logits.repeat(1, 2), target, reduction="none")
+    compiled = torch.compile(vocab_parallel_cross_entropy, backend="aot_eager")
+    for loss in (vocab_parallel_cross_entropy, compiled):
+        torch.testing.assert_close(loss(logits, target, [3, 3]), expected)
+    torch.testing.assert_close(linear_cross_entropy(hidden, head, target, [3, 3]), expected)
+    complete("pass sizes=.3, 3.", lambda: vocab_parallel_cross_entropy(logits, target))
     vocab_parallel_cross_entropy(logits, torch.tensor([5]), [3, 3])
     vocab_parallel_cross_entropy(logits + rank, torch.tensor([0]), [3, 3])
     with varcomm.debug():

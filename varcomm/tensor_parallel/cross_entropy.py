@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import all_gather_v
+from varcomm.ops.carried import refuse_if
 from varcomm.ops.checks import check_on_device, checked_shard, checked_tensor, checking
 from varcomm.ops.digest import digest
 from varcomm.ops.graph_operator import in_graph
@@ -30,7 +32,7 @@ from varcomm.tensor_parallel.linear import autocast, checked_operands
 from varcomm.tensor_parallel.mappings import shard_ends, shard_sizes
 from varcomm.transport.agreement import compare, debugging
 from varcomm.transport.engine import is_capturing
-from varcomm.transport.group import GroupLike, named, resolve
+from varcomm.transport.group import Group, GroupLike, named, resolve
 
 __all__ = ["linear_cross_entropy", "vocab_parallel_cross_entropy"]
 
@@ -86,7 +88,7 @@ def vocab_parallel_cross_entropy(
     ArgumentError
         Before any data moves, if arguments do not match, or a target is not a class (on a GPU, a
         kernel then fails, as in torch). On every rank, if the logits are complete: identical on all
-        ranks, with all targets among them.
+        ranks, with all targets among them; with `sizes`, inside :func:`varcomm.debug` only.
 
     See Also
     --------
@@ -227,6 +229,7 @@ def _loss(
     """
     ranks = resolve(group)
     head, bias, sequence_sizes = linear or (None, None, None)
+    stated = sizes is not None
     of_classes, dim = (values, -1) if linear is None else (linear[0], 0)
     asked, use = shard_sizes(name, of_classes, sizes, dim, ranks), None
     with checking(name, ranks) as where:
@@ -287,7 +290,8 @@ def _loss(
         check_parts = _recorded_parts if in_graph(target) else _parts
         # without a target, none shows that logits are complete
         shown = classes.masked_fill(ignored.all(), sizes.total - 1)
-        top = check_parts(top, log.detach(), shown, name, ranks.name, ranks.rank, sizes[0])
+        of_call = name, ranks.name, ranks.rank, sizes[0], stated
+        top = check_parts(top, log.detach(), shown, *of_call)
     # A shift near the log-sum-exp. Its own rounding cancels because only differences from tops
     # are used; `above` from their sum would be rounded.
     peak = (top + log.detach()).amax(0)
@@ -361,33 +365,48 @@ def _classes(
 
 
 def _parts(
-    top: Tensor, log: Tensor, classes: Tensor, name: str, group: str, rank: int, size: int
+    top: Tensor,
+    log: Tensor,
+    classes: Tensor,
+    name: str,
+    group: str,
+    rank: int,
+    size: int,
+    stated: bool,
 ) -> Tensor:
     """Return `top`; raise if the logits are complete: identical on all ranks, with all targets.
 
-    Ranks with equal logits in all classes show nothing, as with weights of zeros. Once logits have
-    differed, calls of their size are checked inside debug() only: the host would wait for a GPU.
+    Ranks with equal logits in all classes show nothing, as with weights of zeros. Shards that start
+    equal cannot be distinguished, so outside debug() sizes that the caller has stated are believed.
     """
-    ranks, key = named(group, rank), ("parts of classes", name, size)
-    if (key in ranks.auxiliary and not debugging()) or is_capturing():
+    ranks = named(group, rank)
+    if is_capturing() or (stated and not debugging()):
         return top
-    if not (top == top[0]).all() or not (log == log[0]).all():
-        ranks.auxiliary[key] = True
-    elif (log[0].isfinite() & (log[0] < math.log(size) - 1e-3)).any() and (classes < size).all():
-        raise ArgumentError(
-            f"{name} on {ranks.label}: the logits of {size} classes are identical on all ranks, "
-            f"and all targets are below {size}, so these are complete logits. Pass the logits of "
-            "this rank's classes (a transformers model: parallelize(model, gather_output=False)), "
-            "or call torch.nn.functional.cross_entropy with complete logits."
-        )
+    same = (top == top[0]).all() & (log == log[0]).all() & (classes < size).all()
+    found = same & (log[0].isfinite() & (log[0] < math.log(size) - 1e-3)).any()
+    refuse = partial(_refuse_parts, name, ranks, size)
+    if not (found.is_cpu or debugging()):
+        refuse_if(ranks, found, refuse)
+    elif found:
+        refuse()
     return top
+
+
+def _refuse_parts(name: str, ranks: Group, size: int) -> None:
+    raise ArgumentError(
+        f"{name} on {ranks.label}: the logits of {size} classes are identical on all ranks, and "
+        f"all targets are below {size}, so these are complete logits. Pass the logits of this "
+        "rank's classes (a transformers model: parallelize(model, gather_output=False)), or call "
+        "torch.nn.functional.cross_entropy with complete logits. If they are shards that start "
+        f"equal, pass sizes={[size] * ranks.size} outside debug(), or draw each with another seed."
+    )
 
 
 _recorded_parts = torch.library.custom_op(
     "varcomm::parts_of_classes",
     mutates_args=(),
-    schema="(Tensor top, Tensor log, Tensor classes, str name, str group, int rank, SymInt size) "
-    "-> Tensor",
+    schema="(Tensor top, Tensor log, Tensor classes, str name, str group, int rank, SymInt size, "
+    "bool stated) -> Tensor",
 )(lambda top, *others: _parts(top, *others).clone())
 
 
