@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+import torch_geometric.nn as pyg
 from torch.nn.parallel import DistributedDataParallel
 
 import varcomm
 from tests.gpu.pretended import pretended
+from tests.graph.graphs import wild
 from tests.transport.strict_nccl import strict_nccl
 from tests.worlds import on_ranks
 from varcomm import DisagreementError, ExchangePlan
@@ -298,6 +300,37 @@ def test_what_ranks_may_do_alone(rank):
         handle = varcomm.all_reduce(torch.ones(2), async_op=True) if rank == 2 else None
         again = handle.wait() if handle else varcomm.all_reduce(torch.ones(2))
         assert again.tolist() == [3, 3]
+
+
+def graph_model():
+    graph = varcomm.graph.partition(wild(24), method="random")
+    return varcomm.graph.distribute(pyg.GraphSAGE(4, 6, 2), graph), (
+        graph.x.float(),
+        graph.edge_index,
+    )
+
+
+def sharded_model():
+    model = torch.nn.Sequential(ColumnParallelLinear(4, 6), RowParallelLinear(6, 4))
+    return model, (torch.ones(2, 4),)
+
+
+@pytest.mark.parametrize("model", [graph_model, sharded_model])
+@pytest.mark.parametrize("late", [False, True])
+@on_ranks(3)
+def test_some_ranks_compile_a_model(rank, model, late):
+    """Compiled code does not name its layers, which ranks then compare no longer; calls they do."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, inputs = model()
+    fast = torch.compile(model, backend="aot_eager")
+    for step in range(4):
+        out = (fast if rank == 1 and step >= late else model)(*inputs)
+        out.square().sum().backward()
+        assert varcomm.all_reduce(torch.ones(2)).tolist() == [3, 3]
+    varcomm.check()
+    FAULTS["dtype"](rank, rank == 1)
+    refused(lambda: varcomm.all_reduce(torch.ones(2)))
 
 
 @on_ranks(3)

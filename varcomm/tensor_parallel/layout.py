@@ -153,7 +153,7 @@ class MarkedModule(Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, and add it to the calls that ranks compare if it communicates."""
         if torch.compiler.is_compiling():
-            self._in_log.is_compiled = True
+            self._in_log.is_compiled = self.group.compiles = True
             return super().__call__(*args, **kwargs)
         log = self.group.log
         count = 0 if log is None else log.count
@@ -164,7 +164,7 @@ class MarkedModule(Module):
             and not self._in_log.is_compiled
             and (log.count != count or y.requires_grad)
         ):
-            log.add(self._in_log.name, self._in_log.word)
+            log.add_layer(self._in_log.name, self._in_log.word)
         return y
 
     def after_conversion(self) -> None:

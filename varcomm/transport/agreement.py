@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import product
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -76,7 +76,7 @@ def agree_and_share(
         own = (k.__name__ for k in type(error).__mro__ if k.__module__ == errors.__name__)
         call |= {"error": str(error), "kind": next(own, "ArgumentError")}
     if group.log is not None and group.log.active:
-        call["digest"] = group.log.digest
+        call["digest"] = group.log.whole()
     calls = _gathered(call, group, cause)
     if failures := [rank for rank, other in enumerate(calls) if "error" in other]:
         first, *others = failures
@@ -160,21 +160,26 @@ def announce(
     return message
 
 
-def disagree(group: Group, explain: Callable[[], None] | None = None) -> NoReturn:
+def disagree(group: Group, explain: Callable[[], None] | None = None) -> None:
     """Raise DisagreementError with the first calls that differ; on all ranks, collective.
 
-    If all calls are equal, `explain` raises the error.
+    If all calls are equal, `explain` raises the error. If only layers differ, because some ranks
+    compile them, ranks compare layers no longer.
     """
     log = group.log
     assert log is not None
     own = {"count": log.count, "calls": list(log.last), "digest": log.digest}
-    own["explains"] = explain is not None
+    own |= {"explains": explain is not None, "layers": log.layers, "compiles": group.compiles}
     with explained("comparison of calls", group):
         given = all_gather_object(own, group)
     log.clear()
-    same = all(each["digest"] == own["digest"] for each in given)
-    if explain is not None and same and all(each["explains"] for each in given):
-        explain()
+    if all(each["digest"] == own["digest"] for each in given):
+        if any(each["layers"] != own["layers"] for each in given):
+            if any(each["compiles"] for each in given):
+                log.compares_layers = False
+                return
+        elif explain is not None and all(each["explains"] for each in given):
+            explain()
     names = [_numbered(each) for each in given]
     kept_by_all = max(min(row, default=1) for row in names)
     numbers = [n for n in sorted(set().union(*names)) if n >= kept_by_all]

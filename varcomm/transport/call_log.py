@@ -20,12 +20,17 @@ _MASK = (1 << 64) - 1
 class CallLog:
     """The calls of one rank in a group since it was made."""
 
-    __slots__ = ("active", "count", "digest", "errors", "last", "pending", "sampled")
+    __slots__ = (
+        *("active", "compares_layers", "count", "digest", "errors", "last", "layers", "pending"),
+        "sampled",
+    )
 
     def __init__(self) -> None:
         self.active = True  # whether sums compare it
         self.errors = 0  # how often ranks have found that they differ
         self.digest = 0
+        self.compares_layers = True  # until a rank has found that others compile theirs
+        self.layers = 0  # the digest of layers
         self.count = 0  # calls
         self.last: deque[str] = deque(maxlen=_SHOWN)
         self.sampled = 0  # sums of gradients, of which some carry entries of parameters
@@ -33,19 +38,30 @@ class CallLog:
         self.pending: deque[Callable[[], None]] = deque()
 
     def add(self, name: str, word: int) -> None:
-        """Add a call, or a layer that has run; `word` is :func:`word_of` the name."""
+        """Add a call; `word` is :func:`word_of` the name."""
         self.digest = (self.digest ^ word) * _FACTOR & _MASK
         self.count += 1
         self.last.append(name)
 
+    def add_layer(self, name: str, word: int) -> None:
+        """Add a layer that has run, whose calls are here already; compiled code adds none."""
+        if self.compares_layers:
+            self.layers = (self.layers ^ word) * _FACTOR & _MASK
+            self.count += 1
+            self.last.append(name)
+
+    def whole(self) -> int:
+        """Return the digest of calls and layers."""
+        return (self.digest + self.layers) & _MASK
+
     def bits(self, number: int) -> int:
         """Return that many bits of the digest; the upper ones, which depend on all calls."""
-        return self.digest >> (64 - number)
+        return self.whole() >> (64 - number)
 
     def clear(self) -> None:
         """Begin anew, after ranks have found that they differ."""
         self.errors += 1
-        self.digest = self.count = self.sampled = 0
+        self.digest = self.layers = self.count = self.sampled = 0
         self.last.clear()
         self.pending.clear()
 

@@ -43,6 +43,7 @@ class Group:
         self.log: CallLog | None = None  # of its calls, where sums over ranks compare them
         self.compared_calls = 0  # calls that this rank compared with the other ranks
         self.compares_exchanges = True  # until one was compiled
+        self.compiles = False  # whether compiled code has run layers of it
         self.exchanges_to_compare = 0  # the next ones of graphs, before any row is sent
         self.given_up = ""  # message of the call in which this rank stopped to wait for others
         self.note: dict[str, Any] = {}  # of the world: note of this rank on its last call

@@ -168,7 +168,7 @@ class _Adapted:
             ids, size, values = edge_index.plain, (None, edges.layer_counts()[2]), values | rows
         own = getattr(type(self.layer), self.method)
         if torch.compiler.is_compiling():
-            self.running.is_compiled = True
+            self.running.is_compiled = self.running.graph.group.compiles = True
             return own(self.layer, ids, size=size, **values)
         before, edges.exchanged = edges.exchanged, []
         exchanged = edges.exchanged
@@ -178,7 +178,7 @@ class _Adapted:
             edges.exchanged = before
         log = self.running.graph.group.log
         if log is not None and not self.running.is_compiled:  # a rank may fall back to eager code
-            log.add(self.call, self.word)
+            log.add_layer(self.call, self.word)
         exchanged += [rows for x, rows in edge_index.known if rows is not x and rows.requires_grad]
         # backward is collective: without edges, it must contain all tensors that a message reads
         unread = unread if edge_index.plain.shape[1] == 0 else []
