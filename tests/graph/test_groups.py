@@ -1,12 +1,13 @@
 """Groups of nodes that a user names, such as cells of a coarser mesh: as ``graph.batch`` is."""
 
+import operator
 from functools import partial
 
 import pytest
 import torch
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import GraphConv, GraphNorm, InstanceNorm, LayerNorm, SAGEConv, aggr
-from torch_geometric.utils import scatter, softmax
+from torch_geometric.utils import scatter, softmax, to_dense_batch
 
 import varcomm as vc
 from tests.graph.against_one import compare, graph_of
@@ -67,6 +68,20 @@ CALLS = {
     "differences": lambda _, g: g.x - scatter(g.x, g.cell, 0, reduce="mean")[g.cell],
     "gather": lambda _, g: scatter(g.x, g.cell, 0, reduce="mean").gather(
         0, g.cell[:, None].expand(-1, 4)
+    ),
+    "groups of groups": lambda _, g: scatter(g.x, g.cell // 2, 0, reduce="mean"),
+    "by torch.div": lambda _, g: scatter(g.x, torch.div(g.cell, 3, rounding_mode="floor"), 0),
+    "every other": lambda _, g: scatter(g.x, g.cell % 2, 0) + scatter(g.x, g.cell * 3 % 3, 0),
+    "other numbers": lambda _, g: scatter(g.x, 2 * g.cell + 1, 0, reduce="max")[g.cell],
+    "of a column, of groups": lambda _, g: g.x.new_zeros(4, 4).scatter_add(
+        0, (g.cell // 2)[:, None].expand(-1, 4), g.x
+    ),
+    "places": lambda _, g: (
+        scatter(g.x, torch.unique(g.cell, return_inverse=True)[1], 0)
+        / torch.unique(g.cell, return_counts=True)[1][:, None]
+    ),
+    "of some nodes by places": lambda _, g: scatter(
+        g.x[g.batch > 0], g.cell[g.batch > 0].unique(return_inverse=True)[1], 0
     ),
     "two kinds of groups": lambda _, g: (
         scatter(g.x, g.cell, 0, CELLS) + scatter(g.x, g.batch, 0, CELLS)
@@ -203,20 +218,17 @@ def test_wrong_use(rank):
     check(ArgumentError, ["no attribute 'celt'", "cell"], data, groups=["celt"])
     check(ArgumentError, ["groups must be a list"], data, groups="cell")
     check(ArgumentError, ["groups must be a list"], data, groups={"node": ["cell"]})
-    check(ArgumentError, ["data.x", "torch.int64"], data, groups=["x"])
+    check(ArgumentError, ["data.x", "integers"], data, groups=["x"])
     names = ["cell"] if rank == 1 else []
     check(DisagreementError, ["groups"], data, groups=names)
     for values, words in (
-        (data.cell.int(), ["data.cell", "torch.int64"]),
-        (data.cell[:, None], ["data.cell", "torch.int64"]),
+        (data.cell.double(), ["data.cell", "integers"]),
+        (data.cell[:, None], ["data.cell", "integers"]),
         (data.cell - 1, ["data.cell", "count from 0", "-1"]),
     ):
         wrong = data.clone()
         wrong.cell = values
         check(ArgumentError, words, wrong, groups=["cell"])
-    wrong = data.clone()
-    wrong.batch = wrong.batch.int()
-    check(ArgumentError, ["data.batch", "torch.int64"], wrong)
     rows = {"cell": torch.tensor([0, 1]) - int(rank == 2)}
     none = torch.empty(2, 0, dtype=torch.int64)
     check = refusing(from_edges)
@@ -230,7 +242,9 @@ def test_wrong_use(rank):
     check(ArgumentError, ["rank 1", "count from 0"], owner, few)
     for call in (
         lambda: scatter(graph.x, graph.cell, 0, 3),
-        lambda: scatter(graph.x, graph.cell // 2, 0, CELLS),
+        lambda: scatter(graph.x, graph.cell // 2, 0, 3),
+        lambda: scatter(graph.x, graph.cell - 1, 0, CELLS),
+        lambda: scatter(graph.x, graph.cell // 0.5, 0, CELLS),
         lambda: torch.nn.functional.embedding(graph.cell, graph.x, max_norm=1.0),
         lambda: vc.all_gather_v(graph.cell, graph.node_sizes),
         lambda: graph.gather(graph.cell),
@@ -238,6 +252,33 @@ def test_wrong_use(rank):
     ):
         with pytest.raises(ArgumentError):
             call()
+
+
+@on_ranks(3)
+def test_ids_of_other_dtypes(rank):
+    """They become int64; a batch too, and ids that one rank gives to from_edges."""
+    data = cells()
+    for dtype in (torch.int32, torch.int16, torch.uint8):
+        narrow = data.clone()
+        narrow.cell, narrow.batch = data.cell.to(dtype), data.batch.to(dtype)
+        graph = graph_of(narrow, groups=["cell"])
+        assert_pools(graph, data)
+        assert graph.cell.dtype == graph.batch.dtype == torch.int64
+        moved = graph.migrate(torch.full((graph.num_owned,), 1), {"cell": graph.cell.plain.int()})
+        assert_pools(moved, data)
+
+
+@on_ranks(3)
+def test_functions_that_need_all_rows_of_a_group(rank):
+    """Their errors name the cure: rows of all ranks."""
+    data = cells()
+    data.cell = data.cell.sort().values
+    graph = graph_of(data, groups=["cell"])
+    for call in (lambda x, ids: to_dense_batch(x, ids)[0], aggr.MedianAggregation()):
+        with pytest.raises(ArgumentError, match=r"graph\.gather"):
+            call(graph.x, graph.cell)
+        of_all = call(graph.gather(graph.x), graph.gather(graph.cell.plain))
+        torch.testing.assert_close(of_all, call(data.x, data.cell))
 
 
 @on_ranks(3)
@@ -280,6 +321,18 @@ def by_other_words(g):
     yield lambda: scatter(g.x, g.cell // 2, 0, CELLS)
     yield lambda: scatter(g.x, g.cell.unique(return_inverse=True)[1], 0, CELLS)
     yield lambda: scatter(g.edge_attr, g.cell[g.edge_index[0]], 0, CELLS)
+    yield lambda: scatter(g.x, torch.cat([g.cell[:1], g.cell[1:]]), 0, CELLS)
+    yield lambda: scatter(g.x, torch.cat([g.cell.new_zeros(0), g.cell]), 0, CELLS)
+    yield lambda: scatter(g.x, torch.cat(tensors=[column, column], dim=1)[:, 1], 0, CELLS)
+    yield lambda: scatter(g.x, torch.stack([g.cell, g.cell])[1], 0, CELLS)
+    yield lambda: scatter(g.x, torch.stack([g.cell, g.cell], dim=1)[:, 0], 0, CELLS)
+    yield lambda: scatter(g.x, g.cell.unsqueeze(dim=1).squeeze(1), 0, CELLS)
+    yield lambda: scatter(g.x[g.cell.sort().indices], g.cell.sort().values, 0, CELLS)
+    yield lambda: scatter(g.x, torch.sort(g.cell)[0], 0, CELLS)
+    yield lambda: scatter(g.x, torch.searchsorted(torch.arange(3), g.cell), 0, CELLS)
+    yield lambda: scatter(g.x, torch.bucketize(g.cell, torch.arange(3)), 0, CELLS)
+    yield lambda: scatter(g.x, g.cell.clone().add_(1), 0, CELLS + 1)
+    yield lambda: scatter(g.x, operator.iadd(g.cell.clone(), 1), 0, CELLS + 1)
     yield lambda: torch.bincount(g.cell, minlength=CELLS)
     yield lambda: scatter(g.x, g.narrow.long(), 0, CELLS)
     yield lambda: scatter(g.x, g.several[:, 1], 0, CELLS)

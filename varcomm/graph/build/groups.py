@@ -38,8 +38,8 @@ def with_groups(
         values = {name: plain(value) for name, value in shard.attributes.items()}
         for name, value in values.items():
             if (key, name) in size_of:
-                of = NodeGroups(shard.group, size_of[key, name])
-                values[name] = PartitionedIndex.make(value, of, "group", whole=True)
+                of, ids = NodeGroups(shard.group, size_of[key, name]), value.to(torch.int64)
+                values[name] = PartitionedIndex.make(ids, of, "group", whole=True)
             elif is_integer(value) and value.dim() and shard.group.size > 1:
                 values[name] = NodeIntegers.make(value, name)
         out[key] = replace(shard, attributes=values)
@@ -88,10 +88,9 @@ def _is_batch(name: str, value: torch.Tensor) -> bool:
 
 def _size(ids: torch.Tensor, name: str) -> int:
     """Return one more than the largest id, or raise ArgumentError."""
-    if ids.dtype != torch.int64 or ids.dim() != 1:
+    if not is_integer(ids) or ids.dim() != 1:
         raise ArgumentError(
-            f"{name} holds ids of groups, and must be torch.int64 of shape (N,); got "
-            f"{described(ids)}."
+            f"{name} holds ids of groups, and must be integers of shape (N,); got {described(ids)}."
         )
     low, high = map(int, ids.aminmax()) if len(ids) else (0, -1)
     if low < 0:

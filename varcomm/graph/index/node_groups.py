@@ -45,6 +45,10 @@ class NodeGroups(Numbering):
     #: rows that count, of which halo rows may follow; all, if None
     num_owned: int | None = None
 
+    def of_size(self, size: int) -> NodeGroups:
+        """Return other groups of the same nodes."""
+        return NodeGroups(self.group, size, self.num_owned)
+
     def selected_from(self, kind: Kind, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return the rows of all groups, which every rank has."""
         return x

@@ -32,8 +32,12 @@ _CARRY = {
     "reshape", "expand", "expand_as", "repeat", "unique", "unsqueeze", "squeeze", "flatten",
     "__getitem__", "index_select", "masked_select", "add", "__add__", "__radd__", "sub", "__sub__",
     "__rsub__", "mul", "__mul__", "__rmul__", "div", "floor_divide", "__floordiv__", "remainder",
-    "__mod__", "clamp", "clamp_min", "clamp_max", "where", "masked_fill",
+    "__mod__", "clamp", "clamp_min", "clamp_max", "where", "masked_fill", "stack", "sort",
+    "searchsorted", "bucketize", "add_", "__iadd__", "sub_", "__isub__", "mul_", "__imul__",
+    "floor_divide_", "__ifloordiv__", "remainder_", "__imod__", "clamp_", "masked_fill_",
 }  # fmt: skip
+_CATS = {"cat", "concat", "concatenate"}
+_CARRY |= _CATS
 for _name in _REDUCE | _CARRY:
     for _function in functions_named(_name):
         if not hasattr(_function, "__wrapped__"):  # which dynamo does not find in a dict
@@ -80,12 +84,15 @@ class NodeIntegers(Marked):
             out = PartitionedIndex.__torch_function__(func, types, given, rest)
         else:
             out = func(*given, **rest)
-        source = next((one for one in args if isinstance(one, cls)), None)
+        given = [*args, *kwargs.values()]
+        source = next((one for one in _flat(given) if isinstance(one, cls)), None)
         if name not in _CARRY or source is None:
             return out
+        if name == "sort":  # the order selects rows
+            return type(out)([_carried(name, source, given, out[0]), out[1]])
         if isinstance(out, tuple):  # of unique, with the place of each
-            return tuple([_carried(name, source, args, one) for one in out])
-        return _carried(name, source, args, out)
+            return tuple([_carried(name, source, given, one) for one in out])
+        return _carried(name, source, given, out)
 
 
 def is_integer(values: torch.Tensor) -> bool:
@@ -108,7 +115,8 @@ def _carried(name: str, source: NodeIntegers, args: Sequence[Any], out: Any) -> 
     """Return a result that carries the name of the attribute, if it may be ids of groups."""
     if type(out) is not torch.Tensor or not is_integer(out) or out.dim() == 0:
         return out
-    if source is not args[0] and out.shape != source.plain.shape:
+    is_part = source is args[0] or isinstance(args[0], list | tuple)
+    if not is_part and out.shape != source.plain.shape:
         return out
     return NodeIntegers.make(out, source.attribute, _axis(name, source, args, out))
 
@@ -129,9 +137,9 @@ def _check_reduction(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     if dims > 1 and name not in _SET_ROWS and values["dim"] % dims != index.axis:
         return  # of each node's own row
     raise ArgumentError(
-        f"{name.strip('_')} by {index.attribute!r} would be over this rank's nodes only. If "
+        f"{name.strip('_')} by {index.attribute!r} would be over this rank's rows only. If "
         f'these are ids of groups, name them: graph.partition(data, groups=["{index.attribute}"]). '
-        f"For this rank's nodes alone, such as counts that you sum by varcomm.all_reduce, use "
+        f"For this rank's rows alone, such as counts that you sum by varcomm.all_reduce, use "
         f"graph.{index.attribute}.plain."
     )
 
@@ -139,8 +147,11 @@ def _check_reduction(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 def _axis(name: str, source: NodeIntegers, args: Sequence[Any], out: torch.Tensor) -> int:
     """Return the dimension of a result along which nodes lie."""
     axis = source.axis
-    if name == "unsqueeze":
-        return axis + int(args[1] % out.dim() <= axis)
+    if name in _CATS:
+        return axis
+    if name in ("unsqueeze", "stack"):
+        place = args[1] if len(args) > 1 else 0
+        return axis + int(place % out.dim() <= axis)
     if name in ("expand", "expand_as"):
         return axis + out.dim() - source.plain.dim()
     if name == "__getitem__":

@@ -67,6 +67,12 @@ def functions_named(name: str) -> set[Rule]:
 class Numbering:
     """The edges or the groups that numbers stand for; what is not known of them is refused."""
 
+    size: int  # of groups
+
+    def of_size(self, size: int) -> Numbering:
+        """Return other groups of the same nodes."""
+        raise _unknown("arithmetic")
+
     def selected_from(self, kind: Kind, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return the rows that numbers of this kind select from, given those of this rank."""
         raise _unknown("selecting rows")
@@ -245,8 +251,10 @@ def refuse(func: Callable[..., Any], kind: str, more: str = "") -> ArgumentError
     more = more or (
         "It would mean the ids of this rank only. Take values at nodes by x[edge_index[0]] or "
         "graph.with_halo, values of groups by PyG's pools, global ids by graph.owned_ids and "
-        "graph.halo_ids, and local ids as an ordinary tensor by graph.edges.local_ids. Compute ids "
-        "of groups before graph.partition."
+        "graph.halo_ids, and local ids as an ordinary tensor by graph.edges.local_ids. Make other "
+        "ids of groups by //, +, * and % with an int, or by unique(return_inverse=True). If a "
+        "function needs all rows of a group, as medians and to_dense_batch do, pass rows of all "
+        "ranks: graph.gather(x) and graph.gather(graph.batch.plain)."
     )
     return ArgumentError(f"{name} is not known on a part of a graph for {what}. {more}")
 

@@ -396,11 +396,52 @@ def _check_start(
 
 
 @rule("unique")
-def _unique(func: Callable[..., Any], x: Any, sorted: bool = True, **more: Any) -> Any:
-    """Return the ids of groups that have a node on any rank."""
-    if x.kind != "group" or any(value not in (None, False) for value in more.values()):
+def _unique(
+    func: Callable[..., Any],
+    x: Any,
+    sorted: bool = True,
+    return_inverse: bool = False,
+    return_counts: bool = False,
+    dim: int | None = None,
+) -> Any:
+    """Return the ids of groups that have a node on any rank, places among them, and counts."""
+    if x.kind != "group" or dim is not None:
         raise refuse(func, x.kind)
-    return _bincount(func, x).nonzero().view(-1)
+    counts = _bincount(func, x)
+    ids = counts.nonzero().view(-1)
+    out = [ids]
+    if return_inverse:
+        place = counts.clamp(max=1).cumsum(0) - 1
+        of, line = x.of.of_size(len(ids)), None if x.line is None else place[x.line]
+        out.append(PartitionedIndex.make(place[x.plain], of, "group", x.whole, line))
+    if return_counts:
+        out.append(counts[ids])
+    return tuple(out) if len(out) > 1 else ids
+
+
+# The number of groups after arithmetic with a number; exact, but for the remainder.
+_SIZES: dict[str, Callable[[int, int], int]] = {
+    **dict.fromkeys(("floor_divide", "__floordiv__", "div"), lambda size, k: (size + k - 1) // k),
+    **dict.fromkeys(("remainder", "__mod__"), min),
+    **dict.fromkeys(("add", "__add__", "__radd__"), lambda size, k: size + k),
+    **dict.fromkeys(("mul", "__mul__", "__rmul__"), lambda size, k: (size - 1) * k + 1),
+}
+
+
+@rule(" ".join(_SIZES))
+def _arithmetic(func: Callable[..., Any], x: Any, k: Any, **more: Any) -> Any:
+    """Compute ids of other groups from ids of groups and a number that all ranks have."""
+    is_of_groups = isinstance(x, PartitionedIndex) and x.kind == "group"
+    name = name_of(func)
+    floors = {"rounding_mode": "floor"} if name == "div" else {}
+    if not is_of_groups or type(k) is not int or k < 1 or more != floors or x.of.size < 1:
+        return other(func, (x, k), more)
+    of, whole = x.of.of_size(_SIZES[name](x.of.size, k)), x.whole and name not in _INEXACT
+    line = None if x.line is None else func(x.line, k, **more)
+    return PartitionedIndex.make(func(x.plain, k, **more), of, "group", whole, line)
+
+
+_INEXACT = {"remainder", "__mod__"}
 
 
 @rule("bincount")
