@@ -100,6 +100,28 @@ def test_refusals(rank):
         remap(graph, graph, parents, conserve=rank == 1)
 
 
+@pytest.mark.parametrize("members", [[0, 1, 2], [2, 0]])
+@on_ranks(3)
+def test_a_rank_of_a_group_that_passes_no_side(rank, members):
+    """It finds the group in which the others wait, also after calls in other groups."""
+    data, groups = wild(), [dist.new_group(members) for _ in range(2)]
+    world = partition(data, method="block")
+    if rank in members:
+        parts = [partition(data, group, method="block") for group in groups]
+        for wrong in (2, 0):
+            for part in parts:
+                transfer(part, part)
+                sides = (None, None) if rank == wrong else (part, part)
+                with pytest.raises(ArgumentError, match="as old or new"):
+                    transfer(*sides)
+                with pytest.raises(ArgumentError, match="as old or new"):
+                    remap(*sides, None)
+                transfer(part, part)
+    transfer(world, world)
+    with pytest.raises(ArgumentError, match="as old or new"):
+        transfer(None, None)  # on all ranks
+
+
 @on_ranks(*WORLDS)
 def test_remap(rank, ranks):
     """Random parents and weights against a dense matrix; refinement and coarsening back."""

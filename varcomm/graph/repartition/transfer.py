@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from varcomm._torch_private import group_named
 from varcomm.errors import ArgumentError, DisagreementError, VarcommError
 from varcomm.graph.directory import Directory
 from varcomm.graph.index.partitioned_index import PartitionedIndex, plain
@@ -18,6 +21,7 @@ from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.sizes import ShardSizes
 from varcomm.transport.agreement import agree, agree_and_share
 from varcomm.transport.group import Group, resolve
+from varcomm.transport.notes import leave_note, notes
 
 __all__ = ["Transfer", "remap", "transfer"]
 
@@ -138,8 +142,8 @@ def transfer(old: Side, new: Side) -> Transfer:
         ``graph["paper"]``, or edges, ``graph.edges``. A rank outside this partition passes None.
     new : PartitionedGraph or NodeShard or EdgeShard
         Another partition of the same rows. A rank outside this partition passes None. The group of
-        one partition must contain the group of the other partition. If a rank passes None for both,
-        all ranks of the world raise an error.
+        one partition must contain the group of the other partition. If a rank of the larger group
+        passes None for both, all ranks of this group raise an error.
 
     Returns
     -------
@@ -349,7 +353,7 @@ def _checked_parents(
 def _sides(what: str, old: Side, new: Side) -> _Sides:
     """Return both partitions, or raise on all ranks; collective."""
     groups = [side.group for side in (old, new) if isinstance(side, PartitionedGraph | Shard)]
-    group = max(groups, key=lambda each: each.size) if groups else resolve(None)
+    group = max(groups, key=lambda each: each.size) if groups else _group_of_others()
     apart = [each for each in groups if not set(each.ranks) <= set(group.ranks)]
 
     def shards() -> list[Shard | None]:
@@ -371,7 +375,8 @@ def _sides(what: str, old: Side, new: Side) -> _Sides:
     for other in apart:  # its ranks wait in it
         with suppress(VarcommError):
             agree(what, shards, other)
-    pair, of_ranks = agree_and_share(what, shards, outline, group)
+    with _noted(group):
+        pair, of_ranks = agree_and_share(what, shards, outline, group)
     sizes = []
     for name, column in zip(("old", "new"), zip(*of_ranks, strict=True), strict=True):
         sizes.append(ShardSizes(0 if each is None else each[1] for each in column))
@@ -384,3 +389,36 @@ def _sides(what: str, old: Side, new: Side) -> _Sides:
         raise ArgumentError(f"{what}: {' and '.join(sorted(nouns))} have no rows in common.")
     device = next(each for each in pair if each is not None).ids.device
     return _Sides(group, pair[0], pair[1], sizes[0], sizes[1], device)
+
+
+@contextmanager
+def _noted(group: Group) -> Iterator[None]:
+    """Note in the store that this rank makes a call in a group, and which one."""
+    group.auxiliary[_CALLS] = group.auxiliary.get(_CALLS, 0) + 1
+    leave_note({_CALLS: [group.name, group.auxiliary[_CALLS]]})
+    try:
+        yield
+    finally:
+        leave_note({_CALLS: ""})
+
+
+_CALLS = "transfers"
+
+
+def _group_of_others() -> Group:
+    """Return the group in which all other ranks wait for this one, so that all raise."""
+    world = resolve(None)
+    own: list[Any] = [world.name, 0]  # a call without a group
+    leave_note({_CALLS: own})
+    deadline = time.monotonic() + world.timeout().total_seconds()
+    while time.monotonic() < deadline:
+        calls = [note.get(_CALLS) for note in notes(world)[0]]
+        for call in filter(None, calls):
+            process_group = group_named(call[0])
+            if process_group is not None:
+                group = resolve(process_group)
+                is_over = call != own and group.auxiliary.get(_CALLS, 0) >= call[1]
+                if not is_over and all(calls[rank] in (call, own) for rank in group.ranks):
+                    return group
+        time.sleep(0.05)
+    return world
