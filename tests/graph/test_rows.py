@@ -2,6 +2,7 @@
 
 import pickle
 import threading
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -15,7 +16,7 @@ import varcomm as vc
 from tests.graph.against_one import graph_of
 from tests.graph.graphs import grid, wild
 from tests.worlds import on_ranks
-from varcomm import ArgumentError, DisagreementError
+from varcomm import ArgumentError, CommunicationError, DisagreementError
 from varcomm.graph import Rows, RowWriter, assign, partition
 
 zarr, h5py = pytest.importorskip("zarr"), pytest.importorskip("h5py")
@@ -427,6 +428,35 @@ def test_refused_results(rank, tmp_path):
         for t in range(2):
             out.write(t, own[:, None][:, :0])
     assert Rows(stored(f"{folder}/z.zarr"), graph)[0].shape == (len(own), 0)
+
+
+@pytest.mark.parametrize("in_debug", [False, True])
+@on_ranks(3)
+def test_an_exception_of_one_rank_in_a_block(rank, in_debug, tmp_path):
+    """It is caught outside; the others raise in their next call, and the group works on."""
+    graph = partition(wild(NODES), method="random")
+    own = graph.owned_ids.float()
+    # in debug() the next call of rank 1 is where it was last
+    of_others = "RowWriter" if in_debug else "rank 1 left with KeyError: 'my own'"
+
+    def write(path, last):
+        with RowWriter(path, graph, 2) as out:
+            for t in range(1 + last):
+                out.write(t, own)
+            if rank == 1:
+                raise KeyError("my own")
+            out.write(1, own)
+
+    for last in (0, 1):  # others are in write, or in close
+        with vc.debug(timeout=10) if in_debug else nullcontext():
+            error, match = (KeyError, "my own") if rank == 1 else (CommunicationError, of_others)
+            with pytest.raises(error, match=match):
+                write(f"{tmp_path}/{last}.npy", last)
+            assert vc.all_reduce(torch.ones(1)).item() == 3
+            with RowWriter(f"{tmp_path}/next{last}.npy", graph, 1) as out:
+                out.write(0, own)
+    read = np.load(tmp_path / "next1.npy")
+    assert read[0].tolist() == list(range(NODES))
 
 
 @on_ranks(3)

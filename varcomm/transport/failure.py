@@ -40,8 +40,13 @@ def failure(
     if dist.is_initialized() and dist.get_rank() == 0:
         time.sleep(_SERVED)  # it serves the store, which other ranks still ask
     lost = [rank for rank in range(group.size) if rank not in failed]
-    ends = {rank: found[rank]["ended with"] for rank in lost if "ended with" in found[rank]}
-    others = [f"rank {rank} ended with {end}" for rank, end in ends.items()]
+    ends = {
+        rank: f"{word} {found[rank][word]}"
+        for rank in lost
+        for word in ("left with", "ended with")  # the last one counts
+        if word in found[rank]
+    }
+    others = [f"rank {rank} {end}" for rank, end in ends.items()]
     if silent := [rank for rank in lost if rank not in ends]:
         ranks = f"rank{'s' if len(silent) > 1 else ''} {spans(silent)}"
         others.append(f"{ranks} not come to it, gone, or cut off")

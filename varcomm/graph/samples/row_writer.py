@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +23,11 @@ from varcomm.graph.samples.array_formats import Array
 from varcomm.graph.samples.rows import shard_of
 from varcomm.ops.digest import require_equal
 from varcomm.sizes import ShardSizes
-from varcomm.transport.agreement import agree, agree_and_share, share
+from varcomm.transport.agreement import agree, agree_and_share, on_all_ranks, share
+from varcomm.transport.auxiliary_group import free_lanes, take_lane
+from varcomm.transport.failure import leave
+from varcomm.transport.group import Group
+from varcomm.transport.notes import brief, leave_note
 
 __all__ = ["RowWriter"]
 
@@ -39,8 +44,8 @@ class RowWriter:
 
     The file has its name once :meth:`close` has returned on every rank; until then it is
     ``<path>.part``. All methods are collective, and an error on one rank is raised on all ranks.
-    An exception of your own code inside the ``with`` block ends the block without communication;
-    the other ranks raise CommunicationError if it ends the process, and else wait for the timeout.
+    An exception of your own code ends the ``with`` block without communication; the other ranks
+    then raise CommunicationError in their next call of the writer, also if you catch it.
 
     Communication: per sample, the rows whose chunks another rank writes, and two small messages per
     rank to agree on errors.
@@ -180,6 +185,9 @@ class RowWriter:
 
         agree(_WHAT, create, self._group)
         self._array = agree(_WHAT, attach, self._group)
+        # a group of the writer alone, which a rank can leave
+        offers = share(_WHAT, partial(free_lanes, self._group), self._group)
+        self._lane = take_lane(self._group, offers)
 
     def _create(self, variable: str) -> None:
         """Make an empty array, in place of one that an interrupted writer has left."""
@@ -253,7 +261,7 @@ class RowWriter:
                 )
             return exact
 
-        exact, of_ranks = agree_and_share(what, check, lambda own: {"sample": own}, self._group)
+        exact, of_ranks = agree_and_share(what, check, lambda own: {"sample": own}, self._own())
         require_equal(what, of_ranks)
         rows = self._plan(x.detach())[self._order].cpu().numpy()
 
@@ -262,7 +270,7 @@ class RowWriter:
                 with writing(self._part):
                     self._store(exact, rows)
 
-        agree(what, store, self._group)
+        agree(what, store, self._own())
         self.bytes_written += rows.nbytes
         self._written.add(exact)
 
@@ -298,9 +306,14 @@ class RowWriter:
                 with writing(self.path):
                     self._part.rename(self.path)
 
-        agree(what, finish, self._group)
-        agree(what, rename, self._group)
+        agree(what, finish, self._own())
+        agree(what, rename, self._own())
         self._closed = True
+        if self._lane is not None:
+            self._lane.give_back()
+
+    def _own(self) -> Group:
+        return self._group if self._lane is None else self._lane.group()
 
     def __enter__(self) -> Self:
         return self
@@ -308,5 +321,9 @@ class RowWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
     ) -> None:
-        if kind is None:  # else without communication: other ranks may not come
+        if not isinstance(error, BaseException):
             self.close()
+        elif self._lane is not None and not on_all_ranks(error):  # others may not come, or wait
+            with_error = f"{type(error).__name__}: {brief(error)}"
+            leave_note({"left with": f"{with_error}, in a block of {_WHAT}"})
+            leave(self._lane.group())
