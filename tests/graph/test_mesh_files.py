@@ -393,6 +393,15 @@ def test_series_in_xdmf(tmp_path, monkeypatch, form):
         (tmp_path / "moved.xdmf").write_text(text[:last] + moved + text[last:])
         assert read_mesh("moved.xdmf", step=1).data.pos.max() == 2
         assert read_mesh("moved.xdmf", step=2).data.pos.max() == 5
+        geometry = re.search(r"<Geometry.*?</Geometry>", moved, re.DOTALL)[0]
+        (tmp_path / "points.xdmf").write_text(text[:last] + geometry + text[last:])
+        for step, place in ((1, 2), (2, 5)):
+            found = read_mesh("points.xdmf", step=step).data
+            assert (found.pos.max(), found.num_edges) == (place, data.num_edges)
+        other = '<Geometry Reference="XML">/Xdmf/Domain/Grid</Geometry>'
+        (tmp_path / "other.xdmf").write_text(text[:last] + other + text[last:])
+        with pytest.raises(vc.ArgumentError, match=r"Geometry.*Write one file per step\."):
+            read_mesh("other.xdmf", step=2)
 
 
 GMSH = """$MeshFormat
@@ -507,6 +516,23 @@ def test_points_inside_of_facets_and_cells(dim):
     points = np.array([*points, (1,) * dim], float)
     data = read_mesh(meshio.Mesh(points, [(kind, [np.arange(len(points))])])).data
     near = np.abs(points[:, None] - points[None]).sum(axis=2) == 1
+    assert data.edge_index.T.tolist() == np.argwhere(near).tolist()
+
+
+@pytest.mark.parametrize("kind", ["hexahedron20", "hexahedron27", "hexahedron"])
+def test_points_of_exodus(tmp_path, monkeypatch, kind):
+    """Upright edges come before those at the top; then the middle, bottom, top, and four sides."""
+    low, high = ([(x, y, z) for x, y in ((0, 0), (2, 0), (2, 2), (0, 2))] for z in (0, 2))
+    around = [(1, 0), (2, 1), (1, 2), (0, 1)]
+    points = [*low, *high, *((x, y, 0) for x, y in around), *((x, y, 1) for x, y, _ in low)]
+    points += [(x, y, 2) for x, y in around]
+    points += [(1, 1, 1), (1, 1, 0), (1, 1, 2), (0, 1, 1), (2, 1, 1), (1, 0, 1), (1, 2, 1)]
+    points = np.array(points[: int(kind[10:] or 8)], float)
+    mesh = meshio.Mesh(points, [(kind, np.arange(len(points))[None])])
+    monkeypatch.setattr(meshio, "read", lambda path: mesh)  # netCDF4 reads the file
+    (tmp_path / "cell.exo").touch()
+    data = read_mesh(tmp_path / "cell.exo").data
+    near = np.abs(points[:, None] - points[None]).sum(axis=2) == (2 if len(points) == 8 else 1)
     assert data.edge_index.T.tolist() == np.argwhere(near).tolist()
 
 

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
+from xml.etree.ElementTree import Element
 
 import numpy as np
 
@@ -89,12 +90,28 @@ def _xdmf(path: Path, step: int) -> Any:
         return _meshio(path, step)
     with _quiet(path) as meshio, meshio.xdmf.TimeSeriesReader(path) as series:
         at = step_of(series.num_steps, step)
-        grid = series.collection[at]
-        if grid.find("Topology") is not None and grid.find("Geometry") is not None:
-            series.mesh_grid = grid  # a mesh that changes in time
+        steps, mesh = (series.collection[at], series.mesh_grid), Element("Grid")
+        for part in ("Topology", "Geometry"):  # each may change in time
+            found = [grid.find(part) for grid in steps if grid.find(part) is not None]
+            if not found or len(found[0]) != 1:
+                raise ArgumentError(f"a step has no {part} of its own. Write one file per step.")
+            mesh.append(found[0])
+        series.mesh_grid = mesh
         points, cells = series.read_points_cells()
         _, point_data, cell_data = series.read_data(at)
         return meshio.Mesh(points, cells, point_data, cell_data)
+
+
+# Places of Exodus' points in cells of VTK: Exodus has upright edges before those at the top.
+_EXODUS = [*range(12), *range(16, 20), *range(12, 16), 23, 24, 25, 26, 21, 22, 20]
+
+
+def _exodus(path: Path, step: int) -> Any:
+    mesh = _meshio(path, step)
+    for block in mesh.cells:
+        if block.type in ("hexahedron20", "hexahedron27"):
+            block.data = block.data[:, _EXODUS[: block.data.shape[1]]]
+    return mesh
 
 
 def _pyvista(path: Path, step: int) -> Any:
@@ -136,6 +153,7 @@ READERS = (
     Reader(_is_of_vtk, _pyvista),
     Reader(_suffix(".msh"), _gmsh),
     Reader(_suffix(".xdmf", ".xmf"), _xdmf),
+    Reader(_suffix(".e", ".ex2", ".exo"), _exodus),
     Reader(lambda path: True, _meshio),
 )
 
