@@ -196,6 +196,19 @@ def test_volumes_and_areas_are_those_of_openfoam(tmp_path):
     assert np.linalg.norm(mesh.source.area, axis=1).sum() == pytest.approx(total, rel=1e-12)
 
 
+def test_a_face_of_five_corners_that_is_not_flat():
+    """By hand, around its mean corner, which is the origin; the volume has the centre of v2212.
+
+    The triangles' normals are (0, 0, 4), twice (3, 0, 4), (3, 0, 0) and (0, -12, 0), of lengths 4,
+    5, 5, 3 and 12; the centre is (24, 1, -15) / 87. The sides are flat, with a volume of 11.
+    """
+    points = np.array([[4, 0, 0], [0, 1, 0], [-4, 0, 3], [0, -1, 0], [0, 0, -3], [-2, 2, -2.0]])
+    faces = [[0, 1, 2, 3, 4], *([(k + 1) % 5, k, 5] for k in range(5))]
+    mesh = read_mesh(meshio.Mesh(points + 7, [("polyhedron6", [faces])]), "cells")
+    assert np.isclose(np.abs(mesh.source.area), [4.5, 6, 6], rtol=1e-12).all(axis=1).any()
+    np.testing.assert_allclose(mesh.data.volume, [11 + 4 / 87], rtol=1e-12)
+
+
 def test_fields_that_are_left_out_are_named(tmp_path, caplog):
     fields = [("U", "volVectorField", np.ones((2, 3))), ("phi", "surfaceScalarField", "0")]
     fields += [("h", "pointScalarField", "1"), ("s", "volSphericalTensorField", np.ones(2))]

@@ -65,7 +65,7 @@ class PolyMesh:
 
     @cached_property
     def _centres_and_areas(self) -> tuple[Array, Array]:
-        """Centres and area vectors of faces, (F, 3), as OpenFOAM has them.
+        """Centres and area vectors of faces, (F, 3), as openfoam.com has them.
 
         A face is cut into triangles around the mean of its points. Its area vector is their sum,
         and its centre the mean of their centres, weighted by the lengths of their area vectors.
