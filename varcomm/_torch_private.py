@@ -119,10 +119,11 @@ def assert_on_device(holds: Tensor, text: str) -> None:
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Make a call when the backward that computes here has ended, or at once if none computes.
 
-    DistributedDataParallel ends its step in this way. torch has no public form.
+    DistributedDataParallel ends its step in this way. torch has no public form. Backward computes
+    with gradients disabled, but for ``create_graph=True``; a call is then made at once, too.
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/engine.cpp
     """
-    if torch._C._current_autograd_node() is None:
+    if torch.is_grad_enabled():
         call()
     else:
         torch.autograd.Variable._execution_engine.queue_callback(call)

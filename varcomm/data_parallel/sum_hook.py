@@ -99,7 +99,7 @@ def sum_hook(state: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch
         begin = partial(_same, begin())
     sums.jobs.append((first, begin, future))
     if bucket.is_last():
-        # backward may go on: a rank that leaves out parameters must not wait in the middle of it
+        # a rank that leaves out parameters must not wait here, in the middle of its backward
         at_end_of_backward(sums.finish)
     return future
 

@@ -377,7 +377,7 @@ def _parts(
     """Return `top`; raise if the logits are complete: identical on all ranks, with all targets.
 
     Ranks with equal logits in all classes show nothing, as with weights of zeros. Shards that start
-    equal cannot be distinguished, so outside debug() sizes that the caller has stated are believed.
+    equal look like them, so outside debug() calls with sizes are not checked.
     """
     ranks = named(group, rank)
     if is_capturing() or (stated and not debugging()):

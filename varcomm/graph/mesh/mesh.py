@@ -212,10 +212,10 @@ def read_mesh(
     Notes
     -----
     OpenFOAM cuts a face into triangles around the mean of its corners. The area vector of a face is
-    the sum of theirs, and its centre the mean of their centres, weighted by area, as in
-    openfoam.com (openfoam.org since 2020 weights with projected areas; faces that are flat have the
-    same centre). The volume of a cell is the sum of the pyramids that its faces form with the mean
-    of the faces' centres.
+    the sum of theirs, and its centre the mean of their centres, weighted by area. The volume of a
+    cell is the sum of the pyramids that its faces form with the mean of the faces' centres. This is
+    the formula of openfoam.com; openfoam.org since 2020 weights with projected areas, which changes
+    centres of faces that are not flat.
 
     Communication: none without `src`; with it, an agreement on errors, 1 KiB per rank.
     In one process: the same call.
