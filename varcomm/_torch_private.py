@@ -119,11 +119,11 @@ def assert_on_device(holds: Tensor, text: str) -> None:
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Make a call when the backward that computes here has ended, or at once if none computes.
 
-    DistributedDataParallel ends its step in this way. torch has no public form. Backward computes
-    with gradients disabled, but for ``create_graph=True``; a call is then made at once, too.
+    DistributedDataParallel ends its step in this way, or calls its hooks after the last node, for
+    the first step of a static graph. torch has no public form.
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/engine.cpp
     """
-    if torch.is_grad_enabled():
+    if torch._C._current_autograd_node() is None:
         call()
     else:
         torch.autograd.Variable._execution_engine.queue_callback(call)
