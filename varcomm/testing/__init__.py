@@ -1,4 +1,4 @@
-"""Checks of adjoints, derivatives and graph models that communicate, on real processes.
+"""Checks of adjoints, derivatives and models that communicate, on real processes.
 
 Each check is collective. Its verdict is formed over all ranks before any rank raises, so a failure
 is the same AssertionError on all ranks.

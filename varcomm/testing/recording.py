@@ -7,22 +7,26 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from functools import partial
+from math import prod
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.overrides import TorchFunctionMode
 
 import varcomm
 from varcomm.data_parallel.buckets import is_owned
 from varcomm.errors import ArgumentError
+from varcomm.grid import Field, Grid
+from varcomm.grid.field import part as part_of
 from varcomm.ops.nested import leaves
 from varcomm.transport.agreement import share
 from varcomm.transport.group import resolve
 
-__all__ = ["Axis", "Place", "Run", "Task", "expected", "run"]
+__all__ = ["Axis", "Place", "Run", "Task", "Value", "as_double", "expected", "run"]
 
 
 class Task(NamedTuple):
@@ -34,7 +38,8 @@ class Task(NamedTuple):
     loss: Callable[..., torch.Tensor] | None
     step: Callable[..., Any] | None
     groups: Sequence[str]  # names of attributes of nodes
-    owners: Any  # the rank of each node; None runs all in one process
+    grid: Sequence[int] | None  # its points; None of a graph
+    owners: Any  # the rank of each node, or sizes of a grid; None runs all in one process
     shapes: list[torch.Size]  # of the outputs in one process
 
 
@@ -44,6 +49,27 @@ class Axis(NamedTuple):
     rows: str
     total: int
     ids: torch.Tensor
+
+
+class Value(NamedTuple):
+    """A tensor; of a field, the rows that this rank has along each split dimension."""
+
+    tensor: torch.Tensor
+    rows: tuple[tuple[int, torch.Tensor], ...] | None = None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Value:
+        """Return the values of a tensor in a fp64 copy."""
+        rows = None
+        if isinstance(tensor, Field):
+            splits = tensor.grid_layout.splits
+            rows = tuple(
+                (split.dim, part_of(torch.arange(split.total), replace(split, dim=-1)))
+                for split in splits
+            )
+            tensor = tensor.local
+        plain = tensor.detach().clone().as_subclass(torch.Tensor)
+        return cls(plain if _has_gradient(plain) else plain.double(), rows)
 
 
 class Place(NamedTuple):
@@ -58,9 +84,10 @@ class Place(NamedTuple):
 class Run(NamedTuple):
     """Values by kind and name, and how rows are sharded."""
 
+    owned: int  # nodes or points
     axes: list[Axis]
-    values: dict[str, dict[str, torch.Tensor | None]]
-    records: dict[tuple[Place, int], torch.Tensor]  # by place, and number of the call there
+    values: dict[str, dict[str, Value | None]]
+    records: dict[tuple[Place, int], Value]  # by place, and number of the call there
 
 
 def run(rank: int, task: Task) -> Run:
@@ -76,35 +103,42 @@ def run(rank: int, task: Task) -> Run:
 
 def _run(task: Task) -> Run:
     in_one_process = task.owners is None
-    method = "block" if in_one_process else task.owners
-    graph = varcomm.graph.partition(task.data, method=method, groups=task.groups)
+    if task.grid is not None:
+        data, inputs, owned, axes = _of_grid(task)
+    else:
+        method = "block" if in_one_process else task.owners
+        data = varcomm.graph.partition(task.data, method=method, groups=task.groups)
+        inputs = _require_gradients(data)
+        owned = sum(shard.num_owned for shard in data.node_shards.values())
     torch.manual_seed(0)
-    inputs, model = _require_gradients(graph), task.model
+    model = task.model
     if not isinstance(model, torch.nn.Module):
         model = model()
         if not isinstance(model, torch.nn.Module):
             raise ArgumentError(f"the function returned a {type(model).__name__}, no Module.")
     model = model.double().cpu()  # pickles of lazy parameters forget their dtype
-    if task.step is None and in_one_process:
-        _use_ordinary_vectors(graph)
-    elif task.step is None:
-        varcomm.graph.distribute(model, graph)
+    if task.step is None and task.grid is None:
+        if in_one_process:
+            _use_ordinary_vectors(data)
+        else:
+            varcomm.graph.distribute(model, data)
     torch.manual_seed(0)
     outputs: list[torch.Tensor] = []
     value = None
     with _Recorder(model) as recorder:
         if task.step is not None:
             recorder.during = "step"
-            value = task.step(model, graph)
+            value = task.step(model, data)
         else:
             recorder.during = "call"
-            result = (task.call or _call)(model, graph)
+            call = _call if task.grid is None else _call_of_grid
+            result = (task.call or call)(model, data)
             kinds = torch.Tensor | int | float | complex
             outputs = [torch.as_tensor(x) for x in _values_in(result) if isinstance(x, kinds)]
             if task.loss is not None:
                 recorder.during = "loss"
-                value = task.loss(result, graph)
-    axes = _axes(graph)
+                value = task.loss(result, data)
+    axes = _axes(data) if task.grid is None else axes
     if task.step is None:
         _backward(outputs, value, task, axes)
         varcomm.data_parallel.sum_gradients(model)
@@ -119,10 +153,46 @@ def _run(task: Task) -> Run:
         "buffers": dict(model.named_buffers()),
     }
     copies = {
-        kind: {name: None if x is None else _copy(x) for name, x in named.items()}
+        kind: {name: None if x is None else Value.of(x) for name, x in named.items()}
         for kind, named in values.items()
     }
-    return Run(axes, copies, recorder.records)
+    return Run(owned, axes, copies, recorder.records)
+
+
+def _of_grid(task: Task) -> tuple[Any, dict[str, torch.Tensor], int, list[Axis]]:
+    """Return the data of a rank, its fields as leaves, its points, and its split dimensions."""
+    ranks = [len(sizes) for sizes in task.owners or () if sizes is not None]
+    mesh = init_device_mesh("cpu", tuple(ranks)) if len(ranks) > 1 else None
+    grid = Grid(task.grid or (), mesh, task.owners)
+    inputs: dict[str, torch.Tensor] = {}
+
+    def leaf(value: Any, name: str) -> Any:
+        if isinstance(value, dict):
+            return {key: leaf(inner, f"{name}[{key!r}]") for key, inner in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(leaf(inner, f"{name}[{i}]") for i, inner in enumerate(value))
+        if not isinstance(value, torch.Tensor):
+            return value
+        value = as_double(value)
+        if isinstance(value, Field) and value.is_floating_point():
+            inputs[name] = value = value.requires_grad_()
+            return value.clone()  # which a model may change in place
+        return value
+
+    data = leaf(task.data(grid) if callable(task.data) else grid.scatter(task.data), "the data")
+    named = zip(grid.shape, grid.sizes, grid.ranges, strict=True)
+    axes = [
+        Axis("rows", points, torch.arange(own.start, own.stop))
+        for points, sizes, own in named
+        if sizes is not None
+    ]
+    return data, inputs, prod(map(len, grid.ranges)), axes
+
+
+def _call_of_grid(model: torch.nn.Module, data: Any) -> Any:
+    if isinstance(data, dict):
+        return model(**data)
+    return model(*data) if isinstance(data, list | tuple) else model(data)
 
 
 def _values_in(result: Any) -> Iterator[Any]:
@@ -134,9 +204,17 @@ def _values_in(result: Any) -> Iterator[Any]:
             yield leaf
 
 
-def expected(whole: torch.Tensor, shape: torch.Size, axes: list[Axis]) -> Iterator[torch.Tensor]:
+def expected(whole: torch.Tensor, value: Value, axes: list[Axis]) -> Iterator[torch.Tensor]:
     """Return the values that a rank may have in place of those of one process: all, or its rows."""
-    if whole.shape == shape:
+    shape = value.tensor.shape
+    if value.rows is not None:
+        try:
+            for dim, ids in value.rows:
+                whole = whole.index_select(dim, ids)
+        except IndexError:
+            return
+        yield whole
+    elif whole.shape == shape:
         yield whole
     elif whole.dim() == len(shape):
         differing = [d for d, size in enumerate(shape) if size != whole.shape[d]]
@@ -146,9 +224,12 @@ def expected(whole: torch.Tensor, shape: torch.Size, axes: list[Axis]) -> Iterat
                 yield whole.index_select(differing[0], axis.ids)
 
 
-def _copy(value: torch.Tensor) -> torch.Tensor:
-    plain = value.detach().clone().as_subclass(torch.Tensor)
-    return plain if _has_gradient(plain) else plain.double()
+def as_double(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the CPU, out of autograd's graph, with floats in double precision."""
+    value = value.detach().cpu()
+    if value.is_complex():
+        return value.to(torch.complex128)
+    return value.double() if value.is_floating_point() else value
 
 
 def _has_gradient(value: torch.Tensor) -> bool:
@@ -219,18 +300,19 @@ def _backward(outputs: list[torch.Tensor], value: Any, task: Task, axes: list[Ax
         value.backward()
         return
     roots, weights = [], []
+    parts = [Value.of(leaf) for leaf in outputs]
     of_ranks = share(
-        "same_as_one_process", lambda: [list(leaf.shape) for leaf in outputs], resolve(None)
+        "same_as_one_process", lambda: [list(x.tensor.shape) for x in parts], resolve(None)
     )
-    for place, leaf in enumerate(outputs):
+    for place, (leaf, part) in enumerate(zip(outputs, parts, strict=True)):
         if not leaf.requires_grad:
             continue
-        shape = leaf.shape if task.owners is None else task.shapes[place]
+        shape = part.tensor.shape if task.owners is None else task.shapes[place]
         generator = torch.Generator().manual_seed(place)
         whole = torch.randn(shape, generator=generator, dtype=leaf.dtype)
-        own = next(expected(whole, leaf.shape, axes), torch.zeros_like(leaf))
+        own = next(expected(whole, part, axes), torch.zeros_like(part.tensor))
         is_replicated = all(shapes[place] == list(shape) for shapes in of_ranks)
-        roots.append(leaf)
+        roots.append(leaf.local if isinstance(leaf, Field) else leaf)
         weights.append(own / len(of_ranks) if is_replicated else own)
     if roots:
         torch.autograd.backward(roots, weights)
@@ -241,7 +323,7 @@ class _Recorder(TorchFunctionMode):
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
-        self.records: dict[tuple[Place, int], torch.Tensor] = {}
+        self.records: dict[tuple[Place, int], Value] = {}
         self._calls: Counter[Place] = Counter()
         self._names, self.during = [""], ""
         # PyG's layers that are running: inside, a distributed one may compute in another order
@@ -282,10 +364,10 @@ class _Recorder(TorchFunctionMode):
         if self._layers:
             return
         for value in leaves(values).values():
-            if type(value) in (torch.Tensor, torch.nn.Parameter) and _has_gradient(value):
+            if type(value) in (torch.Tensor, torch.nn.Parameter, Field) and _has_gradient(value):
                 place = Place(self.during, self._names[-1], name, line)
                 self._calls[place] += 1
-                self.records[place, self._calls[place]] = _copy(value)
+                self.records[place, self._calls[place]] = Value.of(value)
 
 
 def _line_of_user(frame: FrameType | None) -> str:
