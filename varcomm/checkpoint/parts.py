@@ -125,7 +125,12 @@ def is_whole(tensor: torch.Tensor) -> bool:
 
 
 def wrapped(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
-    """Return a tensor, as Sharded if it, or the parameter that it is like, carries a mark."""
+    """Return a tensor, as Sharded if it, or the parameter that it is like, carries a mark.
+
+    A field of a grid has its place with it.
+    """
+    if hasattr(tensor, "sharded"):
+        return tensor.sharded()  # type: ignore[no-any-return]
     if not is_whole(tensor):
         return tensor
     spec = shard_spec(tensor if like is None else like)

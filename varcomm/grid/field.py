@@ -21,6 +21,7 @@ from varcomm.grid.layout import Layout, Split
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.broadcast import broadcast
 from varcomm.ops.gather_v import gather_v
+from varcomm.sharding import Box, Sharded
 from varcomm.transport.group import Group
 
 Rule = Callable[..., Any]
@@ -114,6 +115,18 @@ class Field(torch.Tensor):
             x = gather_v(x, split.sizes, dim=dim + 1, dst=to, group=at).flatten(dim, dim + 1)
         return x
 
+    def sharded(self) -> Sharded:
+        """Return this rank's part with its place, in the same memory, to save or load it.
+
+        ``varcomm.checkpoint`` also takes the field itself; torch.distributed.checkpoint takes this.
+        """
+        local, offsets = plain(self), [0] * self.dim()
+        for split in self.grid_layout.splits:
+            if split.repeats > 1:
+                raise refused("a checkpoint of rows of several images in one dimension")
+            offsets[split.dim] = split.start
+        return Sharded(self.shape, [Box(tuple(offsets), local)], local.dtype, self)
+
     @classmethod
     def __torch_function__(
         cls,
@@ -203,8 +216,8 @@ class Field(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ArgumentError(
-            "a field is split over ranks and cannot be pickled. Save field.gather(dst=0), or each "
-            "rank's field.local with varcomm.checkpoint."
+            "a field is split over ranks and cannot be pickled. Save it with "
+            "varcomm.checkpoint, or save field.gather(dst=0)."
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
