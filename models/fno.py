@@ -38,13 +38,16 @@ class SpectralConvolution(nn.Module):
         """Return filtered images, (N, channels, rows, columns)."""
         rows, columns = x.shape[-2:]
         m, n = self.modes
-        spectrum = torch.fft.rfft2(x, norm="ortho")
-        kept, left = spectrum[..., :n], (0, spectrum.shape[-1] - n)
+        # A split field sends only columns that are kept, and joined slices stay on their ranks.
+        spectrum = torch.fft.rfft(x, norm="ortho")[..., :n]
+        spectrum = torch.fft.fft(spectrum, dim=-2, norm="ortho")
         weights = torch.view_as_complex(self.weight)
-        low = torch.einsum("bixy,ioxy->boxy", kept[:, :, :m], weights[0])
-        negative = torch.einsum("bixy,ioxy->boxy", kept[:, :, rows - m :], weights[1])
-        out = F.pad(low, (*left, 0, rows - m)) + F.pad(negative, (*left, rows - m, 0))
-        return cast(Tensor, torch.fft.irfft2(out, s=(rows, columns), norm="ortho"))
+        low = torch.einsum("bixy,ioxy->boxy", spectrum[:, :, :m], weights[0])
+        negative = torch.einsum("bixy,ioxy->boxy", spectrum[:, :, rows - m :], weights[1])
+        zeros = torch.zeros_like(spectrum[:, :, m : rows - m])
+        out = torch.cat([low, zeros, negative], dim=2)
+        out = torch.fft.ifft(out, dim=-2, norm="ortho")
+        return cast(Tensor, torch.fft.irfft(out, n=columns, norm="ortho"))
 
 
 class FNO(nn.Module):
@@ -145,9 +148,9 @@ class FNO(nn.Module):
 
         Notes
         -----
-        Communication on a field: each transform sends all values twice, from rows to columns and
-        back. Each rank has its part of the gradients of parameters: call
-        :func:`varcomm.data_parallel.sum_gradients`.
+        Communication on a field: each transform along split rows sends the columns of frequencies
+        that are kept, twice: to whole rows and back. Each rank has its part of the gradients of
+        parameters: call :func:`varcomm.data_parallel.sum_gradients`.
         """
         rows, columns = x.shape[-2:]
         known = (rows + self.padding) // 2, (columns + self.padding) // 2 + 1
@@ -159,6 +162,6 @@ class FNO(nn.Module):
             )
         x = F.pad(self.encoder(x), (0, self.padding, 0, self.padding))
         for place, (filtered, point) in enumerate(zip(self.filters, self.points, strict=True)):
-            x = filtered(x) + point(x)
+            x = point(x) + filtered(x)  # split as the first one
             x = F.gelu(x) if place + 1 < len(self.points) else x
         return cast(Tensor, self.decoder(x[..., :rows, :columns]))

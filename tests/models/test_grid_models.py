@@ -65,6 +65,20 @@ def test_models_on_a_mesh(rank, name):
     compare(name, lambda n, dim: [n - 1, 1] if dim == 0 else [n // 3, n - n // 3], mesh)
 
 
+@on_ranks(2)
+def test_filters_send_only_the_frequencies_that_are_kept(rank):
+    shape, channels = (12, 40), 2
+    model = FNO(1, 1, hidden_channels=channels, num_blocks=1, modes=(2, 3))
+    x = vc.grid.Grid(shape).scatter(torch.randn(1, 1, *shape))
+    with torch.no_grad(), vc.trace() as calls:
+        out = model(x)
+    # four transpositions send half of three columns of complex numbers, and nothing else travels
+    assert sum(call.sent for call in calls if call.name != "transpose_v") == 0
+    sent = sum(vc.all_gather_v(torch.tensor([sum(call.sent for call in calls)]), [1, 1])).item()
+    assert sent == 4 * (channels * shape[0] * 3 * 8) // 2
+    assert out.local.shape[2:] == (6, 40)
+
+
 @on_ranks(4)
 def test_attention_on_a_mesh_is_refused_by_name(rank):
     grid = vc.grid.Grid((8, 8), init_device_mesh("cpu", (2, 2)))
