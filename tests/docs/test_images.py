@@ -59,3 +59,11 @@ def test_pictures_of_collectives_show_a_run(worlds):
     expected = drawn["pictures"](lambda fn, *args: worlds.run(3, fn, *args))
     found = {file.name: file.read_text() for file in drawn["FOLDER"].glob("*.svg")}
     assert found == expected, "run: python docs/draw_collectives.py"
+
+
+def test_picture_of_grids_shows_a_run(worlds):
+    drawn = runpy.run_path(str(ROOT / "docs" / "draw_grids.py"))
+    expected = drawn["pictures"](lambda fn, *args: worlds.run(3, fn, *args))
+    assert {file: file.read_text() for file in expected} == expected, (
+        "run: python docs/draw_grids.py"
+    )
