@@ -46,6 +46,7 @@ TEXT = "text --layers 1 --head-size 4 --length 16 --batch 2 --sample 20 --steps 
 CHECKED = ["atoms --smoke --cells 4 --check", "ocean --smoke --steps 1 --check 5"]
 CHECKED += ["poisson --smoke --check", TEXT, "adaptive --smoke --check"]
 CHECKED += ["dynamics --smoke --cells 2 --network --check"]
+CHECKED += ["weather_grid --smoke --check"]
 CHECKED += ["points --smoke --spacing 10 --hours 8 --steps 1 --check"]
 NODES = "nodes --smoke --models gcn --check"
 FIRST = ["poisson --smoke --check", TEXT, "adaptive --smoke --check", "ocean_3d --smoke"]
@@ -56,6 +57,7 @@ SLOW_RUNS += [(3, line) for line in CHECKED if line not in FIRST]
 SLOW_RUNS += [(3, NODES), (3, f"{TEXT} --sequence-parallel")]
 SLOW_RUNS += [(3, "three_ways --smoke --mesh 1x3x1 1x1x3 --check 4")]
 SLOW_RUNS += [(3, "nodes --smoke --check"), (2, f"{TEXT} --sequence-parallel")]
+SLOW_RUNS += [(4, "weather_grid --smoke --mesh 2x2 --check")]
 SLOW_RUNS += [(n, f"three_ways --smoke --mesh {m} --check 4") for n, m in MESHES.items()]
 
 
@@ -104,6 +106,7 @@ REFUSED = [
     *(f"ocean --picture {__file__}/ocean.png", "ocean_3d --resolution 7", "ocean_3d --levels 1"),
     *("text --head-size 5", "text --length 20000", "three_ways --mesh 2x2x1"),
     *("three_ways --mesh 1x2", "three_ways --mesh 0x3x1", "three_ways --batch 1000000"),
+    *("weather_grid --hidden 6", "weather_grid --mesh 2x2"),
     *("points --spacing 0.5", "points --hours 0", "resume --side -3 folder"),
 ]
 
