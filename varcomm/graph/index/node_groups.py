@@ -61,7 +61,7 @@ class NodeGroups(Numbering):
             raise ArgumentError(f"ids of groups reach {self.size - 1}, and dim_size is {size}.")
         if self.num_owned is not None and not index.whole:
             raise ArgumentError(
-                "readouts of some nodes need halos of one hop: partition the graph with hops=1."
+                "reductions of some rows need halos of one hop: partition the graph with hops=1."
             )
         assert index.line is not None
         rows, src = index.line[: self.num_owned], src[: self.num_owned]
