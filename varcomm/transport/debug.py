@@ -108,6 +108,7 @@ def debug_timeout() -> timedelta:
 
 def settle(group: Group, left: int = 0) -> None:
     """Compare what sums on a GPU carried, but for the last `left`; a capture leaves all."""
-    if group.log is not None and not is_capturing():
-        while len(group.log.pending) > left:
-            group.log.pending.popleft()()
+    log = group.log
+    if log is not None and len(log.pending) > left and not is_capturing():
+        while len(log.pending) > left:
+            log.pending.popleft()()
