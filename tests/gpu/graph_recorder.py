@@ -175,6 +175,7 @@ def cuda_graphs() -> Iterator[list[str]]:
 
     replaced = {
         "is_available": lambda: True,
+        "is_current_stream_capturing": lambda: False,
         "Stream": partial(Stream, log),
         "stream": stream,
         "current_stream": lambda: streams[-1],
