@@ -1,0 +1,48 @@
+"""Ranks that make different calls on fields: one error on all ranks."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import varcomm as vc
+from tests.worlds import on_ranks
+
+
+def field(dtype=torch.float32):
+    grid = vc.grid.Grid((9, 4), sizes=[[5, 3, 1], None])
+    return grid, grid.field(torch.ones(1, 1, len(grid.ranges[0]), 4, dtype=dtype))
+
+
+DIFFERENT = {
+    "kernel": lambda x, other: F.avg_pool2d(x, 5 if other else 3, 1, 2 if other else 1),
+    "dtype": lambda x, other: F.avg_pool2d(x.double() if other else x, 3, 1, 1),
+    "a norm more": lambda x, other: F.group_norm(x, 1) if other else x.sum(2),
+    "channels": lambda x, other: F.avg_pool2d(torch.cat([x, x], 1) if other else x, 3, 1, 1),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+@on_ranks(3)
+def test_inside_debug(rank, name):
+    _, x = field()
+    with vc.debug(timeout=20), pytest.raises(vc.DisagreementError):
+        DIFFERENT[name](x, rank == 1)
+    with vc.debug():
+        F.avg_pool2d(x, 3, 1, 1)  # the group works on
+
+
+EQUAL_SIZES = {
+    "dtype": lambda x, other: F.max_pool2d(x.int() if other else x, 3, 1, 1),
+    "order": lambda x, other: [f(x) for f in PAIR[:: -1 if other else 1]],
+}
+PAIR = [lambda x: F.max_pool2d(x, 3, 1, 1), lambda x: F.max_pool2d(x.int(), 3, 1, 1)]
+
+
+@pytest.mark.parametrize("name", EQUAL_SIZES)
+@on_ranks(3)
+def test_at_the_next_sum(rank, name):
+    grid, x = field()
+    EQUAL_SIZES[name](x, rank == 2)
+    with pytest.raises(vc.DisagreementError, match="read_rows"):
+        grid.sum(x)
+    grid.sum(x)  # the group works on
