@@ -1,8 +1,11 @@
 """Names and calls of varcomm in the text of a page exist, and have the shown arguments."""
 
 import ast
+import importlib.metadata
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,3 +75,33 @@ def test_names_and_arguments(page):
             check(span)
         except Exception as error:
             raise AssertionError(f"`{span}`: {error}") from error
+
+
+def table_of(peer):
+    """Return the table that docs/compare_grids.py prints."""
+    command = [sys.executable, "-W", "ignore", str(DOCS / "compare_grids.py"), peer]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("peer", "package"), [("dtensor", "torch"), ("shardtensor", "nvidia-physicsnemo")]
+)
+def test_tables_of_other_libraries(peer, package):
+    """Each table is that of the versions on its page; other versions are not compared."""
+    page = (DOCS / "coming_from" / f"{peer}.md").read_text()
+    for name in {"torch", package}:
+        try:
+            version = importlib.metadata.version(name).partition("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            pytest.skip(f"{name} is not installed")
+        if f"{name.removeprefix('nvidia-')} {version}" not in page:
+            pytest.skip(f"the page is for another {name} than {version}")
+    assert table_of(peer) in page
+
+
+@pytest.mark.slow
+def test_table_of_varcomm():
+    rows = [line.split("|")[2:-1] for line in table_of("varcomm").splitlines()[2:]]
+    assert len(rows) == 32
+    assert {cell.strip() for row in rows for cell in row} == {"equal"}

@@ -1,9 +1,14 @@
 """Functions of fields equal those of torch on the whole tensor, to the second derivative."""
 
+import importlib.util
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+import varcomm as vc
 from tests.grid.comparing import ROWS_ONLY, compare
 from tests.grid.functions import FUNCTIONS, M
 from tests.worlds import on_ranks
@@ -40,3 +45,14 @@ def test_functions_on_a_mesh(rank, name):
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2, 2))
     return [line for seed in range(6) if (line := compare(name, seed, [2, 2], mesh))]
+
+
+def test_the_page_lists_every_function_once():
+    docs = Path(__file__).parents[2] / "docs"
+    spec = importlib.util.spec_from_file_location("maker", docs / "make_grid_functions.py")
+    maker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(maker)
+    page = (docs / "reference" / "grid_functions.md").read_text()
+    assert page == maker.page(), "run: python docs/make_grid_functions.py"
+    listed = re.findall(r"`(\w+)`", " ".join(re.findall(r"^`\w+`,.*", page, re.MULTILINE)))
+    assert sorted(listed) == vc.grid.functions()
