@@ -65,7 +65,7 @@ def page():
         "# Functions that run on fields",
         "",
         "A [field](../grids.md) runs these functions of torch, as functions, methods, operators "
-        "and inside of modules. Outputs, gradients and second derivatives equal one process. Other "
+        "and in modules. Outputs, gradients and second derivatives equal one process. Other "
         "functions raise `ArgumentError` with their name. Operators are named as their methods, "
         "without underscores: `x - 1` is `sub`, `1 - x` is `rsub`, `x[...]` is `getitem`.",
         "",
