@@ -99,11 +99,14 @@ def _addmm(func: Func, x: Any, a: Any, b: Any, *, beta: float = 1, alpha: float 
 @rule("linear", several=True)
 def _linear(func: Func, input: Any, weight: Any, bias: Any = None) -> Any:
     names: list[Label] = [*range(input.dim() - 1), "k"]
-    whole_rows = isinstance(input, Field) and -1 not in input.grid_layout.by_dim
-    if whole_rows and not any(fields([weight])):
-        return wrap(func(plain(input), weight, bias), input.grid_layout)
-    out = contracted(func, (input, weight), (names, ["o", "k"]), [*names[:-1], "o"])
-    return out if bias is None else out + bias
+    added = None if isinstance(bias, Field) else bias
+    if any(fields([weight])) or (isinstance(input, Field) and -1 in input.grid_layout.by_dim):
+        out = contracted(func, (input, weight), (names, ["o", "k"]), [*names[:-1], "o"])
+        added = None
+    else:
+        out = func(plain(input), weight, added)
+        out = wrap(out, input.grid_layout) if isinstance(input, Field) else out
+    return out if bias is added else out + bias
 
 
 @rule("einsum", several=True)

@@ -31,15 +31,15 @@ Func = Callable[..., Any]
 
 @rule(
     "add sub mul div true_divide floor_divide remainder fmod pow neg abs sign sgn sqrt rsqrt",
-    "radd rsub rmul truediv rtruediv rdiv rpow floordiv rfloordiv mod rmod invert subtract square",
+    "rsub rdiv rpow floordiv rfloordiv rmod invert subtract square",
     "multiply divide negative absolute exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos",
     "atan atan2 sinh cosh tanh asinh acosh atanh sigmoid logit erf erfc erfinv lgamma digamma",
     "reciprocal floor ceil round trunc frac clamp clamp_min clamp_max clip lerp addcmul addcdiv",
     "maximum minimum fmax fmin eq ne lt le gt ge isnan isinf isfinite logical_and logical_or",
-    "logical_not logical_xor and or xor rand ror rxor bitwise_and bitwise_or bitwise_not",
+    "logical_not logical_xor and or xor bitwise_and bitwise_or bitwise_xor bitwise_not",
     "masked_fill nan_to_num heaviside hypot sinc xlogy relu relu6 gelu silu elu selu celu mish",
     "softplus softsign leaky_relu rrelu hardtanh hardsigmoid hardswish hardshrink softshrink",
-    "tanhshrink threshold logsigmoid dropout alpha_dropout clone detach contiguous float double",
+    "tanhshrink threshold log_sigmoid dropout alpha_dropout clone detach contiguous float double",
     "half bfloat16 int long bool cpu cuda real imag conj angle complex polar",
     "zeros_like ones_like empty_like full_like rand_like randn_like randint_like bernoulli",
     "isclose signbit positive deg2rad rad2deg copysign resolve_conj resolve_neg",
@@ -90,10 +90,11 @@ def _ordinary(func: Func, *args: Any, **kwargs: Any) -> Any:
 
 
 @rule(
-    "add_ sub_ mul_ div_ pow_ neg_ abs_ exp_ sqrt_ rsqrt_ clamp_ clamp_min_ clamp_max_ relu_ silu_",
+    "add_ sub_ mul_ div_ pow_ neg_ abs_ exp_ sqrt_ rsqrt_ clamp_ clamp_min_ clamp_max_ relu_ ",
     "sigmoid_ tanh_ leaky_relu_ elu_ hardtanh_ masked_fill_ zero_ fill_ copy_ addcmul_ addcdiv_",
-    "lerp_ iadd isub imul itruediv idiv ipow ior iand normal_ uniform_ bernoulli_ dropout_ celu_",
-    "selu_ hardswish_ square_ floor_ round_ requires_grad_ nan_to_num_ detach_ threshold_",
+    "lerp_ ior iand normal_ uniform_ bernoulli_ dropout_ celu_",
+    "selu_ square_ floor_ round_ remainder_ floor_divide_ requires_grad_ nan_to_num_",
+    "threshold_",
     several=True,
 )
 def _in_place(func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:

@@ -28,6 +28,7 @@ Rule = Callable[..., Any]
 
 RULES: dict[str, Rule] = {}  # by names of torch's functions
 _OF_SEVERAL: set[str] = set()  # names whose rules take further operands that are split
+_NAMED: dict[Rule, set[str]] = {}  # parameters of rules that do not take any keyword
 
 
 def rule(*names: str, several: bool = False) -> Callable[[Rule], Rule]:
@@ -39,6 +40,9 @@ def rule(*names: str, several: bool = False) -> Callable[[Rule], Rule]:
     def register(of: Rule) -> Rule:
         known = " ".join(names).split()
         RULES.update(dict.fromkeys(known, of))
+        parameters = inspect.signature(of).parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            _NAMED[of] = {*parameters}
         _OF_SEVERAL.update(known if several else ())
         return of
 
@@ -180,9 +184,11 @@ class Field(torch.Tensor):
                 raise refused(name)
             if kwargs.get("out") is not None:
                 raise refused(f"{name} with out=")
-            if "input" in kwargs:
+            if "input" in kwargs and "condition" not in kwargs:
                 args = (kwargs["input"], *args)
                 kwargs = {word: value for word, value in kwargs.items() if word != "input"}
+            if found in _NAMED:
+                args, kwargs = _by_place(args, kwargs, _NAMED[found])
             if name not in _OF_SEVERAL:
                 first, *others = args
                 if any(x.grid_layout.splits for x in fields([*others, *kwargs.values()])):
@@ -289,7 +295,51 @@ _OF_THE_TENSOR = (
 )
 
 _WORDS = {"axis": "dim", "keepdims": "keepdim"}  # which torch accepts for NumPy's sake
-_WRITES = {"setitem", "iadd", "isub", "imul", "itruediv", "idiv", "ipow", "iand", "ior"}
+# names of parameters that rules take by their place, in the order of places
+_PLACES = (
+    "dims",
+    "size",
+    "shape",
+    "sizes",
+    "repeats",
+    "dim0",
+    "dim1",
+    "axis0",
+    "axis1",
+    "source",
+    "destination",
+    "split_size_or_sections",
+    "split_size",
+    "split_sizes",
+    "chunks",
+    "indices_or_sections",
+    "sections",
+    "indices",
+    "tensor1",
+    "tensor2",
+    "mat1",
+    "mat2",
+    "batch1",
+    "batch2",
+    "vec",
+    "other",
+    "ord",
+    "upscale_factor",
+    "downscale_factor",
+    "groups",
+)
+
+
+def _by_place(
+    args: Sequence[Any], kwargs: dict[str, Any], names: set[str]
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Return arguments of which those that a rule has under another name are positional."""
+    moved = [word for word in _PLACES if word in kwargs and word not in names]
+    rest = {word: value for word, value in kwargs.items() if word not in moved}
+    return (*args, *(kwargs[word] for word in moved)), rest
+
+
+_WRITES = {"setitem", "iand", "ior"}
 _VIEWS = frozenset(
     [
         "getitem",
@@ -367,7 +417,8 @@ def name_of(func: Callable[..., Any]) -> str:
     if name in ("__get__", "__set__"):
         of: Any = getattr(func, "__self__", func)
         return f"{name.strip('_')} {of.__name__}"
-    short = name.strip("_") if name.startswith("__") else name
+    of_module = getattr(func, "__module__", None) == "torch.nn.functional"  # _threshold
+    short = name.strip("_") if name.startswith("__") or of_module else name
     return (
         name if short in ("float", "int", "bool", "complex", "index") and short != name else short
     )
@@ -404,7 +455,7 @@ def map_plain(value: Any) -> Any:
     """Return local tensors in place of fields, also in lists and tuples."""
     if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
         parts = [map_plain(one) for one in value]
-        return type(value)(parts) if type(value) in (list, tuple) else type(value)(*parts)
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return plain(value)
 
 
@@ -416,7 +467,7 @@ def wrap(out: Any, layout: Layout) -> Any:
         return made
     if isinstance(out, list | tuple) and not isinstance(out, torch.Size):
         parts = [wrap(one, layout) for one in out]
-        return type(out)(parts) if type(out) in (list, tuple) or len(out) == 0 else tuple(parts)
+        return type(out)(*parts) if hasattr(out, "_fields") else type(out)(parts)
     return out
 
 

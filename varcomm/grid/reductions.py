@@ -98,12 +98,17 @@ def _unkept(out: Tensor, x: Any, dims: Sequence[int], keepdim: bool) -> Any:
     return wrap(out, without(x.grid_layout, x.dim(), dims, keepdim))
 
 
-@rule("amax amin max min", several=True)
+_EXTREMES = torch.amin, torch.amax
+
+
+@rule("amax amin max min aminmax", several=True)
 def extreme(func: Func, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
     """Take the extreme of this rank's rows, and of those of all ranks."""
     name, pair = func.__name__, func.__name__ in ("max", "min")
     if isinstance(dim, Tensor):
         return torch.maximum(x, dim) if name == "max" else torch.minimum(x, dim)
+    if name == "aminmax":
+        return torch.return_types.aminmax(tuple([extreme(f, x, dim, keepdim) for f in _EXTREMES]))
     if pair and dim is not None:
         at = dim % x.dim()
         place = _place(x, dim, True, name)
@@ -257,7 +262,7 @@ def _var(func: Func, x: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
     return tuple(parts) if name.endswith("mean") else parts[0]
 
 
-@rule("norm vector_norm linalg_vector_norm")
+@rule("norm linalg_vector_norm")
 def _norm(
     func: Func, x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None
 ) -> Any:

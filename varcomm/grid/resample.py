@@ -63,7 +63,7 @@ def _taps(
     return places, torch.stack([far(t + 1), near(t), near(1 - t), far(2 - t)], 1)
 
 
-@rule("interpolate upsample upsample_nearest upsample_bilinear")
+@rule("interpolate")
 def _interpolate(
     func: Func,
     input: Any,
@@ -76,8 +76,6 @@ def _interpolate(
 ) -> Any:
     """Interpolate along split dimensions by weights of rows, along the others by torch."""
     name = func.__name__
-    mode = {"upsample_nearest": "nearest", "upsample_bilinear": "bilinear"}.get(name, mode)
-    align_corners = True if name == "upsample_bilinear" else align_corners
     if antialias:
         raise refused("interpolate with antialias=True")
     dims = input.dim() - 2
@@ -118,19 +116,19 @@ def _interpolate(
                 1.0 if d in input.grid_layout.by_dim else float(scales[d] or 1)
                 for d in range(-dims, 0)
             )
-            out = F.interpolate(_one(local), scale_factor=factors, mode=mode, **how)
+            out = F.interpolate(_one(local, dims), scale_factor=factors, mode=mode, **how)
         else:
             target = [max(n, 1) for n in target]
-            out = F.interpolate(_one(local), size=target, mode=mode, **how)
+            out = F.interpolate(_one(local, dims), size=target, mode=mode, **how)
         local = out
     return kept(local, input.grid_layout.having(splits, 0))
 
 
-def _one(x: Tensor) -> Tensor:
-    """Return a tensor that has a row along each dimension, which torch's kernels ask for."""
+def _one(x: Tensor, dims: int) -> Tensor:
+    """Return a tensor that has a row along the last dimensions, which torch's kernels ask for."""
     if x.numel():
         return x
-    return F.pad(x, [n for size in reversed(x.shape[2:]) for n in (0, int(size == 0))])
+    return F.pad(x, [n for size in reversed(x.shape[-dims:]) for n in (0, int(size == 0))])
 
 
 def _resampled(
@@ -203,7 +201,7 @@ def _adaptive(x: Any, new: list[int], kind: str) -> Any:
     target = [local.shape[d] if d in split_dims else new[d] for d in range(-dims, 0)]
     if target == [*local.shape[-dims:]]:
         return x
-    out_ = pool(_one(local), [max(n, 1) for n in target])
+    out_ = pool(_one(local, dims), [max(n, 1) for n in target])
     return kept(out_, x.grid_layout)
 
 
@@ -211,11 +209,10 @@ def _adaptive(x: Any, new: list[int], kind: str) -> Any:
 def _shuffle(func: Func, x: Any, factor: int) -> Any:
     """Exchange channels for rows, which stay on their rank."""
     name = func.__name__
-    splits = spatial(name, x, 2)
+    spatial(name, x, 2)
     if name == "channel_shuffle":
         return wrap(func(plain(x), factor), x.grid_layout)
     c, h, w = x.shape[-3:]
-    del splits
     lead = [*x.shape[:-3]]
     if name == "pixel_shuffle":
         parts = x.reshape(*lead, c // factor**2, factor, factor, h, w)

@@ -14,10 +14,12 @@ from torch import Tensor
 from varcomm.errors import ArgumentError
 from varcomm.grid.fetch import rows, span
 from varcomm.grid.field import (
+    RULES,
     Field,
     common,
     fields,
     map_plain,
+    name_of,
     part,
     placed,
     plain,
@@ -35,7 +37,7 @@ def _size(func: Func, x: Any, dim: int | None = None) -> Any:
     return x.shape if dim is None else x.shape[dim]
 
 
-@rule("numel nelement")
+@rule("numel")
 def _numel(func: Func, x: Any) -> int:
     return prod(x.shape)
 
@@ -52,7 +54,7 @@ def _text(func: Func, x: Any, *args: Any, **kwargs: Any) -> str:
 
 def _ints(args: Sequence[Any]) -> list[int]:
     """Return sizes or dimensions that are given one by one or as one sequence."""
-    return [*(args[0] if len(args) == 1 and isinstance(args[0], list | tuple) else args)]
+    return [*(args[0] if len(args) == 1 and isinstance(args[0], list | tuple | range) else args)]
 
 
 # --- Whole dimensions
@@ -74,7 +76,13 @@ def _transpose(func: Func, x: Any, one: int, other: int) -> Any:
 
 @rule("t adjoint")
 def _turned(func: Func, x: Any) -> Any:
-    return _transpose(func, x, -2, -1)
+    name = name_of(func)
+    turned = _transpose(func, x, -2, -1) if name in ("adjoint", "get mT", "get mH") else None
+    turned = _permute(func, x, range(x.dim())[::-1]) if turned is None else turned
+    return turned.conj() if name in ("adjoint", "get H", "get mH") else turned
+
+
+RULES.update({f"get {name}": _turned for name in ("T", "mT", "H", "mH")})
 
 
 @rule("movedim moveaxis")
@@ -165,7 +173,7 @@ def _new_shape(func: Func, x: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
         last = kwargs.get("end_dim", args[1] if len(args) > 1 else -1) % x.dim()
         return [*old[:first], prod(old[first : last + 1]), *old[last + 1 :]]
     if name == "unflatten":
-        at, parts = (*args, *kwargs.values())[:2]
+        at, parts = (*args, *(kwargs[word] for word in ("dim", "sizes") if word in kwargs))
         at %= x.dim()
         new = [*old[:at], *parts, *old[at + 1 :]]
         known = prod(n for n in parts if n != -1)
@@ -365,10 +373,9 @@ def _narrow(func: Func, x: Any, dim: int, start: int, length: int) -> Any:
     return _sliced(x, dim % x.dim(), slice(start, start + length))
 
 
-@rule("unbind iter")
+@rule("unbind")
 def _unbind(func: Func, x: Any, dim: int = 0) -> Any:
-    parts = tuple(_row(x, dim % x.dim(), at) for at in range(x.shape[dim]))
-    return iter(parts) if func.__name__ == "__iter__" else parts
+    return tuple(_row(x, dim % x.dim(), at) for at in range(x.shape[dim]))
 
 
 @rule("split split_with_sizes tensor_split chunk")
@@ -513,6 +520,18 @@ def _padded(x: Any, split: Split, before: int, behind: int, mode: str, value: fl
         dim: replace(split, sizes=tuple(sizes), lead=split.lead + before)
     }
     return wrap(local, x.grid_layout.having(splits, 0))
+
+
+@rule("diff", several=True)
+def _diff(
+    func: Func, x: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None
+) -> Any:
+    parts = [part for part in (prepend, x, append) if part is not None]
+    x = _cat(func, parts, dim) if len(parts) > 1 else x
+    for _ in range(n):
+        behind, before = (_sliced(x, dim % x.dim(), s) for s in (slice(1, None), slice(-1)))
+        x = behind != before if x.dtype == torch.bool else behind - before
+    return x
 
 
 @rule("cat concat concatenate", several=True)

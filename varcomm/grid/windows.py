@@ -393,11 +393,14 @@ def _lp_pool(
     return (out * prod(kernels)).pow(1.0 / norm_type)
 
 
+_ALONG = "dimension", "size", "step"  # words of Tensor.unfold
+
+
 @rule("unfold")
 def _unfold(func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Return ``Tensor.unfold`` along one dimension, or the columns of ``F.unfold``."""
     if func is torch.Tensor.unfold:
-        dim, size, step = args
+        dim, size, step = (*args, *(kwargs[w] for w in _ALONG if w in kwargs))
         at = dim % x.dim() - x.dim()
         local, splits = plain(x), {d - 1: s for d, s in x.grid_layout.by_dim.items()}
         if at in x.grid_layout.by_dim:
