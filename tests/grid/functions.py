@@ -1,5 +1,6 @@
 """Functions of fields, each with the shape of its input; rows are written as N and columns as M."""
 
+import copy
 import math
 
 import torch
@@ -103,7 +104,316 @@ def fourier(x, w):
     return torch.fft.irfft2(modes * w.view(1, -1, 1, 1), s=x.shape[-2:])
 
 
+def called(name, *args):
+    """Call a function of torch by its name in ``varcomm.grid.functions()``."""
+    places = [(torch, name), (F, name), (torch.Tensor, name), (torch.Tensor, f"__{name}__")]
+    return getattr(*next(place for place in places if hasattr(*place)))(*args)
+
+
+def all_of(words, given=lambda x: (x.sigmoid() * 0.8 + 0.1,)):
+    """Add up what each function returns for some arguments, with weights that differ."""
+
+    def function(x):
+        found = [called(word, *given(x)) for word in words.split()]
+        return sum(value.to(x.dtype) * (0.1 * at + 0.3) for at, value in enumerate(found))
+
+    return lambda x: function(x) + x.square(), []
+
+
+def in_place(words, *args):
+    """As :func:`all_of`, of functions that change their first argument."""
+    return all_of(words, lambda x: ((x.sigmoid() * 0.8 + 0.1).clone(), *args))
+
+
+def two(x):
+    return x, x[:, :1].sigmoid() + 0.5
+
+
+def booleans(x):
+    return x > 0, x[:, :1] < 1
+
+
+def written(x):
+    y = x.clone()
+    y[:, 0] = x[:, 1].cos()
+    y[:, 2:] = 2.0
+    return torch.empty_like(x).copy_(y * x)
+
+
+def with_operators(x):
+    y, mask = x.clone(), (x > 0) | (x < -1)
+    y += x[:, :1]
+    y -= 1
+    y *= x
+    y /= 2
+    y **= 2
+    mask &= True & (x < 1)
+    mask |= False | (x > 2)
+    y = y + (2 // (x.detach().abs() + 1)) + 5 % (x.detach().abs() + 1) + 1.2**x + (2 - x) + (1 + x)
+    y = y + 2 / (x.abs() + 1) + 2 * x + (x.detach() // 0.3) + (x % 0.7) + 1.0 * (True ^ mask)
+    return torch.where(~mask, y, y.clone().__idiv__(2.0).cos())
+
+
+def made(x):
+    zeros = x.new_empty(1).zero_() + x.new_zeros(1) + x.new_ones(1) + x.new_full((1,), 2.0)
+    zeros = zeros + x.new_tensor([1.0]) + torch.empty_like(x).fill_(1.0) + torch.zeros_like(x)
+    shapes = x.size(0) + x.numel() + x.nelement() + len(x) + 0 * len(f"{x}{x!r}")
+    assert torch.can_cast(x.dtype, torch.result_type(x, 1))
+    return x * zeros + torch.ones_like(x) * shapes + torch.full_like(x, 0.5)
+
+
+def drawn(x):
+    """Numbers that each rank draws for itself, of which only the layout is compared."""
+    u, y = x.sigmoid(), torch.zeros_like(x)
+    drawn = torch.rand_like(x) + torch.randn_like(x) + torch.randint_like(x, 9) + u.bernoulli()
+    drawn = drawn + y.clone().normal_() + y.clone().uniform_() + y.clone().bernoulli_()
+    return x + (drawn * 0).detach()
+
+
+def dropped(x):
+    out = torch.dropout_(x.clone(), 0.0, True) + F.alpha_dropout(x, 0.0) + F.dropout(x, 1.0)
+    out = out + F.dropout1d(x[0], 0.0) + F.dropout2d(x, 0.0) + torch.feature_dropout(x, 0.0, True)
+    return out + F.dropout3d(x.unsqueeze(2), 0.0).squeeze(2) + F.rrelu(x)
+
+
+def converted(x):
+    y = x.detach()
+    numbers = y.float() + y.half() + y.bfloat16() + y.int() + y.long() + y.bool() + y.cpu()
+    numbers = numbers + y.to(torch.float32) + y.type(torch.float32) + y.type_as(y.float())
+    return numbers.double() * x * copy.deepcopy(y) * (x * 1).detach()
+
+
+def differentiated(x):
+    y = x.detach().requires_grad_()
+    y.pow(3).sum().backward()
+    return torch.autograd.grad(y.pow(3).sum(), y)[0] * y.grad * x.square()
+
+
+def numbers_of_fft(words):
+    def function(x):
+        return sum(called_fft(word, x).abs().square().sum() for word in words.split())
+
+    return function, []
+
+
+def called_fft(word, x):
+    of_half = word in ("hfft", "irfft", "irfft2", "irfftn")
+    dims = {"dim": (2, 3)} if word[-1] in "2n" else {"dim": 2}
+    return getattr(torch.fft, word)(torch.complex(x, x.sin()) if of_half else x, **dims)
+
+
+def losses(x):
+    u, target = x.sigmoid() * 0.8 + 0.1, x.detach()[:, :1].sigmoid().expand_as(x)
+    labels = (x.detach() > 0).sum(1).clamp_max(3)
+    return (
+        F.binary_cross_entropy(u, target)
+        + F.binary_cross_entropy_with_logits(x, target)
+        + F.cross_entropy(x, labels)
+        + F.nll_loss(x.log_softmax(1), labels)
+        + F.gaussian_nll_loss(x, target, u)
+        + F.poisson_nll_loss(x, target)
+        + F.kl_div(x, target)
+        + F.soft_margin_loss(x, target.sign())
+        + F.huber_loss(x, target, delta=0.5)
+        + F.l1_loss(x, target)
+    )
+
+
+def heads(x, w, o):
+    """Attention of ``torch.nn.MultiheadAttention``, with tokens along the first dimension."""
+    x = x.transpose(0, 1)
+    of = F.multi_head_attention_forward
+    out, shown = of(x, x, x, 8, 2, w, None, None, None, False, 0.0, o, None)
+    return out.transpose(0, 1) + shown.square().sum(-1, keepdim=True)
+
+
+SMOOTH = (
+    "absolute neg negative positive sqrt rsqrt reciprocal exp2 expm1 log log2 log10 log1p tan asin "
+    "acos atan sinh cosh asinh atanh sigmoid logit erf erfc erfinv lgamma digamma sinc deg2rad "
+    "rad2deg gelu silu mish softplus softsign logsigmoid tanhshrink clone contiguous resolve_conj "
+    "resolve_neg conj real"
+)
+IN_PIECES = (
+    "relu6 elu selu celu leaky_relu hardswish hardtanh hardshrink softshrink frac "
+    "nan_to_num sign sgn floor ceil trunc signbit isnan isinf isfinite angle logical_not"
+)
+OF_TWO = (
+    "subtract multiply divide true_divide atan2 maximum minimum fmax fmin hypot copysign "
+    "eq ne lt le gt ge isclose remainder fmod clamp_min clamp_max"
+)
+OF_BOOLEANS = "logical_and logical_or logical_xor and or xor bitwise_and bitwise_or bitwise_xor"
+IN_PLACE = (
+    "neg_ abs_ exp_ sqrt_ rsqrt_ sigmoid_ tanh_ square_ floor_ round_ relu_ celu_ selu_ elu_ "
+    "leaky_relu_ hardtanh_ nan_to_num_"
+)
+
 FUNCTIONS = {
+    "smooth": (IMAGE, *all_of(SMOOTH)),
+    "in pieces": (IMAGE, *all_of(IN_PIECES, lambda x: (x * 3,))),
+    "of two": (IMAGE, *all_of(OF_TWO, two)),
+    "of booleans": (IMAGE, *all_of(OF_BOOLEANS, booleans)),
+    "not": (IMAGE, *all_of("bitwise_not invert", lambda x: (x > 0,))),
+    "of one row": (IMAGE, *all_of("acosh", lambda x: (x[:, :, :1].abs() + 1.2,))),
+    "of powers": (IMAGE, *all_of("xlogy pow", lambda x: (x[:, :1].abs() + 0.5, x * x + 1))),
+    "of three": (
+        IMAGE,
+        *all_of("lerp addcmul addcdiv", lambda x: (x, x[:, :1].cos() + 2, x.square() + 1)),
+    ),
+    "of limits": (IMAGE, *all_of("clamp clip threshold", lambda x: (x, -0.5, 0.7))),
+    "masked": (IMAGE, *all_of("masked_fill masked_fill_", lambda x: (x.clone(), x < 0, 2.0))),
+    "in place": (IMAGE, *in_place(IN_PLACE)),
+    "in place with a number": (
+        IMAGE,
+        *in_place("add_ sub_ mul_ div_ pow_ clamp_min_ clamp_max_ remainder_", 1.5),
+    ),
+    "in place with limits": (IMAGE, *in_place("clamp_ threshold_", 0.3, 0.7)),
+    "in place with two": (
+        IMAGE,
+        *all_of("addcmul_ addcdiv_ lerp_", lambda x: (x.clone(), x[:, :1] * x, x.square() + 1)),
+    ),
+    "operators": (IMAGE, *only(with_operators)),
+    "complex": (
+        IMAGE,
+        *only(
+            lambda x: (
+                torch.complex(x, x.sin()).angle() + torch.imag(torch.polar(x.abs() + 1, x)) * x
+            )
+        ),
+    ),
+    "written": (IMAGE, *only(written)),
+    "made": (IMAGE, *only(made)),
+    "drawn": (IMAGE, *only(drawn)),
+    "dropped": (IMAGE, *only(dropped)),
+    "converted": (IMAGE, *only(converted)),
+    "differentiated": (IMAGE, *only(differentiated)),
+    "losses": (IMAGE, *only(losses)),
+    "heads": (TOKENS, heads, [(24, 8), (8, 8)]),
+    "transforms": (IMAGE, *numbers_of_fft("ifft rfft irfft hfft ihfft")),
+    "transforms of two": (
+        IMAGE,
+        *numbers_of_fft("fft2 ifft2 irfft2 fftn ifftn rfftn irfftn"),
+    ),
+    "ifftshift": (IMAGE, *only(lambda x: torch.fft.ifftshift(x, dim=(2, 3)) * x)),
+    "diff": (
+        IMAGE,
+        *only(
+            lambda x: (
+                x.diff(dim=2).square().sum(2) + x.diff(2, -1, x[..., :1]).sum((2, 3), True)[..., 0]
+            )
+        ),
+    ),
+    "products": (
+        TOKENS,
+        lambda x, w: (
+            torch.mm(x[0], w)
+            + torch.bmm(x, w.expand(2, 8, 8))
+            + torch.addmm(x[1], x[0], w, beta=0.5)
+            + torch.baddbmm(x, x, w.expand(2, 8, 8), alpha=2)
+            + torch.addbmm(x[0], x, w.expand(2, 8, 8))
+            + torch.mv(x[0], w[0])[:, None]
+            + w.__rmatmul__(x)
+        ),
+        [(8, 8)],
+    ),
+    "dimensions": (
+        IMAGE,
+        *only(
+            lambda x: (
+                x[0, 0].t()[None, None]
+                + x.mT.adjoint().mT
+                + x.movedim(1, 3).moveaxis(3, 1).swapaxes(2, 3)
+                + x.unsqueeze(0).squeeze(0).view_as(x).swapdims(3, 2)
+            )
+        ),
+    ),
+    "parts": (
+        IMAGE,
+        *only(
+            lambda x: (
+                x.narrow(1, 1, 2).tile(1, 2, 1, 1) * torch.concat(x.split_with_sizes([1, 3], 1), 1)
+                + torch.concatenate(x.tensor_split(3, 1), 1).reshape_as(x)
+                + x[0].unbind(0)[1]
+                + sum(row for row in x)
+                + x[:1].broadcast_to(x.shape)
+                + x.index_select(1, torch.tensor([3, 3, 0, 1]))
+                + F.channel_shuffle(x, 2)
+            )
+        ),
+    ),
+    "turned": (IMAGE, *only(lambda x: x[0, 0].flipud() * x[0, 0] + x[0, 0].fliplr())),
+    "extremes and places": (
+        IMAGE,
+        *only(
+            lambda x: (
+                x.amin(2)
+                + x.aminmax(dim=2).max
+                + x.argmax(2)
+                + x.argmin(2) * x.sum(2)
+                + (x > 0).any(2)
+                + (x > 0).all(2)
+                + (x > 0).count_nonzero(2)
+                + x.nansum(2)
+                + torch.std_mean(x, 2)[0]
+                + torch.var_mean(x, 2)[1]
+                + torch.linalg.vector_norm(x, 3, 2)
+            )
+        ),
+    ),
+    "along channels": (
+        IMAGE,
+        *only(
+            lambda x: (
+                x.nanmedian(1, True).values
+                + x.kthvalue(2, 1, True).values
+                + x.topk(2, 1).values.sum(1, True)
+                + x.sort(1).values
+                + x.argsort(1)
+                + x.cummax(1).values
+                + x.cummin(1).values
+                + x.cumprod(1)
+                + F.glu(x, 1).repeat(1, 2, 1, 1)
+            )
+        ),
+    ),
+    "ids": (
+        IMAGE,
+        lambda x, w: (
+            F.embedding((x > 0).long()[:, 0], w) * F.one_hot((x > 0).long()[:, 1], 2).to(x.dtype)
+        ),
+        [(2, 2)],
+    ),
+    "hardsigmoid": (IMAGE, *only(lambda x: F.hardsigmoid(x) * 2)),
+    "divided": (
+        IMAGE,
+        *all_of(
+            "floor_divide floordiv floor_divide_ heaviside",
+            lambda x: (x.detach() * 3, x.new_ones(1)),
+        ),
+    ),
+    "prelu": (IMAGE, lambda x, w: F.prelu(x, w), [(4,)]),
+    "rms_norm": (TOKENS, lambda x, w: F.rms_norm(x, (8,), w) + F.rms_norm(x, x.shape[1:]), [(8,)]),
+    "pools of a line": (
+        LINE,
+        *only(
+            lambda x: (
+                F.avg_pool1d(x, 3, 2, 1).sum(2)
+                + F.lp_pool1d(x.abs() + 1, 2.0, 2).sum(2)
+                + F.adaptive_avg_pool1d(x, 3).square().sum(2)
+                + F.adaptive_max_pool1d(x, 2).square().sum(2)
+            )
+        ),
+    ),
+    "pools of a box": (
+        BOX,
+        *only(
+            lambda x: (
+                F.max_pool3d(x, (2, 1, 2), 2).sum((2, 3, 4))
+                + F.lp_pool3d(x.abs() + 1, 2.0, 2).sum((2, 3, 4))
+                + F.adaptive_avg_pool3d(x, (3, 2, 2)).square().sum((2, 3, 4))
+                + F.adaptive_max_pool3d(x, (2, 2, 3)).square().sum((2, 3, 4))
+            )
+        ),
+    ),
     "conv1d": (LINE, *conv(1, padding=1)),
     "conv1d of stride 3": (LINE, *conv(1, kernel=4, stride=3, padding=2)),
     "conv2d": (IMAGE, *conv(2, padding=1)),

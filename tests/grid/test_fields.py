@@ -142,7 +142,7 @@ REFUSED = {
     "one_hot without num_classes": lambda x: F.one_hot((x > 0).long()),
     "a scale that keeps": lambda x: F.interpolate(x, scale_factor=1.1, mode="bicubic"),
     "a variance of complex": lambda x: torch.complex(x, x).var(),
-    "with these arguments": lambda x: x.transpose(dim0=2, dim1=3),
+    "with these arguments": lambda x: x.repeat_interleave(2, dim=3, output_size=10),
     "randn_like of a value": lambda x: torch.randn_like(x.mean()),
     "get grad of a value": lambda x: gradient_of_a_mean(x),
     "rows of several images": lambda x: torch.cat([x[:, 0].reshape(-1, 5)] * 2),
