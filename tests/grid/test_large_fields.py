@@ -42,7 +42,7 @@ def compare(case, sizes, mesh=None):
     return [apart(a, b) for a, b in zip(found, expected, strict=True)]
 
 
-@pytest.mark.parametrize("case", ["3 x 3", "stride 2", "same, even kernel"])
+@pytest.mark.parametrize("case", ["3 x 3", "stride 2", "same, even kernel", "no padding"])
 @on_ranks(3)
 def test_convolutions(rank, case):
     torch.set_num_threads(1)
@@ -66,6 +66,25 @@ def test_convolutions_on_a_mesh(rank, case):
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2, 2))
     assert max(compare(case, [[333, 367], [100, 476]], mesh)) < 1e-11
+
+
+@on_ranks(4)
+def test_a_rank_without_columns(rank):
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (2, 2))
+    assert max(compare("3 x 3", [[350, 350], [0, 576]], mesh)) < 1e-11
+
+
+@on_ranks(2)
+def test_autocast_without_padding_has_one_dtype(rank):
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.Conv2d(2, 1, 4))
+    grid, image = vc.grid.Grid((ROWS, COLUMNS)), torch.randn(1, 1, ROWS, COLUMNS)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = layers(grid.scatter(image)), layers(image)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.gather(), expected, rtol=2e-2, atol=2e-2)
 
 
 @on_ranks(2)

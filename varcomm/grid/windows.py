@@ -169,7 +169,7 @@ def _conv(
     def outputs(x: Tensor) -> Any:
         return func(x, weight, bias, stride, own, dilation, groups)
 
-    return wrap(inner.with_borders(local, outputs), layout)
+    return kept(inner.with_borders(local, outputs), layout)
 
 
 @dataclass(frozen=True)
@@ -199,9 +199,10 @@ class _Inner:
         inner = outputs(x.narrow(dim, low - split.start, high - low))
         rows = handle.wait()
         if not borders[rank]:  # no outputs, by which this rank takes part in backward
-            return torch.cat([inner, rows.sum().expand(inner.narrow(dim, 0, 0).shape)], dim)
+            nothing = rows.sum().to(inner.dtype).expand(inner.narrow(dim, 0, 0).shape)
+            return torch.cat([inner, nothing], dim)
         found, behind = outputs(rows), 0
-        if a < i:
+        if a < i and j < b:
             low, high = borders[rank][0]
             behind = (high - low) // window.stride
         before, after = found.narrow(dim, 0, i - a), found.narrow(dim, behind, b - j)
