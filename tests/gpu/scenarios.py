@@ -1153,5 +1153,5 @@ EXCEPTIONS = {
         **dict.fromkeys(("Ranks", "launch"), "they start the ranks"),
         "same_as_one_process": "it starts ranks of its own, on the CPU",
     },
-    "varcomm.models": {},
+    "varcomm.models": dict.fromkeys(("FNO", "UNet"), "networks for fields of varcomm.grid"),
 }
