@@ -131,6 +131,8 @@ _LOSSES = (
 def _loss(func: Func, *args: Any, reduction: str = "mean", **kwargs: Any) -> Any:
     """Return the loss of each element, or its sum or mean over all ranks, whole."""
     name, (x, *others) = func.__name__, args
+    if reduction not in ("none", "mean", "sum") and (name, reduction) != ("kl_div", "batchmean"):
+        raise ArgumentError(f"{name}: {reduction!r} is not a valid value for reduction.")
     if any(kwargs.get(word) is not None for word in ("size_average", "reduce")):
         raise refused(f"{name} with size_average or reduce", "Pass reduction=.")
     if name in ("cross_entropy", "nll_loss"):

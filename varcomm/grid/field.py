@@ -42,7 +42,8 @@ def rule(*names: str, several: bool = False) -> Callable[[Rule], Rule]:
         RULES.update(dict.fromkeys(known, of))
         parameters = inspect.signature(of).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            _NAMED[of] = {*parameters}
+            named = {n for n, p in parameters.items() if p.kind is not p.VAR_POSITIONAL}
+            _NAMED[of] = named
         _OF_SEVERAL.update(known if several else ())
         return of
 

@@ -225,8 +225,9 @@ class _Moments(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, of_x: Tensor, _: None) -> tuple[Tensor, Tensor]:
         x, mean = ctx.saved_tensors
-        slopes = (x - mean) * of_x
-        return of_x.mean(ctx.dims, keepdim=True), 2 * slopes.mean(ctx.dims, keepdim=True)
+        share, slopes = mean.numel() / max(x.numel(), 1), (x - mean) * of_x
+        sums = [values.sum(ctx.dims, keepdim=True) for values in (of_x, slopes)]
+        return sums[0] * share, sums[1] * (2 * share)
 
 
 def _of_all_ranks(mean: Tensor, var: Tensor, split: Split) -> tuple[Tensor, Tensor]:
