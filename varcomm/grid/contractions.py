@@ -99,14 +99,13 @@ def _addmm(func: Func, x: Any, a: Any, b: Any, *, beta: float = 1, alpha: float 
 @rule("linear", several=True)
 def _linear(func: Func, input: Any, weight: Any, bias: Any = None) -> Any:
     names: list[Label] = [*range(input.dim() - 1), "k"]
-    added = None if isinstance(bias, Field) else bias
     if any(fields([weight])) or (isinstance(input, Field) and -1 in input.grid_layout.by_dim):
         out = contracted(func, (input, weight), (names, ["o", "k"]), [*names[:-1], "o"])
-        added = None
-    else:
-        out = func(plain(input), weight, added)
-        out = wrap(out, input.grid_layout) if isinstance(input, Field) else out
-    return out if bias is added else out + bias
+        return out if bias is None else out + bias
+    if isinstance(bias, Field):
+        return _linear(func, input, weight) + bias
+    out = func(plain(input), weight, bias)
+    return wrap(out, input.grid_layout) if isinstance(input, Field) else out
 
 
 @rule("einsum", several=True)
@@ -173,7 +172,7 @@ def _attention(
         layout = layout.having(layout.by_dim | {-2: split}, 0)
     if any(s.dim == -1 for s in layout.splits) or (split is not None and split.repeats > 1):
         raise refused("attention of split channels")
-    others = layout.having({d: s for d, s in layout.by_dim.items() if d != -2}, 0)
+    others = layout.unsplit(-2)
     q, ends = placed(query, layout), split if is_causal else None
     k, v = _tokens(key, others, ends), _tokens(value, others, ends)
     if is_causal:
@@ -183,9 +182,7 @@ def _attention(
         if isinstance(attn_mask, Field) and -1 in attn_mask.grid_layout.by_dim:
             attn_mask = wrap(
                 whole(plain(attn_mask), attn_mask.dim() - 1, attn_mask.grid_layout.by_dim[-1]),
-                attn_mask.grid_layout.having(
-                    {d: s for d, s in attn_mask.grid_layout.by_dim.items() if d != -1}, 0
-                ),
+                attn_mask.grid_layout.unsplit(-1),
             )
         attn_mask = placed(attn_mask, layout)
     if split is not None and not split.own:  # one row of zeros, so that this rank takes part
@@ -210,14 +207,14 @@ def _tokens(x: Any, layout: Layout, queries: Split | None) -> Tensor:
     """Return keys or values of all ranks; or with `queries`, up to the last of this rank."""
     split = x.grid_layout.by_dim.get(-2) if isinstance(x, Field) else None
     if split is not None:
-        local, others = plain(x), {d: s for d, s in x.grid_layout.by_dim.items() if d != -2}
+        local = plain(x)
         if queries is not None and queries.group == split.group and split.repeats == 1:
             # a rank without queries attends to one row of zeros
             spans = [(0, min(b, split.rows)) if a < b else (-1, 0) for a, b in queries.spans]
             local = span(local, split, spans)
         else:
             local = whole(local, x.dim() - 2, split)
-        x = wrap(local, x.grid_layout.having(others, 0))
+        x = wrap(local, x.grid_layout.unsplit(-2))
     found: Tensor = placed(x, layout)
     if queries is None:
         return found

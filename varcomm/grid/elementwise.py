@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
 from typing import Any
 
 import torch
@@ -90,7 +89,7 @@ def _ordinary(func: Func, *args: Any, **kwargs: Any) -> Any:
 
 
 @rule(
-    "add_ sub_ mul_ div_ pow_ neg_ abs_ exp_ sqrt_ rsqrt_ clamp_ clamp_min_ clamp_max_ relu_ ",
+    "add_ sub_ mul_ div_ pow_ neg_ abs_ exp_ sqrt_ rsqrt_ clamp_ clamp_min_ clamp_max_ relu_",
     "sigmoid_ tanh_ leaky_relu_ elu_ hardtanh_ masked_fill_ zero_ fill_ copy_ addcmul_ addcdiv_",
     "lerp_ ior iand normal_ uniform_ bernoulli_ dropout_ celu_",
     "selu_ square_ floor_ round_ remainder_ floor_divide_ requires_grad_ nan_to_num_",
@@ -222,8 +221,3 @@ def _gradient(found: Any, x: Any) -> Any:
     if found is None or not isinstance(x, Field):
         return plain(found)
     return wrap(plain(found) if x.grid_layout.splits else total(plain(found), x), x.grid_layout)
-
-
-def count_of(x: Any, dims: list[int]) -> int:
-    """Return the number of elements along some dimensions, on one process."""
-    return prod(x.shape[dim] for dim in dims)

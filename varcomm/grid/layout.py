@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -54,10 +53,6 @@ class Split:
         """The rows of each rank."""
         return tuple(pairwise(self.offsets))
 
-    def owner(self, row: int) -> int:
-        """Return the rank that has a row."""
-        return bisect_right(self.offsets, row) - 1
-
     def resized(self, sizes: Iterable[int]) -> Split:
         """Return the split of another number of rows."""
         return replace(self, sizes=tuple(sizes), lead=0)
@@ -88,6 +83,10 @@ class Layout:
         """Return the layout with these splits of a tensor of `dims` dimensions."""
         placed = [replace(s, dim=dim - dims) for dim, s in splits.items()]
         return Layout(self.groups, tuple(sorted(placed, key=lambda split: split.dim)))
+
+    def unsplit(self, dim: int) -> Layout:
+        """Return the layout in which each rank has a dimension whole."""
+        return Layout(self.groups, tuple(split for split in self.splits if split.dim != dim))
 
     def shape(self, local: Sequence[int]) -> list[int]:
         """Return the shape on one process of a field with this local shape."""

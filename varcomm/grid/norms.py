@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from varcomm.errors import ArgumentError
 from varcomm.grid.field import placed, plain, refused, rule, wrap
@@ -89,17 +90,7 @@ def _instance_norm(
     eps: float = 1e-5,
 ) -> Any:
     if not use_input_stats:
-        return _batch_norm(
-            torch.nn.functional.batch_norm,
-            input,
-            running_mean,
-            running_var,
-            weight,
-            bias,
-            False,
-            momentum,
-            eps,
-        )
+        return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     mean, var, count = moments(input, range(2, input.dim()))
     if count <= 1:
         raise ArgumentError(

@@ -320,14 +320,14 @@ def _cumsum(func: Func, x: Any, dim: int, *, dtype: Any = None) -> Any:
     return wrap(out + ends[: split.group.rank].sum(0), x.grid_layout)
 
 
-@rule("cumprod cummax cummin sort argsort topk kthvalue median nanmedian glu normalize flip fliplr")
+@rule("cumprod cummax cummin sort argsort topk kthvalue median nanmedian glu normalize")
 def _along(func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Apply a function along a dimension that is not split, which keeps all dimensions."""
     name = func.__name__
     first = {"topk": 1, "kthvalue": 1, "normalize": 1, "argsort": 0}.get(name, 0)
     default = {"normalize": 1, "glu": -1, "sort": -1, "topk": -1, "kthvalue": -1, "argsort": -1}
     dim = kwargs.get("dim", args[first] if len(args) > first else default.get(name))
-    dims = dims_of(kwargs.get("dims", dim), x)
+    dims = dims_of(dim, x)
     if splits := reduced_splits(x, dims):
         if name == "normalize":
             p, eps = kwargs.get("p", args[0] if args else 2.0), kwargs.get("eps", 1e-12)

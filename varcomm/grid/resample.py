@@ -39,10 +39,6 @@ def _taps(
         else:
             at = ((out + 0.5) * single.double()).float().floor()
         return at.long().clamp_max(rows - 1)[:, None], out[:, None] * 0 + 1
-    if mode == "nearest-exact":
-        return ((out + 0.5) * ratio).floor().long().clamp_max(rows - 1)[:, None], out[
-            :, None
-        ] * 0 + 1
     at = out * ratio if align else (out + 0.5) * ratio - 0.5
     if mode == "linear":
         at = at.clamp_min(0)

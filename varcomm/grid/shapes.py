@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 import torch
@@ -218,7 +218,7 @@ def _reshaped(x: Any, shape: Sequence[int]) -> tuple[Layout, list[int], Field]:
         if any(n * inner % behind for n in split.sizes):
             if split.repeats > 1:
                 raise refused("a reshape of rows of several images, which parts split rows,")
-            moved = split.resized(_multiples(split, behind // _common(inner, behind)))
+            moved = split.resized(_multiples(split, behind // gcd(inner, behind)))
             x = _moved(x, split, moved)
             split = moved
         sizes = tuple(n * inner // behind for n in split.sizes)
@@ -227,12 +227,6 @@ def _reshaped(x: Any, shape: Sequence[int]) -> tuple[Layout, list[int], Field]:
         )
         local[at] = placed_at[at].own * repeats
     return x.grid_layout.having(placed_at, len(shape)), local, x
-
-
-def _common(a: int, b: int) -> int:
-    while b:
-        a, b = b, a % b
-    return a
 
 
 def _runs(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]]:
@@ -402,8 +396,7 @@ def _gather(func: Func, x: Any, dim: int, index: Any, **kwargs: Any) -> Any:
     at, layout = dim % x.dim() - x.dim(), common([x, index])
     if isinstance(x, Field) and at in x.grid_layout.by_dim:
         raise refused("gather along a split dimension")
-    others = layout.having({d: s for d, s in layout.by_dim.items() if d != at}, 0)
-    return wrap(func(placed(x, others), at, placed(index, layout), **kwargs), layout)
+    return wrap(func(placed(x, layout.unsplit(at)), at, placed(index, layout), **kwargs), layout)
 
 
 @rule("setitem", several=True)
@@ -546,26 +539,14 @@ def _cat(func: Func, tensors: Sequence[Any], dim: int = 0) -> Any:
     if any(f.grid_layout.by_dim[at].repeats > 1 for f in given if at in f.grid_layout.by_dim):
         raise refused("cat along rows of several images in one dimension")
     # a rank's rows of the result are as many as it has of all parts, so that sizes add up
-    others = [
-        wrap(
-            plain(f),
-            f.grid_layout.having({d: s for d, s in f.grid_layout.by_dim.items() if d != at}, 0),
-        )
-        for f in given
+    unsplit = [
+        wrap(plain(t), t.grid_layout.unsplit(at)) if isinstance(t, Field) else t for t in tensors
     ]
-    layout = common(others)
+    layout = common([*fields(unsplit)])
     parts, seen = [], False
-    for t in tensors:
+    for t, rest in zip(tensors, unsplit, strict=True):
         split = t.grid_layout.by_dim.get(at) if isinstance(t, Field) else None
         seen = seen or split is not None
-        rest = (
-            wrap(
-                plain(t),
-                layout.having({d: s for d, s in t.grid_layout.by_dim.items() if d != at}, 0),
-            )
-            if isinstance(t, Field)
-            else t
-        )
         local = placed(rest, layout)
         if split is None:
             sizes = [0] * here.group.size

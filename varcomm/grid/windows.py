@@ -88,21 +88,22 @@ def spatial(name: str, x: Any, dims: int) -> dict[int, Split]:
 
 
 def slabs(
-    name: str, x: Any, windows: Sequence[Window], fill: float = 0.0, later: int | None = None
+    name: str, x: Any, windows: Sequence[Window], fill: float = 0.0, inner: _Inner | None = None
 ) -> tuple[Tensor, Layout, list[int]]:
     """Return the rows that the windows of this rank read, padded along split dimensions.
 
     Also the layout of the outputs, and the padding that is left to the function. A rank without
-    outputs gets one window of zeros, whose output :func:`kept` drops. Rows along the dimension
-    `later` are left as they are.
+    outputs gets one window of zeros, whose output :func:`kept` drops. Along the dimension of
+    `inner` the rows are left as they are.
     """
     dims, local, splits = len(windows), plain(x), dict(x.grid_layout.by_dim)
     left = [0] * (2 * dims)
     for dim, split in spatial(name, x, dims).items():
+        if inner is not None and dim == inner.split.dim:
+            splits[dim] = inner.out
+            continue
         window = windows[dim]
         splits[dim], spans = window.read(split)
-        if dim == later:
-            continue
         low, high = spans[split.group.rank]
         if fill:
             n = split.rows
@@ -128,12 +129,18 @@ def kept(out: Tensor, layout: Layout) -> Any:
     return wrap(out, layout)
 
 
-def symmetric(x: Tensor, left: Sequence[int], fill: float = 0.0) -> tuple[Tensor, list[int]]:
+def symmetric(x: Tensor, left: Sequence[int]) -> tuple[Tensor, list[int]]:
     """Return the tensor and padding per dimension, the same on both sides."""
     pairs = [*zip(left[::2], left[1::2], strict=True)]
     if all(a == b for a, b in pairs):
         return x, [a for a, _ in pairs]
-    return F.pad(x, [n for pair in reversed(pairs) for n in pair], value=fill), [0] * len(pairs)
+    return _padded(x, left, 0.0), [0] * len(pairs)
+
+
+def _padded(x: Tensor, left: Sequence[int], fill: float) -> Tensor:
+    """Return the tensor with padding before and behind each of its last dimensions."""
+    pairs = [*zip(left[::2], left[1::2], strict=True)]
+    return F.pad(x, [n for pair in reversed(pairs) for n in pair], value=fill)
 
 
 @rule("conv1d conv2d conv3d")
@@ -160,8 +167,7 @@ def _conv(
     ]
     weight, bias = plain(weight), plain(bias)
     inner = _inner(input, windows)
-    later = None if inner is None else inner.split.dim
-    local, layout, left = slabs(func.__name__, input, windows, later=later)
+    local, layout, left = slabs(func.__name__, input, windows, inner=inner)
     local, own = symmetric(local, left)
     if inner is None:
         return kept(func(local, weight, bias, stride, own, dilation, groups), layout)
@@ -181,20 +187,20 @@ class _Inner:
 
     window: Window
     split: Split
-    outputs: Spans  # of each rank
+    out: Split  # of all outputs
     inner: Spans  # those that need own rows, of each rank
 
     def with_borders(self, x: Tensor, outputs: Callable[[Tensor], Tensor]) -> Tensor:
         """Return all outputs of this rank from its rows; ``outputs(rows)`` computes some."""
         window, split, dim = self.window, self.split, self.split.dim
         borders = []  # of each rank, the rows for outputs before the inner ones and behind them
-        for (a, b), (i, j) in zip(self.outputs, self.inner, strict=True):
+        for (a, b), (i, j) in zip(self.out.spans, self.inner, strict=True):
             low, high = window.reads(a, i)
             whole = low, high + (low - high) % window.stride  # windows do not cross into the others
             borders.append([whole] * (a < i) + [window.reads(j, b)] * (j < b))
         handle = start_rows(x, split, borders)
         rank = split.group.rank
-        (a, b), (i, j) = self.outputs[rank], self.inner[rank]
+        (a, b), (i, j) = self.out.spans[rank], self.inner[rank]
         low, high = window.reads(i, j)
         inner = outputs(x.narrow(dim, low - split.start, high - low))
         rows = handle.wait()
@@ -233,7 +239,7 @@ def _inner(x: Any, windows: Sequence[Window]) -> _Inner | None:
             if 2 * (j - i) <= b - a:
                 return None
             inner.append((i, j))
-        return _Inner(window, split, out.spans, tuple(inner))
+        return _Inner(window, split, out, tuple(inner))
     return None
 
 
@@ -306,8 +312,7 @@ def _explicit(name: str, x: Any, windows: list[Window], fill: float) -> tuple[Te
             end = (window.outputs(n) - 1) * window.stride + window.reach
             left[2 * i + 1] = max(0, end - n - window.before)
     if any(left):
-        pairs = [*zip(left[::2], left[1::2], strict=True)]
-        local = F.pad(local, [n for pair in reversed(pairs) for n in pair], value=fill)
+        local = _padded(local, left, fill)
     return local, layout
 
 
