@@ -39,6 +39,7 @@ def rule(*names: str, several: bool = False) -> Callable[[Rule], Rule]:
 
     def register(of: Rule) -> Rule:
         known = " ".join(names).split()
+        assert not RULES.keys() & {*known}
         RULES.update(dict.fromkeys(known, of))
         parameters = inspect.signature(of).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -143,30 +144,21 @@ class Field(torch.Tensor):
         """Apply the rule of a function."""
         kwargs = kwargs or {}
         name = name_of(func)
-        if name == "get grad" and not args[0].grid_layout.splits:
-            found = untraced(func, args, kwargs)
-            if found is None or args[0].grid_layout.ranks == 1:
-                return found if found is None else wrap(found, args[0].grid_layout)
-        of_whole = name in ("register_hook", "get grad") and not args[0].grid_layout.splits
-        if of_whole and args[0].grid_layout.ranks > 1:
-            raise refused(
-                f"{name} of a value that every rank has",
-                "Its gradient here is the part of this rank: torch.autograd.grad sums them.",
-            )
-        if name == "register_hook":  # with a gradient that is split as the field is
-            layout, hook = args[0].grid_layout, args[1]
+        if name == "get grad":
+            gradient = untraced(func, args, kwargs)
+            return None if gradient is None else wrap(gradient, _of_gradient(name, args[0]))
+        if name == "register_hook":
+            layout, hook = _of_gradient(name, args[0]), args[1]
             args = args[0], lambda gradient: plain(hook(wrap(gradient, layout)))
         if name in _OF_THE_TENSOR or name.startswith(("get _", "set _")):
             args = [args[0], *map(plain, args[1:])]  # autograd adds to a gradient that is set
-            out = untraced(func, args, kwargs)
-            if name == "get grad" and out is not None:
-                return wrap(plain(out), args[0].grid_layout)
-            return out
+            return untraced(func, args, kwargs)
         given = [*fields(args), *fields(kwargs.values())]
         found = RULES.get(name)
         kwargs = {_WORDS.get(word, word): value for word, value in kwargs.items()}
         target = args[0] if args else kwargs.get("input")
-        writes = name in _WRITES or name[-1] == "_" != name[0] or kwargs.get("inplace") is True
+        in_place = name[-1] == "_" != name[0]
+        writes = in_place or name in _WRITES or kwargs.get("inplace") is True
         if writes and isinstance(target, Field) and target.is_copy:
             raise refused(
                 f"{name} on rows that were fetched, which are no view of the field,",
@@ -178,8 +170,7 @@ class Field(torch.Tensor):
                 if name in _RANDOM and layout.ranks > 1:
                     return _drawn_alike(name, func, layout, args, kwargs)
                 out = func(*map_plain(args), **{k: map_plain(v) for k, v in kwargs.items()})
-                in_place = name[-1] == "_" != name[0] and given[0] is args[0]
-                out = args[0] if in_place else wrap(out, layout)
+                out = args[0] if in_place and given[0] is args[0] else wrap(out, layout)
                 return _copied(name, given[0], out)
             if found is None:
                 raise refused(name)
@@ -232,6 +223,16 @@ class Field(torch.Tensor):
         return f"Field({tuple(self.shape)}, {splits or 'whole'}, local={plain(self)!r})"
 
 
+def _of_gradient(name: str, x: Field) -> Layout:
+    """Return the layout of a field's gradient, which is split as the field is."""
+    if x.grid_layout.ranks > 1 and not x.grid_layout.splits:
+        raise refused(
+            f"{name} of a value that every rank has",
+            "Its gradient here is the part of this rank: torch.autograd.grad sums them.",
+        )
+    return x.grid_layout
+
+
 # packages such as opt_einsum choose how to compute by the first word of a class's module
 Field.__module__ = f"torch.{__name__}"
 
@@ -270,7 +271,6 @@ _OF_THE_TENSOR = (
     | {
         f"get {name}"
         for name in [
-            "grad",
             "grad_fn",
             "requires_grad",
             "is_leaf",
@@ -298,37 +298,11 @@ _OF_THE_TENSOR = (
 _WORDS = {"axis": "dim", "keepdims": "keepdim"}  # which torch accepts for NumPy's sake
 # names of parameters that rules take by their place, in the order of places
 _PLACES = (
-    "dims",
-    "size",
-    "shape",
-    "sizes",
-    "repeats",
-    "dim0",
-    "dim1",
-    "axis0",
-    "axis1",
-    "source",
-    "destination",
-    "split_size_or_sections",
-    "split_size",
-    "split_sizes",
-    "chunks",
-    "indices_or_sections",
-    "sections",
-    "indices",
-    "tensor1",
-    "tensor2",
-    "mat1",
-    "mat2",
-    "batch1",
-    "batch2",
-    "vec",
-    "other",
-    "ord",
-    "upscale_factor",
-    "downscale_factor",
-    "groups",
-)
+    "dims", "size", "shape", "sizes", "repeats", "dim0", "dim1", "axis0", "axis1", "source",
+    "destination", "split_size_or_sections", "split_size", "split_sizes", "chunks",
+    "indices_or_sections", "sections", "indices", "tensor1", "tensor2", "mat1", "mat2", "batch1",
+    "batch2", "vec", "other", "ord", "upscale_factor", "downscale_factor", "groups",
+)  # fmt: skip
 
 
 def _by_place(
@@ -341,50 +315,17 @@ def _by_place(
 
 
 _WRITES = {"setitem", "iand", "ior"}
-_VIEWS = frozenset(
-    [
-        "getitem",
-        "select",
-        "narrow",
-        "view",
-        "reshape",
-        "flatten",
-        "unflatten",
-        "permute",
-        "transpose",
-        "swapaxes",
-        "movedim",
-        "t",
-        "squeeze",
-        "unsqueeze",
-        "expand",
-        "expand_as",
-        "view_as",
-        "split",
-        "chunk",
-        "unbind",
-        "tensor_split",
-        "detach",
-    ]
-)
+_VIEWS = frozenset((
+    "getitem", "select", "narrow", "view", "reshape", "flatten", "unflatten", "permute",
+    "transpose", "swapaxes", "movedim", "t", "squeeze", "unsqueeze", "expand", "expand_as",
+    "view_as", "split", "chunk", "unbind", "tensor_split", "detach",
+))  # fmt: skip
 _DROPS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"}
 _RANDOM = _DROPS | {
-    "alpha_dropout",
-    "feature_alpha_dropout",
-    "rand_like",
-    "randn_like",
-    "randint_like",
-    "bernoulli",
-    "bernoulli_",
-    "normal_",
-    "uniform_",
-    "exponential_",
-    "multinomial",
-    "rrelu",
-    "poisson",
-    "normal",
-    "gumbel_softmax",
-}
+    "alpha_dropout", "feature_alpha_dropout", "rand_like", "randn_like", "randint_like",
+    "bernoulli", "bernoulli_", "normal_", "uniform_", "exponential_", "multinomial", "rrelu",
+    "poisson", "normal", "gumbel_softmax",
+}  # fmt: skip
 
 
 def _copied(name: str, source: Field, out: Any) -> Any:
