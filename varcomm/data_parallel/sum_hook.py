@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
@@ -95,9 +94,8 @@ def sum_hook(state: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch
     on: list[int | str | torch.device] = [bucket.buffer().device] if bucket.buffer().is_cuda else []
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=on)
     begin = partial(_begun, ranks, bucket.buffer(), bucket.is_last())
-    if not (debugging() or bucket.is_last()):  # both compare, where all ranks are at one place
-        begin = partial(_same, begin())
-    sums.jobs.append((first, begin, future))
+    waits = debugging() or bucket.is_last()  # both compare, where all ranks are at one place
+    sums.jobs.append((first, begin, None if waits else begin(), future))
     if bucket.is_last():
         # a rank that leaves out parameters must not wait here, in the middle of its backward
         at_end_of_backward(sums.finish)
@@ -130,24 +128,24 @@ def _begun(ranks: Group, values: torch.Tensor, compares: bool) -> _LastRound:
     return last_round
 
 
-def _same(begun: _LastRound) -> _LastRound:
-    return begun
+# first parameter of a bucket, start of its sum, start of the last round if the sum has begun, and
+# its future
+_Job = tuple[
+    torch.Tensor, Callable[[], _LastRound], _LastRound | None, torch.futures.Future[torch.Tensor]
+]
 
 
 @dataclass
 class _Sums:
     """Sums of all modules that share a group, and the parameters that have been summed."""
 
-    # first parameter of a bucket, start of its sum, and the future of it
-    jobs: list[tuple[torch.Tensor, Callable[[], _LastRound], torch.futures.Future[Any]]] = field(
-        default_factory=list
-    )
+    jobs: list[_Job] = field(default_factory=list)
     watched: dict[int, "_Watch"] = field(default_factory=dict)
 
     def finish(self) -> None:
         """Complete all sums, at the end of backward."""
         jobs, self.jobs = self.jobs, []  # none is left behind by an error
-        begun = [(begin(), done) for _, begin, done in jobs]
+        begun = [(last_round or begin(), done) for _, begin, last_round, done in jobs]
         for total, done in [(last_round(), done) for last_round, done in begun]:
             done.set_result(total.wait())
 

@@ -21,9 +21,9 @@ class CallLog:
     """The calls of one rank in a group since it was made."""
 
     __slots__ = (
-        *("active", "compares_layers", "count", "digest", "errors", "last", "layers", "pending"),
+        "active", "compares_layers", "count", "digest", "errors", "last", "layers", "pending",
         "sampled",
-    )
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.active = True  # whether sums compare it

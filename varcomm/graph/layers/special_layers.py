@@ -167,32 +167,32 @@ def _gcn_forward(
     is_plain = type(self) is pyg.GCNConv and self.normalize and not self.cached
     summed = is_plain and self.aggr == "add" and self.flow == "source_to_target"
     edges = edge_index.of if isinstance(edge_index, PartitionedIndex) else None
-    if not (
-        summed and isinstance(edges, EdgeRules) and (edges.exchanges and edge_index.kind == "edges")
-    ):
+    exchanges = isinstance(edges, EdgeRules) and edges.exchanges and edge_index.kind == "edges"
+    if not (summed and exchanges):
         return pyg.GCNConv.forward(self, x, edge_index, edge_weight)  # type: ignore[no-any-return]
+    assert isinstance(edges, EdgeRules)
     nodes = x.size(self.node_dim)
-    what = edge_index, edge_weight, nodes, self.add_self_loops, 2.0 if self.improved else 1.0
+    weight_of_loops = (2.0 if self.improved else 1.0) if self.add_self_loops else None
+    make = partial(_gcn_scale, edge_index, edge_weight, weight_of_loops, nodes, x.dtype)
     if edge_weight is None:
-        key = "inverse roots of degrees", x.dtype, *what[2:]
-        edge_index, scale = edges.kept(edge_index, key, lambda: _gcn_scale(x.dtype, *what)[::2])
+        key = "inverse roots of degrees", weight_of_loops, nodes, x.dtype
+        edge_index, edge_weight, scale = edges.kept(edge_index, key, make)
     else:
-        edge_index, edge_weight, scale = _gcn_scale(x.dtype, *what)
+        edge_index, edge_weight, scale = make()
     rows = self.lin(x) * scale
     out = self.propagate(edge_index, x=rows, edge_weight=edge_weight) * scale
     return out if self.bias is None else out + self.bias  # type: ignore[no-any-return]
 
 
 def _gcn_scale(
-    dtype: torch.dtype,
     edge_index: Any,
     edge_weight: torch.Tensor | None,
+    weight_of_loops: float | None,
     nodes: int,
-    loops: bool,
-    weight_of_loops: float,
+    dtype: torch.dtype,
 ) -> tuple[Any, torch.Tensor | None, torch.Tensor]:
     """Return the edges of a GCN, their weights, and the inverse root of each node's degree."""
-    if loops:
+    if weight_of_loops is not None:
         edge_index, edge_weight = add_remaining_self_loops(
             edge_index, edge_weight, weight_of_loops, nodes
         )
