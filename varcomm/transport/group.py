@@ -126,8 +126,8 @@ def forget_destroyed(also_living: bool = False) -> None:
 
 
 def living() -> list[Group]:
-    """Return the groups that torch.distributed has, in the order of their first calls."""
-    return [group for group in _groups.values() if group.exists()]
+    """Return the groups that torch.distributed has, by name, which is an order of all ranks."""
+    return sorted((g for g in _groups.values() if g.exists()), key=lambda group: group.name)
 
 
 def compare_calls(agreement: bool) -> None:
