@@ -80,6 +80,7 @@ class _Words:
         "maximum is in graph.max or a pool by graph.batch."
     )
     number: str = "Use graph.num_nodes, or graph.num_edges."
+    causes: dict[str, str] = field(default_factory=lambda: _CAUSES)
     once: str = (
         "A loss that all ranks have counts once per rank: wrap a loss of pooled values in "
         "vc.graph.replicated(loss, graph), or use graph.mean."
@@ -88,6 +89,7 @@ class _Words:
 
 _GRID = _Words(
     rows="points",
+    causes=_CAUSES_ON_GRIDS,
     other_calls="All ranks make the same calls in one order, also a rank without rows.",
     fails="A rank may have no rows: compute with the field, and not with field.local.",
     number="Use field.shape, and not that of field.local.",
@@ -362,6 +364,5 @@ def _cause(place: Place, of_pairs: bool, words: _Words) -> str:
             "vc.graph.partition, and pass them as edge_index."
         )
     name = (place.operation or place.module).lower()
-    causes = _CAUSES_ON_GRIDS if words is _GRID else _CAUSES
-    texts = (text for pattern, text in causes.items() if re.search(pattern, name))
+    texts = (text for pattern, text in words.causes.items() if re.search(pattern, name))
     return next(texts, _OTHER_CAUSE).format(name)
