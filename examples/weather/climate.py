@@ -4,6 +4,7 @@ The grid has sea cells of 2 degrees. The task is to predict the change of the su
 from one month to the next.
 """
 
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -23,18 +24,13 @@ from mesh import (
 from scipy.io import netcdf_file
 from torch_geometric.data import HeteroData
 
+sys.path.append(str(Path(__file__).parents[1]))
+from sea_months import FIELDS, FILE, SEEN, TRAIN, insolation
+
 import varcomm as vc
 from varcomm.graph import PartitionedGraph
 
-FILE = Path(__file__).parent / "data" / "coads_2deg.nc"
-FIELDS = ("sst", "airt", "speh", "wspd", "uwnd", "vwnd", "slp")
 CHANNELS = len(FIELDS) + 5  # inputs of a cell: fields, insolation twice, position
-MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"]
-HELD_OUT = (1, 5, 9)  # February, June and October: training does not use them
-SEEN = [month for month in range(12) if month not in HELD_OUT]
-# A forecast starts at a month and predicts the next; December comes before January.
-TEST = [(month - 1) % 12 for month in HELD_OUT]
-TRAIN = [month for month in SEEN if (month + 1) % 12 in SEEN]
 
 
 def read(names: Iterable[str] = (*FIELDS, "lat", "lon")) -> dict[str, np.ndarray]:
@@ -51,16 +47,6 @@ def field(name: str) -> np.ndarray:
         warnings.simplefilter("ignore", RuntimeWarning)  # the array keeps the map open
         with netcdf_file(FILE) as file:
             return file.variables[name].data
-
-
-def insolation(lat: np.ndarray) -> np.ndarray:
-    """Return the daily mean insolation without an atmosphere, (12, G), relative to the zenith."""
-    day = 365 * (np.arange(12)[:, None] + 0.5) / 12
-    tilt = np.deg2rad(-23.44) * np.cos(2 * np.pi * (day + 10) / 365)
-    phi = np.deg2rad(lat)
-    noon = np.arccos(np.clip(-np.tan(phi) * np.tan(tilt), -1, 1))  # from there to sunset
-    high, low = np.cos(phi) * np.cos(tilt), np.sin(phi) * np.sin(tilt)
-    return (noon * low + np.sin(noon) * high) / np.pi
 
 
 def standardise(values: np.ndarray) -> np.ndarray:
@@ -171,17 +157,3 @@ def linear() -> np.ndarray:
     x = np.pad(x, [(0, 0), (0, 0), (0, 1)], constant_values=1.0)
     weights = np.linalg.lstsq(x[TRAIN].reshape(-1, x.shape[-1]), change[TRAIN].ravel())[0]
     return x @ weights
-
-
-def baselines() -> dict[str, np.ndarray]:
-    """Return changes (12, G), in deg C, of baselines by name."""
-    sst = read()["sst"]
-    mean = np.broadcast_to(sst[SEEN].mean(axis=0), sst.shape)
-    angle = 2 * np.pi * np.arange(12) / 12
-    waves = np.stack([np.ones(12), np.cos(angle), np.sin(angle)], axis=1)
-    yearly = waves @ np.linalg.lstsq(waves[SEEN], sst[SEEN], rcond=None)[0]
-    return {
-        "persistence: no change": np.zeros_like(sst),
-        "mean of the cell over training months": mean - sst,
-        "a yearly wave through the cell's training months": np.roll(yearly, -1, axis=0) - sst,
-    }

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from climate import MONTHS, read
+from climate import read
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Circle, Patch
 from mesh import on_sphere
+from sea_months import MONTHS
 from split import Owner
 from torch_geometric.data import HeteroData
 

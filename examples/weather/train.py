@@ -9,10 +9,10 @@ code for ranks.
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import climate
-import numpy as np
 import split
 import torch
 from picture import draw
@@ -20,6 +20,7 @@ from torch_geometric.data import HeteroData
 
 sys.path.append(str(Path(__file__).parents[1]))
 from common import Cost, Parser, is_first, one_cycle, say, training
+from sea_months import TEST, TRAIN, baselines, errors
 
 import varcomm as vc
 from varcomm.graph import PartitionedGraph
@@ -43,8 +44,8 @@ def drawn(steps: int, seed: int) -> list[int]:
     """Yield the month of each step: all training months, in a random order, repeatedly."""
     draws, months = torch.Generator().manual_seed(seed), list[int]()
     while len(months) < steps:
-        order = torch.randperm(len(climate.TRAIN), generator=draws).flip(0)
-        months += [climate.TRAIN[i] for i in order]
+        order = torch.randperm(len(TRAIN), generator=draws).flip(0)
+        months += [TRAIN[i] for i in order]
     return months[:steps]
 
 
@@ -63,17 +64,6 @@ def fit(
         optimizer.step()
         schedule.step()
         yield loss.item()
-
-
-def errors(changes: dict[str, np.ndarray]) -> str:
-    """Return a table of errors, with one column per held-out month."""
-    months = [climate.MONTHS[month] for month in climate.HELD_OUT]
-    lines = [f"RMSE in deg C   {'  '.join(f'{month:>5}' for month in [*months, 'all'])}"]
-    for name, change in changes.items():
-        each = climate.rmse(change, climate.TEST)
-        columns = [*each, np.sqrt(np.mean(each**2))]
-        lines.append(f"{'':16}{'  '.join(f'{error:5.2f}' for error in columns)}  {name}")
-    return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -112,9 +102,10 @@ def main(arguments: list[str] | None = None) -> None:
     )
     if is_first():
         found = change.T.double().numpy()
-        linear = climate.linear()
-        print(errors({"network": found, "linear": linear, **climate.baselines()}))
-        draw(options.picture, data, owner, found, climate.TEST[1])
+        sst = climate.read(["sst"])["sst"]
+        changes = {"network": found, "linear": climate.linear(), **baselines(sst)}
+        print(errors(changes, partial(climate.rmse, starts=TEST)))
+        draw(options.picture, data, owner, found, TEST[1])
         print(f"picture: {options.picture}")
 
 

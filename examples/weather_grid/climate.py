@@ -5,6 +5,7 @@ the surface temperature of the sea from one month to the next. The data are thos
 ``examples/weather``.
 """
 
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,16 +14,11 @@ import torch
 from scipy.io import netcdf_file
 from torch import Tensor
 
+sys.path.append(str(Path(__file__).parents[1]))
+from sea_months import FIELDS, FILE, SEEN, TEST, TRAIN, insolation
+
 import varcomm as vc
 
-FILE = Path(__file__).parents[1] / "weather" / "data" / "coads_2deg.nc"
-FIELDS = ("sst", "airt", "speh", "wspd", "uwnd", "vwnd", "slp")
-MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"]
-HELD_OUT = (1, 5, 9)  # February, June and October: training does not use them
-SEEN = [month for month in range(12) if month not in HELD_OUT]
-# A forecast starts at a month and predicts the next; December comes before January.
-TEST = [(month - 1) % 12 for month in HELD_OUT]
-TRAIN = [month for month in SEEN if (month + 1) % 12 in SEEN]
 SOUTH, WEST, STEP = -57, 21, 2  # the first point, and the spacing, in degrees
 SHAPE = (67, 180)
 CHANNELS = len(FIELDS) + 5  # and insolation of both months, sea, and two of the latitude
@@ -55,16 +51,6 @@ def read(rows: range, columns: range) -> Block:
     return Block(torch.from_numpy(fields), torch.from_numpy(sea), north[:, None])
 
 
-def insolation(lat: Tensor) -> Tensor:
-    """Return the daily mean insolation without an atmosphere, (12, rows, 1)."""
-    day = 365 * (torch.arange(12).view(-1, 1, 1) + 0.5) / 12
-    tilt = torch.deg2rad(-23.44 * torch.cos(2 * torch.pi * (day + 10) / 365))
-    phi = torch.deg2rad(lat)
-    noon = torch.arccos((-torch.tan(phi) * torch.tan(tilt)).clamp(-1, 1))  # from there to sunset
-    high, low = torch.cos(phi) * torch.cos(tilt), torch.sin(phi) * torch.sin(tilt)
-    return (noon * low + torch.sin(noon) * high) / torch.pi
-
-
 class Months:
     """Inputs and truth of forecasts on a rank's block of the grid; collective.
 
@@ -87,7 +73,7 @@ class Months:
 
         mean, std = moments(fields[SEEN])
         self.y_std = moments(self.change[TRAIN])[1].item()
-        sun = insolation(lat).expand(12, *sea.shape)
+        sun = torch.from_numpy(insolation(lat[:, 0].numpy()))[..., None].expand(12, *sea.shape)
         sun = (sun - 0.25) / 0.1
         place = [sea, torch.sin(torch.deg2rad(lat)), torch.cos(torch.deg2rad(lat))]
         fixed = torch.stack([x.expand(sea.shape) for x in place])
@@ -109,19 +95,10 @@ class Months:
         return self.inputs[start : start + 1], truth[None]
 
 
-def baselines() -> dict[str, np.ndarray]:
-    """Return changes (12, rows, columns), in deg C, of baselines by name."""
-    sst = read(range(SHAPE[0]), range(SHAPE[1])).fields[:, 0].numpy()
-    mean = sst[SEEN].mean(axis=0)
-    angle = 2 * np.pi * np.arange(12) / 12
-    waves = np.stack([np.ones(12), np.cos(angle), np.sin(angle)], axis=1)
-    seen = sst[SEEN].reshape(len(SEEN), -1)
-    yearly = (waves @ np.linalg.lstsq(waves[SEEN], seen, rcond=None)[0]).reshape(sst.shape)
-    return {
-        "persistence: no change": np.zeros_like(sst),
-        "mean of the point over training months": mean - sst,
-        "a yearly wave through the point's training months": np.roll(yearly, -1, axis=0) - sst,
-    }
+def temperatures() -> np.ndarray:
+    """Return the surface temperatures of the full grid, (12, rows, columns), in deg C."""
+    sst: np.ndarray = read(*map(range, SHAPE)).fields[:, 0].numpy()
+    return sst
 
 
 def rmse(change: np.ndarray) -> np.ndarray:

@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from climate import MONTHS, SHAPE, SOUTH, STEP, TEST, WEST, read, rmse
+from climate import SHAPE, SOUTH, STEP, WEST, read, rmse
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from sea_months import MONTHS, TEST
 
 from varcomm import _figures as figures
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import climate
-import numpy as np
 import torch
 from picture import draw
 from torch import Tensor
@@ -32,6 +31,7 @@ from common import (
     say,
     training,
 )
+from sea_months import TEST, TRAIN, baselines, errors
 
 import varcomm as vc
 from varcomm.models import UNet
@@ -48,8 +48,8 @@ def drawn(steps: int, seed: int) -> list[int]:
     """Return the month of each step: all training months, in a random order, repeatedly."""
     draws, months = torch.Generator().manual_seed(seed), list[int]()
     while len(months) < steps:
-        order = torch.randperm(len(climate.TRAIN), generator=draws)
-        months += [climate.TRAIN[i] for i in order]
+        order = torch.randperm(len(TRAIN), generator=draws)
+        months += [TRAIN[i] for i in order]
     return months[:steps]
 
 
@@ -122,17 +122,6 @@ def check(grid: vc.grid.Grid, hidden: int, steps: int, seed: int) -> bool:
     return one_answer(found)
 
 
-def errors(changes: dict[str, np.ndarray]) -> str:
-    """Return a table of errors, with one column per held-out month."""
-    months = [climate.MONTHS[month] for month in climate.HELD_OUT]
-    lines = [f"RMSE in deg C   {'  '.join(f'{month:>5}' for month in [*months, 'all'])}"]
-    for name, change in changes.items():
-        each = climate.rmse(change)
-        columns = [*each, np.sqrt(np.mean(each**2))]
-        lines.append(f"{'':16}{'  '.join(f'{error:5.2f}' for error in columns)}  {name}")
-    return "\n".join(lines)
-
-
 def mesh_of(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if not found:
@@ -181,8 +170,10 @@ def main(arguments: list[str] | None = None) -> bool:
     )
     if is_first():
         found = change[:, 0].double().numpy()
-        print(errors({"U-Net": found, **climate.baselines()}))
-        draw(options.picture, grid.sizes, found, climate.TEST[1])
+        known = baselines(climate.temperatures().reshape(12, -1))
+        known = {name: change.reshape(found.shape) for name, change in known.items()}
+        print(errors({"U-Net": found, **known}, climate.rmse))
+        draw(options.picture, grid.sizes, found, TEST[1])
         print(f"picture: {options.picture}")
     return options.check and not check(grid, options.hidden, 5, options.seed)
 
