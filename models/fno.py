@@ -50,6 +50,13 @@ class SpectralConvolution(nn.Module):
         return cast(Tensor, torch.fft.irfft(out, n=columns, norm="ortho"))
 
 
+def _pointwise(in_channels: int, wide: int, out_channels: int) -> nn.Sequential:
+    """Return two layers that see one point each."""
+    return nn.Sequential(
+        nn.Conv2d(in_channels, wide, 1), nn.GELU(), nn.Conv2d(wide, out_channels, 1)
+    )
+
+
 class FNO(nn.Module):
     """Predict a field from a field by filters of its lowest frequencies [1]_.
 
@@ -119,19 +126,14 @@ class FNO(nn.Module):
             raise ArgumentError(f"FNO: modes must be those of rows and of columns; got {modes!r}.")
         check_sizes("FNO", **{f"modes[{dim}]": count for dim, count in enumerate(modes)})
         self.modes, self.padding = tuple(modes), padding
-        wide = 2 * hidden_channels
-        self.encoder = nn.Sequential(
-            nn.Conv2d(in_channels, wide, 1), nn.GELU(), nn.Conv2d(wide, hidden_channels, 1)
-        )
+        self.encoder = _pointwise(in_channels, 2 * hidden_channels, hidden_channels)
         self.filters = nn.ModuleList(
             SpectralConvolution(hidden_channels, modes) for _ in range(num_blocks)
         )
         self.points = nn.ModuleList(
             nn.Conv2d(hidden_channels, hidden_channels, 1) for _ in range(num_blocks)
         )
-        self.decoder = nn.Sequential(
-            nn.Conv2d(hidden_channels, wide, 1), nn.GELU(), nn.Conv2d(wide, out_channels, 1)
-        )
+        self.decoder = _pointwise(hidden_channels, 2 * hidden_channels, out_channels)
 
     def forward(self, x: Tensor) -> Tensor:
         """Predict at each point.

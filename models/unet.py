@@ -32,21 +32,19 @@ class Convolution(nn.Conv2d):
         return super().forward(x)
 
 
+def _behind_norm(in_channels: int, out_channels: int, groups: int, periodic: bool) -> nn.Sequential:
+    """Return a convolution behind a norm and an activation."""
+    convolution = Convolution(in_channels, out_channels, periodic)
+    return nn.Sequential(nn.GroupNorm(groups, in_channels), nn.SiLU(), convolution)
+
+
 class Block(nn.Module):
     """Two convolutions behind norms, with a residual connection."""
 
     def __init__(self, in_channels: int, out_channels: int, groups: int, periodic: bool) -> None:
         super().__init__()
-        self.first = nn.Sequential(
-            nn.GroupNorm(groups, in_channels),
-            nn.SiLU(),
-            Convolution(in_channels, out_channels, periodic),
-        )
-        self.second = nn.Sequential(
-            nn.GroupNorm(groups, out_channels),
-            nn.SiLU(),
-            Convolution(out_channels, out_channels, periodic),
-        )
+        self.first = _behind_norm(in_channels, out_channels, groups, periodic)
+        self.second = _behind_norm(out_channels, out_channels, groups, periodic)
         same = in_channels == out_channels
         self.skip = nn.Identity() if same else nn.Conv2d(in_channels, out_channels, 1)
 
@@ -157,11 +155,7 @@ class UNet(nn.Module):
             check_heads("UNet", lowest, num_heads)
             self.middle.append(ImageAttention(lowest, num_heads, num_groups))
         self.middle.append(Block(lowest, lowest, num_groups, periodic))
-        self.decoder = nn.Sequential(
-            nn.GroupNorm(num_groups, hidden_channels),
-            nn.SiLU(),
-            Convolution(hidden_channels, out_channels, periodic),
-        )
+        self.decoder = _behind_norm(hidden_channels, out_channels, num_groups, periodic)
 
     def forward(self, x: Tensor) -> Tensor:
         """Predict at each pixel.
