@@ -10,49 +10,20 @@ of the peak of a new process. ``mpiexec -n 2 python benchmarks/grids.py`` times 
 import argparse
 import os
 import time
-from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from measuring import Measured, arguments, median, ms, slowest, spread, table, turns_of
-from torch.nn import functional as F
+from torch.nn import GroupNorm
 
 import varcomm as vc
 from varcomm.data_parallel import sum_gradients
 from varcomm.grid.fetch import span
+from varcomm.models import UNet
 
 CHANNELS = 16
 FLOORS = ("floor", "floor that waits")
-
-
-class Block(torch.nn.Sequential):
-    def __init__(self, ins, outs):
-        conv = partial(torch.nn.Conv2d, kernel_size=3, padding=1)
-        norm, relu = partial(torch.nn.GroupNorm, 4, outs), torch.nn.ReLU
-        super().__init__(conv(ins, outs), norm(), relu(), conv(outs, outs), norm(), relu())
-
-
-class UNet(torch.nn.Module):
-    """Three levels, which halve the image."""
-
-    def __init__(self, channels=CHANNELS, levels=3):
-        super().__init__()
-        widths = [channels * 2**i for i in range(levels + 1)]
-        pairs = [*pairwise(widths)]
-        self.first = Block(channels, channels)
-        self.down = torch.nn.ModuleList(Block(a, b) for a, b in pairs)
-        self.up = torch.nn.ModuleList(torch.nn.ConvTranspose2d(b, a, 2, 2) for a, b in pairs)
-        self.join = torch.nn.ModuleList(Block(2 * a, a) for a, _ in pairs)
-
-    def forward(self, x):
-        x, skips = self.first(x), []
-        for down in self.down:
-            skips.append(x)
-            x = down(F.max_pool2d(x, 2))
-        for up, join in [*zip(self.up, self.join, strict=True)][::-1]:
-            x = join(torch.cat([up(x), skips.pop()], 1))
-        return x
 
 
 class Wait(torch.autograd.Function):
@@ -72,7 +43,8 @@ class Wait(torch.autograd.Function):
 def step_of(kind, rows, columns):
     """Return a step of a kind of run, of this rank."""
     torch.manual_seed(0)
-    model, image = UNet(), torch.randn(1, CHANNELS, rows, columns)
+    model = UNet(CHANNELS, CHANNELS, hidden_channels=CHANNELS)
+    image = torch.randn(1, CHANNELS, rows, columns)
     rank, ranks = vc.init().rank, vc.init().size
     if kind == "split":
         grid = vc.grid.Grid((rows, columns))
@@ -82,7 +54,7 @@ def step_of(kind, rows, columns):
         image = image[:, :, rows * rank // ranks : rows * (rank + 1) // ranks].clone()
     if kind == "floor that waits":
         for module in model.modules():
-            if isinstance(module, torch.nn.Conv2d | torch.nn.GroupNorm):
+            if getattr(module, "kernel_size", (1, 1)) != (1, 1) or isinstance(module, GroupNorm):
                 module.register_forward_pre_hook(lambda _, given: Wait.apply(*given))
 
     def step():
