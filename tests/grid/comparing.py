@@ -51,7 +51,7 @@ def apart(found, expected):
         return 0.0
     same = (found == expected) | expected.isnan()  # of which torch has no value
     difference = (found - expected).masked_fill(same, 0).abs().max()
-    return float(difference / expected.nan_to_num().abs().max().clamp_min(1.0))
+    return float(difference / expected.nan_to_num(0, 0, 0).abs().max().clamp_min(1.0))
 
 
 def lengths_of(draw, spatial, dims, ranks):

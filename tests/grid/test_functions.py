@@ -10,10 +10,20 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import varcomm as vc
 from tests.grid.comparing import ROWS_ONLY, compare
-from tests.grid.functions import FUNCTIONS, M
+from tests.grid.functions import FUNCTIONS, M, N
 from tests.worlds import on_ranks
 
 NAMES = [*FUNCTIONS]
+
+
+@pytest.mark.filterwarnings("ignore:reduction")
+@pytest.mark.parametrize("name", NAMES)
+def test_torch_runs_each_function_of_the_sweep(name):
+    """The sweep leaves out sizes that torch refuses; it must not refuse all."""
+    shape, function, parameters = FUNCTIONS[name]
+    lengths = {N: 12, M: 8}
+    x = torch.randn([lengths.get(n, n) for n in shape], dtype=torch.float64)
+    function(x, *[torch.randn(p, dtype=torch.float64) for p in parameters])
 
 
 @pytest.mark.parametrize("names", [NAMES[at::6] for at in range(6)], ids=lambda names: names[0])

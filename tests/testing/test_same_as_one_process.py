@@ -1,6 +1,5 @@
 """`same_as_one_process` passes right models, and finds the place and cause of planted mistakes."""
 
-import inspect
 import pickle
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ from torch_geometric.nn import (
 from torch_geometric.utils import degree
 
 import varcomm as vc
+from tests.testing.mistakes import assert_named
 from varcomm import ArgumentError
 from varcomm.testing import same_as_one_process
 
@@ -271,12 +271,7 @@ def test_mistakes_in_forward():
     for function, code, cause in IN_FORWARD:
         with pytest.raises(AssertionError, match=r"outputs .* WRONG") as error:
             same_as_one_process(Net(function), graph(), loss=squares)
-        text = str(error.value)
-        lines, start = inspect.getsourcelines(function)
-        (at,) = [start + place for place, line in enumerate(lines) if code in line]
-        assert "tail (Tail): " in text
-        assert f"{__file__}:{at}\n" in text, text
-        assert cause in text, text
+        assert_named(error, function, code, cause)
 
 
 # what is called, the kind of values that is wrong, and words of the cause

@@ -1,13 +1,12 @@
 """`same_as_one_process` with a grid passes right models, and names modules that are wrong."""
 
-import inspect
-
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import varcomm as vc
+from tests.testing.mistakes import assert_named
 from varcomm import ArgumentError
 from varcomm.testing import same_as_one_process
 
@@ -144,12 +143,7 @@ def test_mistakes_in_forward(number):
     function, code, cause = MISTAKES[number]
     with pytest.raises(AssertionError, match=r"outputs .* WRONG") as error:
         same_as_one_process(Net(function), image(), grid=GRID)
-    text = str(error.value)
-    lines, start = inspect.getsourcelines(function)
-    (at,) = [start + place for place, line in enumerate(lines) if code in line]
-    assert "tail (Tail): " in text
-    assert f"{__file__}:{at}\n" in text, text
-    assert cause in text, text
+    assert_named(error, function, code, cause)
 
 
 def once_per_rank(out, data):
