@@ -176,7 +176,7 @@ def of_one_process(function, image, weights):
 
 
 def line(name, dim, sizes, peer):
-    """Return what a function returns, in words; also if every rank has the whole output."""
+    """Return the cell of the table: what is equal, and if every rank has the whole output."""
     function, of_weights = FUNCTIONS[name]
     torch.manual_seed(0)
     shape = [2, 4, 8, 8]

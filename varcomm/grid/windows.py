@@ -221,7 +221,7 @@ _LARGE = 1 << 17  # elements of a rank from which on a copy of them costs more t
 def _inner(x: Any, windows: Sequence[Window]) -> _Inner | None:
     """Return the outputs that need only own rows along the first split dimension that has a halo.
 
-    None if these are few on some rank, or the field is small: alike on all ranks.
+    None on all ranks if these are few on some rank, or if the field is small.
     """
     if prod(x.shape) < _LARGE * x.grid_layout.ranks:
         return None

@@ -107,7 +107,7 @@ class EdgeRules(Numbering):
         return self  # a copy of a model stays on the graph
 
     def kept(self, edge_index: PartitionedIndex, key: tuple[Any, ...], make: Callable[[], T]) -> T:
-        """Return what ``make()`` computes of these edges, once for the edges of the graph."""
+        """Return ``make()``, called once if these are the edges of the graph."""
         is_own = edge_index.plain is self.local_ids and edge_index.kind == "edges"
         if not is_own or torch.compiler.is_compiling() or transforms_active() or in_graph(None):
             return make()
