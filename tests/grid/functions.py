@@ -340,6 +340,10 @@ FUNCTIONS = {
             )
         ),
     ),
+    "cross": (
+        (2, 3, N, M),
+        *only(lambda x: torch.linalg.cross(x, x.sin(), dim=1) * torch.cross(x, x.cos(), 1)),
+    ),
     "turned": (IMAGE, *only(lambda x: x[0, 0].flipud() * x[0, 0] + x[0, 0].fliplr())),
     "extremes and places": (
         IMAGE,

@@ -58,6 +58,16 @@ def _where(func: Func, *args: Any, **kwargs: Any) -> Any:
     return elementwise(func, *args, **kwargs)
 
 
+@rule("cross linalg_cross", several=True)
+def _cross(func: Func, x: Any, other: Any, dim: int | None = None) -> Any:
+    if dim is None:  # torch.cross takes the first dimension of length 3
+        first = [at for at, n in enumerate(x.shape) if n == 3 and func.__name__ == "cross"]
+        dim = first[0] if first else -1
+    if dim % x.dim() - x.dim() in common([x, other]).by_dim:
+        raise refused(f"{func.__name__} along a split dimension")
+    return elementwise(func, x, other, dim=dim)
+
+
 @rule("prelu")
 def _prelu(func: Func, x: Any, weight: Tensor) -> Any:
     if x.grid_layout.at(x.dim()).get(1):
