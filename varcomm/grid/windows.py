@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf, prod
+from functools import lru_cache
+from math import gcd, inf, prod
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from varcomm.errors import ArgumentError
-from varcomm.grid.fetch import span, start_rows
+from varcomm.grid.fetch import rows, span, start_rows
 from varcomm.grid.field import plain, refused, rule, wrap
 from varcomm.grid.layout import Layout, Spans, Split
 
@@ -72,6 +73,27 @@ class Window:
         return low, low + (last - first - 1) * self.stride + self.reach
 
 
+@lru_cache(maxsize=512)
+def _needed(
+    spans: Spans, owned: Spans, outputs: Spans, taps: range, up: int = 1, down: int = 1
+) -> list[list[tuple[int, int]]]:
+    """Return the span of each rank in parts; rows that no output reads are those before the field.
+
+    Such rows are zeros. An output reads ``(output * up + tap) / down`` of each tap that divides.
+    """
+    found = []
+    for (low, high), (first, last), (a, b) in zip(spans, owned, outputs, strict=True):
+        parts = [(low, high)]
+        if abs(taps.step) > 1:
+            places = (output * up + tap for output in range(a, b) for tap in taps)
+            read = {*range(first, last), *(at // down for at in places if at % down == 0)}
+            runs = itertools.groupby(range(low, high), read.__contains__)
+            lists = [(is_read, [*these]) for is_read, these in runs]
+            parts = [(r[0], r[-1] + 1) if is_read else (-len(r), 0) for is_read, r in lists]
+        found.append(parts or [(0, 0)])
+    return found
+
+
 def each(value: Any, dims: int) -> list[Any]:
     """Return a value for each dimension."""
     values = [*value] if isinstance(value, list | tuple) else [value]
@@ -105,14 +127,15 @@ def slabs(
         window = windows[dim]
         splits[dim], spans = window.read(split)
         low, high = spans[split.group.rank]
+        sides = [0, 0] if high > low else [0, window.reach]
         if fill:
             n = split.rows
-            inside = tuple((min(max(a, 0), n), max(0, min(b, n))) for a, b in spans)
-            local = span(local, split, inside)
-            sides = [max(0, -low), max(0, high - n)] if high > low else [0, window.reach]
-        else:
-            local = span(local, split, spans)
-            sides = [0, 0] if high > low else [0, window.reach]
+            sides = [max(0, -low), max(0, high - n)] if high > low else sides
+            spans = tuple((min(max(a, 0), n), max(0, min(b, n))) for a, b in spans)
+        first, reach = -window.before, window.dilation * window.kernel
+        taps = range(first, first + reach, window.dilation)
+        outputs = splits[dim].spans
+        local = rows(local, split, _needed(spans, split.spans, outputs, taps, up=window.stride))
         if any(sides):
             local = F.pad(local, [0, 0] * (-1 - dim) + sides, value=fill if high > low else 0.0)
     for i, window in enumerate(windows):
@@ -232,6 +255,8 @@ def _inner(x: Any, windows: Sequence[Window]) -> _Inner | None:
         out, spans = window.read(split)
         if spans == split.spans:
             continue
+        if gcd(window.stride, window.dilation) > 1:
+            return None  # borders would have rows that no output reads
         inner = []
         for (a, b), (first, end) in zip(out.spans, split.spans, strict=True):
             i = max(a, -(-(first + window.before) // window.stride))
@@ -257,11 +282,12 @@ def _conv_transpose(
 ) -> Any:
     dims, weight, bias = weight.dim() - 2, plain(weight), plain(bias)
     strides, pads, more = each(stride, dims), each(padding, dims), each(output_padding, dims)
-    reaches = [d * (k - 1) for d, k in zip(each(dilation, dims), weight.shape[2:], strict=True)]
+    steps = each(dilation, dims)
+    reaches = [d * (k - 1) for d, k in zip(steps, weight.shape[2:], strict=True)]
     local, splits = plain(input), dict(input.grid_layout.by_dim)
     takes = []
     for dim, split in spatial(func.__name__, input, dims).items():
-        s, p, reach = strides[dim], pads[dim], reaches[dim]
+        s, p, step, reach = strides[dim], pads[dim], steps[dim], reaches[dim]
         n = split.rows
         count = (n - 1) * s - 2 * p + reach + more[dim] + 1
         if count < 1:
@@ -271,7 +297,8 @@ def _conv_transpose(
         for a, b in out.spans:
             low = min(n, max(0, -(-(a + p - reach) // s)))
             spans.append((low, max(low, min(n, (b - 1 + p) // s + 1))) if b > a else (0, 0))
-        local = span(local, split, tuple(spans))
+        taps = range(p, p - reach - 1, -step)
+        local = rows(local, split, _needed(tuple(spans), split.spans, out.spans, taps, down=s))
         (low, high), (a, b) = spans[out.group.rank], out.spans[out.group.rank]
         empty = high == low
         if empty:  # one row of zeros, so that this rank takes part
