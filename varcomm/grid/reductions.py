@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from varcomm.grid.fetch import span
 from varcomm.grid.field import dims_of, plain, refused, rule, wrap
 from varcomm.grid.layout import Layout, Split
 from varcomm.ops.all_gather_v import all_gather_v
@@ -122,17 +123,12 @@ def extreme(func: Func, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
         kind = torch.return_types.max if name == "max" else torch.return_types.min
         return kind((values, index))
     dims, largest = dims_of(dim, x), name in ("max", "amax")
-    out, splits = plain(x).detach(), reduced_splits(x, dims)
+    splits = reduced_splits(x, dims)
     if not splits:
         return _unkept(
             (torch.amax if largest else torch.amin)(plain(x), dims, True), x, dims, keepdim
         )
-    for split in splits:
-        out = _filled(out, split, largest)
-    out = (torch.amax if largest else torch.amin)(out, dims, keepdim=True)
-    for split in splits:
-        gathered = _of_ranks(out, split)
-        out = gathered.amax(0) if largest else gathered.amin(0)
+    out = _extreme_of_all(x, dims, largest)
     if plain(x).is_floating_point():
         # the gradient is shared evenly among all elements with the extreme, on all ranks
         equal = (plain(x).detach() == out) | plain(x).detach().isnan()
@@ -141,6 +137,18 @@ def extreme(func: Func, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
         near = sum_over(share, splits)
         out = near + torch.where(near.isfinite(), out - near, 0).detach()
     return _unkept(out, x, dims, keepdim)
+
+
+def _extreme_of_all(x: Any, dims: Sequence[int], largest: bool) -> Tensor:
+    """Return the extreme over some dimensions, which are kept, without a gradient."""
+    out, splits = plain(x).detach(), reduced_splits(x, dims)
+    for split in splits:
+        out = _filled(out, split, largest)
+    out = (torch.amax if largest else torch.amin)(out, [*dims], keepdim=True)
+    for split in splits:
+        gathered = _of_ranks(out, split)
+        out = gathered.amax(0) if largest else gathered.amin(0)
+    return out
 
 
 def _filled(x: Tensor, split: Split, largest: bool) -> Tensor:
@@ -291,8 +299,8 @@ def _root(x: Any, power: float) -> Any:
 @rule("logsumexp")
 def _logsumexp(func: Func, x: Any, dim: Any, keepdim: bool = False) -> Any:
     dims = dims_of(dim, x)
-    top = x.detach().amax(dims, keepdim=True)
-    top = top.masked_fill(top.isinf(), 0)
+    top = _extreme_of_all(x, dims, True)
+    top = wrap(top.masked_fill(top.isinf(), 0), without(x.grid_layout, x.dim(), dims, True))
     out = (x - top).exp().sum(dims, keepdim=True).log() + top
     return out if keepdim else _unkept(plain(out), x, dims, False)
 
@@ -316,8 +324,9 @@ def _cumsum(func: Func, x: Any, dim: int, *, dtype: Any = None) -> Any:
         return wrap(out, x.grid_layout)
     if split.repeats > 1:
         raise refused("cumsum along rows of several images")
-    ends = _of_ranks(plain(x).sum(at, keepdim=True, dtype=out.dtype), split)
-    return wrap(out + ends[: split.group.rank].sum(0), x.grid_layout)
+    own, ranks = plain(x).sum(at, keepdim=True, dtype=out.dtype), split.group.size
+    before = span(own, split.resized([1] * ranks), [(0, rank) for rank in range(ranks)])
+    return wrap(out + before.sum(at, keepdim=True, dtype=out.dtype), x.grid_layout)
 
 
 @rule("cumprod cummax cummin sort argsort topk kthvalue median nanmedian glu normalize")
