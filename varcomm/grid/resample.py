@@ -94,13 +94,20 @@ def _interpolate(
             scales[at] = 1  # torch copies rows then
     align = bool(align_corners)
     local, splits = plain(input), dict(input.grid_layout.by_dim)
+    later: list[Callable[[Tensor], Tensor]] = []
     for dim, split in spatial(name, input, dims).items():
         n, m, scale = old[dim], new[dim], scales[dim]
         if align and kind in ("linear", "cubic"):
             ratio = (n - 1) / (m - 1) if m > 1 else 0.0
         else:
             ratio = n / m if scale is None else 1.0 / float(scale)
-        local, splits[dim] = _resampled(local, split, m, ratio, kind, align)
+        local, splits[dim], weighted = _fetched(local, split, m, ratio, kind, align)
+        if m <= n:
+            local = weighted(local)
+        else:  # after the rows of other dimensions have travelled
+            later.append(weighted)
+    for weighted in later:
+        local = weighted(local)
     left = [dim for dim in range(-dims, 0) if dim not in input.grid_layout.by_dim]
     if any(new[dim] != old[dim] or scales[dim] not in (None, 1) for dim in left):
         target = [
@@ -127,9 +134,10 @@ def _one(x: Tensor, dims: int) -> Tensor:
     return F.pad(x, [n for size in reversed(x.shape[-dims:]) for n in (0, int(size == 0))])
 
 
-def _resampled(
+def _fetched(
     x: Tensor, split: Split, count: int, ratio: float, mode: str, align: bool
-) -> tuple[Tensor, Split]:
+) -> tuple[Tensor, Split, Callable[[Tensor], Tensor]]:
+    """Return the rows that outputs read, the split of outputs, and how these are computed."""
     out = split.resized(cut(split, count, lambda row: -(-row * count // max(split.rows, 1))))
     spans = []
     for a, b in out.spans:
@@ -138,14 +146,18 @@ def _resampled(
     local, (low, _) = span(x, split, tuple(spans)), spans[out.group.rank]
     places, weights = _on(x.device, *out.spans[out.group.rank], split.rows, ratio, mode, align)
     dim = x.dim() + split.dim
-    found = None
-    for tap in range(places.shape[1]):
-        rows = local.index_select(dim, places[:, tap] - low)
-        if places.shape[1] > 1:
-            rows = rows * weights[:, tap].to(rows.dtype).view(-1, *[1] * (-1 - split.dim))
-        found = rows if found is None else found + rows
-    assert found is not None
-    return found, out
+
+    def weighted(local: Tensor) -> Tensor:
+        found = None
+        for tap in range(places.shape[1]):
+            rows = local.index_select(dim, places[:, tap] - low)
+            if places.shape[1] > 1:
+                rows = rows * weights[:, tap].to(rows.dtype).view(-1, *[1] * (-1 - split.dim))
+            found = rows if found is None else found + rows
+        assert found is not None
+        return found
+
+    return local, out, weighted
 
 
 @lru_cache(maxsize=512)
