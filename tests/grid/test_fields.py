@@ -194,21 +194,6 @@ def test_grids_that_differ(rank):
 
 
 @on_ranks(3)
-def test_bytes(rank):
-    """A window fetches the rows that it lacks, over an empty rank, and a point none."""
-    _, _, x = field_of(3)
-    row = 2 * 3 * 5 * 8
-    weight = torch.ones(1, 3, 3, 3, dtype=x.dtype)
-    with vc.trace() as calls:
-        F.conv2d(x, weight, padding=1)
-    sent = sum(call.sent for call in calls)
-    assert sent == [row, 0, row][rank]
-    with vc.trace() as calls:
-        F.conv2d(x, weight[..., :1, :1]).relu() * x[:, :1]
-    assert len(calls) == 0
-
-
-@on_ranks(3)
 def test_channels_are_dropped_alike(rank):
     _, _, x = field_of(3, channels=64)
     torch.manual_seed(rank)

@@ -89,16 +89,6 @@ def test_nested_tensors_are_refused(rank):
 
 
 @on_ranks(3)
-def test_causal_attention_reads_the_tokens_before(rank):
-    grid = vc.grid.Grid((TOKENS, 4), sizes=[SIZES[3], None])
-    x = grid.scatter(torch.randn(2, TOKENS, 4, dtype=torch.float64))
-    with vc.trace() as calls:
-        F.scaled_dot_product_attention(x, x, x, is_causal=True)
-    keys_and_values = 2 * 4 * 2 * 4 * 8  # of the first rank: two of 4 tokens
-    assert sum(call.sent for call in calls) == (keys_and_values if rank == 0 else 0)
-
-
-@on_ranks(3)
 def test_losses_of_tokens(rank):
     """Classes of samples: flat tokens, labels in other sizes, whole, or the only split operand."""
     torch.manual_seed(0)
