@@ -20,7 +20,11 @@ Func = Callable[..., Any]
 
 @rule("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft")
 def _fft(func: Func, input: Any, n: int | None = None, dim: int = -1, norm: Any = None) -> Any:
-    x, at = plain(input), dim % input.dim()
+    at = dim % input.dim()
+    if n is not None:  # rows behind those that are read do not travel
+        half = func.__name__ in ("fft_irfft", "fft_hfft")
+        input = input.narrow(at, 0, min(input.shape[at], n // 2 + 1 if half else n))
+    x = plain(input)
     split = input.grid_layout.at(x.dim()).get(at)
     if split is None:
         return wrap(_some(func, x, n, at, norm), input.grid_layout)
