@@ -255,23 +255,50 @@ def test_attention(rank):
 
         own, rest = sizes[rank], ROWS - sizes[rank]
         assert sent_by(attend, sizes) == (2 * row * own * 2, 2 * row * rest)
+        by_hand = sent_by(lambda x: (x.sin() @ x.mT).softmax(-1) @ x.cos(), sizes)
+        assert by_hand == (2 * row * own * 2, 2 * row * rest)
         later = sum(sizes[r] > 0 for r in others if r > rank)
         before = (ends[rank] - own) * (own > 0)
         found = sent_by(lambda x: attend(x, is_causal=True), sizes)
         assert found == (2 * row * own * later, 2 * row * before)
 
 
+TRANSFORMS = {  # rows that are read and made, and bytes of a value before and behind
+    "fft": (lambda x: torch.fft.fft(x, dim=2).abs(), ROWS, ROWS, 8, 16),
+    "rfft": (lambda x: torch.fft.rfft(x, dim=2).abs(), ROWS, 7, 8, 16),
+    "irfft": (lambda x: torch.fft.irfft(torch.complex(x, x), dim=2), ROWS, 24, 16, 8),
+    "irfft of 6": (lambda x: torch.fft.irfft(torch.complex(x, x), 6, 2), 4, 6, 16, 8),
+    "fft of 5 rows": (lambda x: torch.fft.fft(x, 5, 2).abs(), 5, 5, 8, 16),
+    "fft2": (lambda x: torch.fft.fft2(x).abs(), ROWS, ROWS, 8, 16),
+    "along columns": (lambda x: torch.fft.fft(x).abs(), 0, 0, 0, 0),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
 @on_ranks(3)
-def test_transforms(rank):
+def test_transforms(rank, name):
     """Rows are exchanged for a part of the longest other dimension, and back."""
-    parts = vc.ShardSizes.balanced(COLUMNS, 3)
+    function, read, made, before, behind = TRANSFORMS[name]
+    columns, failed = vc.ShardSizes.balanced(COLUMNS, 3)[rank], []
     for sizes in SIZES:
-        rows, columns = sizes[rank], parts[rank]
-        # complex values; of real ones the first exchange has half the bytes
-        away, back = rows * (COLUMNS - columns), (ROWS - rows) * columns
-        forward, backward = sent_by(lambda x: torch.fft.fft(x, dim=2).abs(), sizes)
-        assert forward == 2 * 4 * (8 * away + 16 * back)
-        assert backward == 2 * 4 * (16 * away + 8 * back)
+        start, end = sum(sizes[:rank]), sum(sizes[: rank + 1])
+        own = min(end, read) - min(start, read)
+        ends = [min(at, read) * made // max(read, 1) for at in (start, end)]
+        after = ends[1] - ends[0]
+        values = (
+            2
+            * 4
+            * torch.tensor(
+                [
+                    [own * (COLUMNS - columns), (made - after) * columns],
+                    [(read - own) * columns, after * (COLUMNS - columns)],
+                ]
+            )
+        )
+        expected = tuple((values @ torch.tensor([before, behind])).tolist())
+        if (found := sent_by(function, sizes)) != expected:
+            failed.append(f"{sizes}: sent {found}, needed {expected}")
+    return failed
 
 
 # Columns travel with the rows that are read, of padding too, or with those of the result.

@@ -79,6 +79,23 @@ def test_autocast_without_padding_has_one_dtype(rank):
     torch.testing.assert_close(found.gather(), expected, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("case", CASES)
+@on_ranks(3)
+def test_as_many_rows_travel_as_of_a_small_field(rank, case):
+    """Of which they are those that are needed (test_bytes.py)."""
+    weight, how = CASES[case]
+    sent = []
+    for columns in (COLUMNS, 12):
+        grid = vc.grid.Grid((ROWS, columns), sizes=[[333, 70, 297], None])
+        x = grid.field(torch.ones(1, 1, len(grid.ranges[0]), columns, requires_grad=True))
+        with vc.trace() as forward:
+            y = F.conv2d(x, torch.ones(weight), **how)
+        with vc.trace() as backward:
+            y.backward(torch.ones_like(y))
+        sent.append([calls.total.sent / columns for calls in (forward, backward)])
+    assert sent[0] == sent[1]
+
+
 @on_ranks(2)
 def test_a_large_convolution_sends_its_halo_and_keeps_no_copy(rank):
     torch.set_num_threads(1)
