@@ -333,6 +333,39 @@ def test_some_ranks_compile_a_model(rank, model, late):
     refused(lambda: varcomm.all_reduce(torch.ones(2)))
 
 
+@pytest.mark.parametrize("model", [graph_model, sharded_model])
+@pytest.mark.parametrize("steps", [1, 10])
+@on_ranks(3)
+def test_the_table_names_the_first_call_that_differs(rank, model, steps):
+    """Rank 1 compiles its layers, so that only the other ranks have them among their calls."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, inputs = model()
+    model = torch.compile(model, backend="aot_eager") if rank == 1 else model
+    for _ in range(steps):
+        model(*inputs).square().sum().backward()
+    FAULTS["dtype"](rank, rank == 1)
+    with pytest.raises(DisagreementError) as caught:
+        varcomm.all_reduce(model(*inputs)[:1, :2])
+    assert "all_gather_v of int32" in str(caught.value)
+    assert "all_gather_v of float32" in str(caught.value)
+
+
+@on_ranks(3)
+def test_layers_that_differ_behind_equal_calls(rank):
+    """The table names the layer; 100 layers without a call leave no call to compare."""
+    x, group = F(6, 4), torch.distributed.new_group()  # whose layers no test has compiled
+    layers = [ColumnParallelLinear(4, 6, group=group) for _ in range(2)]
+    layers[rank == 1](x)
+    with pytest.raises(DisagreementError, match="a layer after call 0 of the group") as caught:
+        varcomm.all_reduce(torch.ones(2), group=group)
+    assert "the sharded layer 2 of the group" in str(caught.value)
+    varcomm.all_reduce(torch.ones(2), group=group)
+    for _ in range(100):
+        layers[rank == 1](x)
+    refused(lambda: varcomm.all_reduce(torch.ones(2), group=group))
+
+
 @on_ranks(3)
 def test_off_and_on_again(rank):
     group = torch.distributed.new_group()

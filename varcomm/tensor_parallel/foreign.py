@@ -19,11 +19,11 @@ from varcomm.sizes import ShardSizes
 from varcomm.tensor_parallel.embedding import VocabParallelEmbedding, vocab_parallel_embedding
 from varcomm.tensor_parallel.layout import (
     AFTER,
-    InLog,
     MarkedModule,
     Sizes,
     agreed,
     digests,
+    in_log,
     lost_state,
 )
 from varcomm.tensor_parallel.linear import column_parallel_linear, row_parallel_linear
@@ -57,7 +57,7 @@ class _Shards(MarkedModule):
         pg, self.group = group.process_group, group
         self._specs = {name: ShardSpec.of(sizes, dim, pg) for name, (sizes, dim) in shards.items()}
         agreed(f"a sharded {type(layer).__name__}", check, group)
-        self._in_log = InLog.of(self, group)
+        self._in_log = in_log(self, group)
         self._keep_parts(layer)
 
 

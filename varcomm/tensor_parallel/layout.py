@@ -20,7 +20,7 @@ from varcomm.sharding import ShardSpec, mark, shard_spec
 from varcomm.sizes import ShardSizes, at_least, checked_sizes
 from varcomm.tensor_parallel.init import Fill, drawing, initialised, numbers_of_first
 from varcomm.transport.agreement import agree, agree_and_share
-from varcomm.transport.call_log import word_of
+from varcomm.transport.call_log import Layer
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["param_is_not_tensor_parallel_duplicate"]
@@ -98,20 +98,10 @@ def random_seed() -> int:
     return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
-@dataclass
-class InLog:
-    """The calls of a sharded layer, as they are in the log of its group."""
-
-    name: str
-    word: int
-    is_compiled: bool = False  # a rank may fall back to eager code
-
-    @classmethod
-    def of(cls, layer: nn.Module, group: Group) -> Self:
-        """Return the name of a layer by its number in the group; ranks make layers in one order."""
-        number = group.auxiliary["layers"] = group.auxiliary.get("layers", 0) + 1
-        name = f"{type(layer).__name__}, the sharded layer {number} of the group"
-        return cls(name, word_of(name))
+def in_log(layer: nn.Module, group: Group) -> Layer:
+    """Return the name of a layer by its number in the group; ranks make layers in one order."""
+    number = group.auxiliary["layers"] = group.auxiliary.get("layers", 0) + 1
+    return Layer(f"{type(layer).__name__}, the sharded layer {number} of the group")
 
 
 @dataclass(frozen=True)
@@ -138,7 +128,7 @@ class MarkedModule(Module):
 
     group: Group
     _specs: Mapping[str, ShardSpec]  # of the sharded parameters, by name
-    _in_log: InLog
+    _in_log: Layer
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,12 +149,8 @@ class MarkedModule(Module):
         count = 0 if log is None else log.count
         y = super().__call__(*args, **kwargs)
         # one without messages in forward has them in backward
-        if (
-            log is not None
-            and not self._in_log.is_compiled
-            and (log.count != count or y.requires_grad)
-        ):
-            log.add_layer(self._in_log.name, self._in_log.word)
+        if log is not None and (log.count != count or y.requires_grad):
+            log.add_layer(self._in_log)
         return y
 
     def after_conversion(self) -> None:
@@ -304,7 +290,7 @@ class ShardedModule(MarkedModule):
     def _use(self, layout: Layout) -> None:
         """Keep a layout; its extents and options are attributes by their names."""
         self._layout, self.spec = layout, layout.spec
-        self._in_log = InLog.of(self, self.group)
+        self._in_log = in_log(self, self.group)
         self._specs = dict.fromkeys(self._sharded, layout.spec)
         for name, value in {**layout.extents, **layout.options}.items():
             setattr(self, name, value)

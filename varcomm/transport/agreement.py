@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import product
+from math import inf
 from typing import Any, TypeVar
 
 import numpy as np
@@ -168,41 +169,39 @@ def disagree(group: Group, explain: Callable[[], None] | None = None) -> None:
     """
     log = group.log
     assert log is not None
-    own = {"count": log.count, "calls": list(log.last), "digest": log.digest}
-    own |= {"explains": explain is not None, "layers": log.layers, "compiles": group.compiles}
+    own = {"names": log.numbered(), "digest": log.digest, "layers": log.layers}
+    own |= {"explains": explain is not None, "compiles": group.compiles}
     with explained("comparison of calls", group):
         given = all_gather_object(own, group)
     log.clear()
+    compiles = any(each["compiles"] for each in given)
     if all(each["digest"] == own["digest"] for each in given):
         if any(each["layers"] != own["layers"] for each in given):
-            if any(each["compiles"] for each in given):
+            if compiles:
                 log.compares_layers = False
                 return
         elif explain is not None and all(each["explains"] for each in given):
             explain()
-    names = [_numbered(each) for each in given]
-    kept_by_all = max(min(row, default=1) for row in names)
-    numbers = [n for n in sorted(set().union(*names)) if n >= kept_by_all]
-    first = next((n for n in numbers if len({row.get(n) for row in names}) > 1), None)
-    where = "ranks have made different calls"
+    names = [
+        {at: name for at, name in each["names"].items() if not (compiles and at[1])}
+        for each in given
+    ]
+    kept_by_all = max(min(row, default=(inf, 0)) for row in names)
+    numbers = [at for at in sorted(set().union(*names)) if at >= kept_by_all]
+    first = next((at for at in numbers if len({row.get(at) for row in names}) > 1), None)
+    text = "ranks have made different calls"
     if first is None:
-        text = f"{where}, and more than {len(numbers)} equal calls after that."
+        text += f", and more than {len(numbers)} equal calls after that."
     else:
-        rows = ({"call": first, "name": row.get(first, "not made")} for row in names)
-        text = (
-            f"{where}; the first that differs is call {first} of the group.\n{failure.table(rows)}"
-        )
+        call, after = first
+        rows = ({"call": call, "name": row.get(first, "not made")} for row in names)
+        where = f"a layer after call {call}" if after else f"call {call}"
+        text += f"; the first that differs is {where} of the group.\n{failure.table(rows)}"
     error = DisagreementError(
         f"{text}\nRun the program inside varcomm.debug() to see the line of each rank."
     )
     error.on_all_ranks = True
     raise error
-
-
-def _numbered(calls: dict[str, Any]) -> dict[int, str]:
-    """Return the names of the last calls of a rank by their numbers."""
-    count, names = calls["count"], calls["calls"]
-    return dict(enumerate(names, count - len(names) + 1))
 
 
 def all_gather_object(value: Any, group: Group, timeout: timedelta = NO_LIMIT) -> list[Any]:

@@ -10,11 +10,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from zlib import crc32
 
 _SHOWN = 64  # last calls whose names are kept
 _FACTOR = 0x9E3779B97F4A7C15  # odd: another digest stays another
 _MASK = (1 << 64) - 1
+
+
+@dataclass
+class Layer:
+    """A layer, as ranks compare it."""
+
+    name: str
+    is_compiled: bool = False  # a rank may fall back to eager code
+    word: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.word = word_of(self.name)
 
 
 class CallLog:
@@ -32,7 +45,7 @@ class CallLog:
         self.compares_layers = True  # until a rank has found that others compile theirs
         self.layers = 0  # the digest of layers
         self.count = 0  # calls
-        self.last: deque[str] = deque(maxlen=_SHOWN)
+        self.last: deque[str | tuple[str]] = deque(maxlen=_SHOWN)  # a layer is in a tuple
         self.sampled = 0  # sums of gradients, of which some carry entries of parameters
         # comparisons of sums on a GPU that are not made yet
         self.pending: deque[Callable[[], None]] = deque()
@@ -43,12 +56,11 @@ class CallLog:
         self.count += 1
         self.last.append(name)
 
-    def add_layer(self, name: str, word: int) -> None:
+    def add_layer(self, layer: Layer) -> None:
         """Add a layer that has run, whose calls are here already; compiled code adds none."""
-        if self.compares_layers:
-            self.layers = (self.layers ^ word) * _FACTOR & _MASK
-            self.count += 1
-            self.last.append(name)
+        if self.compares_layers and not layer.is_compiled:
+            self.layers = (self.layers ^ layer.word) * _FACTOR & _MASK
+            self.last.append((layer.name,))
 
     def whole(self) -> int:
         """Return the digest of calls and layers."""
@@ -57,6 +69,15 @@ class CallLog:
     def bits(self, number: int) -> int:
         """Return that many bits of the digest; the upper ones, which depend on all calls."""
         return self.whole() >> (64 - number)
+
+    def numbered(self) -> dict[tuple[int, int], str]:
+        """Return the last names by the number of the call, and that of a layer after this call."""
+        number = lost = self.count - sum(isinstance(name, str) for name in self.last)
+        after, names = 0, {(lost, 0): ""}
+        for name in self.last:
+            number, after = (number + 1, 0) if isinstance(name, str) else (number, after + 1)
+            names[number, after] = name if isinstance(name, str) else name[0]
+        return {at: name for at, name in names.items() if not lost or at[0] > lost}
 
     def clear(self) -> None:
         """Begin anew, after ranks have found that they differ."""

@@ -17,7 +17,7 @@ from varcomm.graph.index.edges import EdgeRules
 from varcomm.graph.index.partitioned_index import Numbering, PartitionedIndex
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.ops.checks import checking
-from varcomm.transport.call_log import word_of
+from varcomm.transport.call_log import Layer
 
 __all__ = ["Digests", "Running", "attach", "is_attached"]
 
@@ -35,7 +35,6 @@ class Running:
     digests: Digests = field(default_factory=WeakTensorKeyDictionary)
     # called with a layer's name when it propagates, in a call that exchanges once for all layers
     step: Callable[[str], None] | None = None
-    is_compiled: bool = False  # torch.compile has traced a layer
     rules: frozenset[Numbering] = field(init=False)  # of the graph's edges
 
     def __post_init__(self) -> None:
@@ -107,7 +106,7 @@ def _adapted(
     shows_ids = any(_shows_ids(layer, function) for function in functions)
     hides_ids = _is_of_pyg(layer, method) and not shows_ids and not reads_all_rows
     call = f"{method} of {name or 'the model'} ({type(layer).__name__})"
-    return _Adapted(layer, method, running, at_j, at_i, hides_ids, call, word_of(call))
+    return _Adapted(layer, method, running, at_j, at_i, hides_ids, Layer(call))
 
 
 def _is_of_pyg(layer: MessagePassing, method: str) -> bool:
@@ -150,8 +149,7 @@ class _Adapted:
     at_i: list[str]
     # whether only code of PyG sees ids, and those of targets alone: its results are local
     hides_ids: bool
-    call: str  # in the log of the group, and its word there
-    word: int
+    in_log: Layer  # of the group
 
     def __call__(self, edge_index: PartitionedIndex, size: Any = None, **values: Any) -> Any:
         self.running.check(edge_index, self.method)
@@ -166,9 +164,9 @@ class _Adapted:
         unread = [*values.values()]
         if hides_ids and (rows := self._rows_at_ends(edge_index, size, values)) is not None:
             ids, size, values = edge_index.plain, (None, edges.layer_counts()[2]), values | rows
-        own = getattr(type(self.layer), self.method)
+        own, group = getattr(type(self.layer), self.method), self.running.graph.group
         if torch.compiler.is_compiling():
-            self.running.is_compiled = self.running.graph.group.compiles = True
+            self.in_log.is_compiled = group.compiles = True
             return own(self.layer, ids, size=size, **values)
         before, edges.exchanged = edges.exchanged, []
         exchanged = edges.exchanged
@@ -176,9 +174,8 @@ class _Adapted:
             out = own(self.layer, ids, size=size, **values)
         finally:
             edges.exchanged = before
-        log = self.running.graph.group.log
-        if log is not None and not self.running.is_compiled:  # a rank may fall back to eager code
-            log.add_layer(self.call, self.word)
+        if group.log is not None:
+            group.log.add_layer(self.in_log)
         exchanged += [rows for x, rows in edge_index.known if rows is not x and rows.requires_grad]
         # backward is collective: without edges, it must contain all tensors that a message reads
         unread = unread if edge_index.plain.shape[1] == 0 else []
