@@ -103,8 +103,8 @@ def complete(message, call):
 def test_complete_logits(rank, ranks, dtype):
     """Logits that are complete on each rank: views and products of them, compiled, in debug()."""
     torch.manual_seed(0)
-    hidden, head = torch.randn(2, 7, 5, dtype=dtype), torch.randn(11, 5, dtype=dtype)
-    target = torch.randint(11, (2, 6)).index_fill(1, torch.tensor([3]), -100)
+    hidden, head = torch.randn(2, 16, 5, dtype=dtype), torch.randn(11, 5, dtype=dtype)
+    target = torch.randint(11, (2, 15)).index_fill(1, torch.tensor([3]), -100)
     options = {"label_smoothing": 0.1, "reduction": "mean"}
 
     def loss(logits, sizes=None):
@@ -123,19 +123,22 @@ def test_complete_logits(rank, ranks, dtype):
             "linear_cross_entropy.*complete",
             lambda: linear_cross_entropy(hidden[:, :-1], head, target),
         )
+        assert complete("complete logits", lambda: loss(whole, every)) == told
         loss(whole.detach() + rank, every)
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    assert complete("complete logits", lambda: compiled(whole, every)) == told
     with varcomm.debug():
-        assert complete("complete logits", lambda: loss(whole, every)) == told
         assert complete("complete logits", lambda: compiled(whole, every)) == told
+        few = whole[:, :2], target[:, :2]
+        complete("complete logits", lambda: vocab_parallel_cross_entropy(*few, every))
 
 
 @on_ranks(2)
 def test_equal_logits_that_are_not_complete(rank):
     """A head of zeros, targets of the other rank, and shards that differ afterwards.
 
-    Shards that start equal, with targets of the first rank, are as in one process if their sizes
-    are stated.
+    Shards that start equal, with few targets of the first rank, are as in one process if their
+    sizes are stated.
     """
     logits, target = torch.zeros(2, 3), torch.tensor([0, 2])
     for sizes in ([3, 3], None):
@@ -148,7 +151,7 @@ def test_equal_logits_that_are_not_complete(rank):
     for loss in (vocab_parallel_cross_entropy, compiled):
         torch.testing.assert_close(loss(logits, target, [3, 3]), expected)
     torch.testing.assert_close(linear_cross_entropy(hidden, head, target, [3, 3]), expected)
-    complete("pass sizes=.3, 3.", lambda: vocab_parallel_cross_entropy(logits, target))
+    complete("another seed", lambda: vocab_parallel_cross_entropy(logits, target))
     vocab_parallel_cross_entropy(logits, torch.tensor([5]), [3, 3])
     vocab_parallel_cross_entropy(logits + rank, torch.tensor([0]), [3, 3])
     with varcomm.debug():
