@@ -46,7 +46,8 @@ def replace_methods(module: torch.nn.Module, running: Running) -> None:
                     if vars(module).get(name) != method:  # compiled code holds the former one
                         vars(module)[name] = method
 
-    if isinstance(module, pyg.Linear) and is_lazy(module.weight) and module.bias is not None:
+    # to read the weight would be a step of a parametrization, such as spectral_norm
+    if isinstance(module, pyg.Linear) and module.in_channels == -1 and module.bias is not None:
         module.bias.data.zero_()  # uninitialised memory, which stays in a layer without a call
     if isinstance(module, pyg.HeteroDictLinear | pyg.GMMConv) and hasattr(module, "_hook"):
         module.register_forward_pre_hook(_Method(_initialize, module, running), prepend=True)
