@@ -71,6 +71,34 @@ def test_edges_made_of_a_graphs(rank):
     return failures
 
 
+# edges by their positions, which are other edges on each rank
+PLACES = {
+    "first": lambda g: g.edge_index[:, :3],
+    "all but one": lambda g: g.edge_index[..., 1:],
+    "every second": lambda g: g.edge_index[0, ::2],
+    "first targets": lambda g: g.edge_index[1][:3],
+    "of the other direction": lambda g: g.edge_index.flip(0)[:, :3],
+    "listed": lambda g: g.edge_index[:, [2, 0]],
+    "one after the other": lambda g: [g.x[i] for i in g.edge_index[0]],
+    "a row of one edge": lambda g: g.x[g.edge_index[0, 0]],
+    "columns of one edge": lambda g: g.x[g.edge_index[0][-1], :2],
+}
+
+
+@on_ranks(2)
+def test_edges_by_position_are_refused(rank):
+    graph, failures = partition(wild(), method="block"), Failures()
+    for name, take in PLACES.items():
+        with failures.named(name), pytest.raises(ArgumentError):
+            take(graph)
+    x, (row, col) = graph.x, graph.edge_index
+    assert graph.edge_index[:, :].kind == "edges"
+    assert graph.edge_index[:, :0].shape == (2, 0)
+    torch.testing.assert_close(x[col[0]], x[graph.edges.local_ids[1, 0]])  # on this rank
+    assert torch.equal(x[row[graph.interior]], x[graph.edges.local_ids[0, graph.interior]])
+    return failures
+
+
 @on_ranks(2)
 def test_edges_without_loops_are_copies(rank):
     """Values of edges that remain are copies, also if there are no loops to be removed."""

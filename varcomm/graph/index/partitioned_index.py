@@ -205,7 +205,9 @@ class PartitionedIndex(Marked):
         if not kwargs:
             return other(func, args, {}) if rule is None else rule(func, *args)
         if kwargs.get("out") is not None:
-            raise refuse(func, first_index(*args, *kwargs.values()).kind, "Do not pass out=.")
+            given = first_index(*args, *kwargs.values())
+            more = "Do not pass out=. Take k_hop_subgraph of the data before graph.partition."
+            raise refuse(func, given.kind, more)
         kwargs = {name: value for name, value in kwargs.items() if name != "out"}
         if "input" in kwargs:
             args = (kwargs.pop("input"), *args)

@@ -41,6 +41,10 @@ _PAIRS: dict[tuple[str, ...], Kind] = {ends: kind for kind, ends in _ENDS.items(
 _SIGNS = {"neg", "__neg__", "mul", "__mul__", "__rmul__"}
 _REDUCTIONS = {"scatter_reduce", "scatter_reduce_", "index_reduce", "index_reduce_"}
 _CATS = {"cat", "concat", "concatenate"}
+_NO_ORDER = (
+    "Sources and targets have local ids, in no order. Compute a mask of edges from the data before "
+    "graph.partition, as an attribute with a bool per edge."
+)
 _EQUAL = {"eq": True, "__eq__": True, "ne": False, "not_equal": False, "__ne__": False}
 NAMES.update({function: name for name in _SIGNS for function in functions_named(name)})
 
@@ -67,7 +71,8 @@ def _known(func: Callable[..., Any], x: PartitionedIndex, *args: Any, **kwargs: 
 )
 def _in_place(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     given = first_index(*args, *kwargs.values())
-    raise refuse(func, given.kind, "Operations in place do not change what numbers stand for.")
+    more = "Operations in place do not change what numbers stand for."
+    raise refuse(func, given.kind, f"{more} Sort and coalesce edges before graph.partition.")
 
 
 @rule(
@@ -216,6 +221,17 @@ def _part(func: Callable[..., Any], x: PartitionedIndex, key: Any) -> Any:
         ):
             kind = "computed"
     chosen = key[-1] if own is not None and len(key) else key
+    if (
+        isinstance(chosen, slice | list)
+        and kind in (*_ENDS, "source", "target")
+        and not (_is_all(chosen) or 0 in out.shape or x.of.group.size == 1)
+    ):
+        raise refuse(
+            func,
+            kind,
+            "Edges at these positions are others on each rank. Select edges by a mask that is an "
+            "attribute of the data with a bool per edge: graph.edge_index[:, graph.mask].",
+        )
     if isinstance(chosen, PartitionedIndex) and chosen.kind == "loops" and kind == "source":
         kind = "target"  # both ends of a self loop
     keys = key if isinstance(key, tuple) else (key,)  # the same on all ranks, unlike `own`
@@ -252,6 +268,13 @@ def _rows(func: Callable[..., Any], index: PartitionedIndex, x: torch.Tensor, di
     if index.kind == "computed":
         raise refuse(func, "computed")
     if index.kind == "source":
+        if index.plain.dim() == 0 and index.of.group.size > 1:
+            raise refuse(
+                func,
+                "source",
+                "A loop over edges would exchange once per edge, and ranks have different numbers "
+                "of edges. Take the values of all edges at once: x[edge_index[0]].",
+            )
         for owned, rows in index.known:
             if x is owned:
                 return rows
@@ -464,7 +487,7 @@ def _compare(func: Callable[..., Any], a: Any, b: Any) -> Any:
     kinds = {a.kind, b.kind} if both else set()
     if kinds == {"source", "target"}:
         if a.of is not b.of or name not in _EQUAL:
-            raise refuse(func, "edges", "Sources and targets have local ids, in no order.")
+            raise refuse(func, "edges", _NO_ORDER)
         a.of.check_has_loops()
         kind: Kind = "loops" if _EQUAL[name] else "no loops"
         whole = a.whole and b.whole
