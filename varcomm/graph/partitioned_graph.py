@@ -156,7 +156,9 @@ class PartitionedGraph:
                 raise AttributeError(f"{error.args[0]}.") from error
         shards: dict[Any, Shard] = {**self.node_shards, **self.edge_shards}
         have = [f"graph[{key!r}].{name}" for key, shard in shards.items() if key and name in shard]
-        known = f"choose a type: {', '.join(have)}" if have else f"it has {[*self.data.keys()]}"
+        known = f"it has {sorted(self.data.keys())}"
+        if have:
+            known = f"choose a type: {', '.join(have)}"
         raise AttributeError(f"the graph has no attribute {name!r}; {known}.")
 
     @cached_property
