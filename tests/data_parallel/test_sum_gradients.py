@@ -11,6 +11,7 @@ from tests.data_parallel.cases import CASES, DOUBLE, assert_same_gradients, back
 from tests.worlds import WORLDS, on_ranks
 from varcomm import ArgumentError, DisagreementError
 from varcomm.data_parallel import GlobalCount, ShardedGradients, sum_gradients
+from varcomm.tensor_parallel import ColumnParallelLinear
 
 
 @on_ranks(*WORLDS)
@@ -206,6 +207,12 @@ def test_refusals(rank, ranks):
         other = make() if rank else [parameter()]
         with varcomm.debug(), pytest.raises(DisagreementError, match=f"disagree on {word}"):
             sum_gradients(other, **(options if rank else {}))
+    shards = nn.Sequential(nn.LayerNorm(3), ColumnParallelLinear(3, 5))
+    for call in (sum_gradients, lambda model: ShardedGradients(model, torch.optim.SGD)):
+        with pytest.raises(ArgumentError, match="is a shard of a parameter"):
+            call(shards)
+    alone = [torch.distributed.new_group([one]) for one in range(ranks)][rank]
+    sum_gradients(shards, group=alone)  # in which no rank has another shard
     model = nn.Linear(2, 2)
     own = ShardedGradients(model, torch.optim.SGD)
     with pytest.raises(ArgumentError, match="belongs to a ShardedGradients"):

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from varcomm.errors import ArgumentError
+from varcomm.sharding import shard_spec
 from varcomm.transport.engine import Pending, span
 from varcomm.transport.failure import explained, failure
 from varcomm.transport.group import Group
@@ -22,6 +24,7 @@ __all__ = [
     "gradient_dtype",
     "is_owned",
     "listed",
+    "refuse_sharded",
     "started",
     "with_flags",
 ]
@@ -121,6 +124,17 @@ class Owner:
 def is_owned(parameter: torch.Tensor) -> bool:
     """Return whether a ShardedGradients sums the gradients of a parameter."""
     return bool(getattr(getattr(parameter, _OWNER, None), "is_open", False))
+
+
+def refuse_sharded(parameter: torch.Tensor, group: Group, what: str) -> None:
+    """Raise ArgumentError if ranks of the group have different shards of a parameter."""
+    spec = shard_spec(parameter)
+    if spec is not None and len({*spec.group.ranks} & {*group.ranks}) > 1:
+        raise ArgumentError(
+            f"{what} is a shard of a parameter that ranks of this group hold in parts, so its "
+            "gradient is complete. Sum over ranks that hold the same shard: pass the data-parallel "
+            "group; a model that is only tensor-parallel needs no sum."
+        )
 
 
 def started(name: str, group: Group, start: Callable[..., Any], *arguments: object) -> Pending:

@@ -16,6 +16,7 @@ from varcomm.data_parallel.buckets import (
     gradient_dtype,
     is_owned,
     listed,
+    refuse_sharded,
     with_flags,
 )
 from varcomm.data_parallel.global_count import Reduce, described, divisor_of
@@ -31,7 +32,7 @@ from varcomm.sizes import at_least
 from varcomm.transport.agreement import compare, debugging
 from varcomm.transport.debug import settle
 from varcomm.transport.engine import Pending
-from varcomm.transport.group import GroupLike, resolve
+from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["sum_gradients"]
 
@@ -69,7 +70,8 @@ def sum_gradients(
     ------
     ArgumentError
         If a gradient is sparse or has an unexpected dtype, or a parameter belongs to a
-        ``ShardedGradients``. On every rank, if a rank has not called `add`, or if all counts are 0.
+        ``ShardedGradients`` or is sharded over the same ranks. On every rank, if a rank has not
+        called `add`, or if all counts are 0.
     DisagreementError
         Inside :func:`varcomm.debug`, on every rank, if parameters, values or arguments differ.
 
@@ -107,7 +109,7 @@ def sum_gradients(
     with checking("sum_gradients", ranks, use_fp32=use_fp32) as where:
         size = at_least(1, bucket_bytes, "bucket_bytes")
         how = {"reduce": described(reduce, where), "bucket_bytes": size}
-        trained = _checked(parameters, where)
+        trained = _checked(parameters, where, ranks)
     if debugging():
         shapes = [list(parameter.shape) for parameter in trained]
         call = {"operation": "sum_gradients", "shapes of parameters": shapes, **how}
@@ -149,7 +151,9 @@ def _sum(
             one.parameter.grad = one.total
 
 
-def _checked(parameters: Iterable[torch.nn.Parameter], where: str) -> list[torch.nn.Parameter]:
+def _checked(
+    parameters: Iterable[torch.nn.Parameter], where: str, ranks: Group
+) -> list[torch.nn.Parameter]:
     given = list(parameters)
     for value in given:
         if not isinstance(value, torch.Tensor) or not value.is_leaf:
@@ -164,6 +168,7 @@ def _checked(parameters: Iterable[torch.nn.Parameter], where: str) -> list[torch
         gradient, dtype = parameter.grad, gradient_dtype(parameter)
         checked_tensor(parameter, where, f"parameter {number}")
         what = f"{where}parameter {number}, of shape {tuple(parameter.shape)},"
+        refuse_sharded(parameter, ranks, what)
         if is_owned(parameter):
             raise ArgumentError(
                 f"{what} belongs to a ShardedGradients, which sums its gradients. Use one of the "

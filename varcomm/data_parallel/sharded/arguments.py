@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from varcomm.data_parallel.buckets import gradient_dtype, is_owned
+from varcomm.data_parallel.buckets import gradient_dtype, is_owned, refuse_sharded
 from varcomm.errors import ArgumentError
 from varcomm.ops.checks import checked_tensor
 from varcomm.sharding.sharded import refuse_unwritable
@@ -83,6 +83,7 @@ class Given:
             checked_tensor(value, "", what)
             refuse_unwritable(what, value)
             engine_for(group, value.device)
+            refuse_sharded(value, group, what)
             if is_owned(value):
                 raise ArgumentError(
                     f"{what} belongs to another ShardedGradients. Call its close() first."

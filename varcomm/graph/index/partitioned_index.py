@@ -23,6 +23,7 @@ import torch
 from varcomm._torch_private import unpack_by_unbind
 from varcomm.errors import ArgumentError
 from varcomm.ops.checks import holds_values
+from varcomm.transport.group import Group
 
 __all__ = ["Marked", "Numbering", "PartitionedIndex", "ordinary", "plain", "rule"]
 
@@ -67,6 +68,7 @@ def functions_named(name: str) -> set[Rule]:
 class Numbering:
     """The edges or the groups that numbers stand for; what is not known of them is refused."""
 
+    group: Group
     size: int  # of groups
 
     def of_size(self, size: int) -> Numbering:

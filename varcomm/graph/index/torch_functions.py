@@ -273,7 +273,7 @@ def _rows(func: Callable[..., Any], index: PartitionedIndex, x: torch.Tensor, di
                 func,
                 "source",
                 "A loop over edges would exchange once per edge, and ranks have different numbers "
-                "of edges. Take the values of all edges at once: x[edge_index[0]].",
+                "of edges. Select for all edges at once: x[edge_index[0]].",
             )
         for owned, rows in index.known:
             if x is owned:
