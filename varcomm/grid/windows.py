@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import gcd, inf, prod
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ def _needed(
     found = []
     for (low, high), (first, last), (a, b) in zip(spans, owned, outputs, strict=True):
         parts = [(low, high)]
-        if abs(taps.step) > 1:
+        if abs(taps.step) > 1 or len(taps) < up:
             places = (output * up + tap for output in range(a, b) for tap in taps)
             read = {*range(first, last), *(at // down for at in places if at % down == 0)}
             runs = itertools.groupby(range(low, high), read.__contains__)
@@ -255,8 +255,6 @@ def _inner(x: Any, windows: Sequence[Window]) -> _Inner | None:
         out, spans = window.read(split)
         if spans == split.spans:
             continue
-        if gcd(window.stride, window.dilation) > 1:
-            return None  # borders would have rows that no output reads
         inner = []
         for (a, b), (first, end) in zip(out.spans, split.spans, strict=True):
             i = max(a, -(-(first + window.before) // window.stride))
@@ -264,6 +262,9 @@ def _inner(x: Any, windows: Sequence[Window]) -> _Inner | None:
             if 2 * (j - i) <= b - a:
                 return None
             inner.append((i, j))
+        reached = window.kernel if window.dilation == 1 else 1
+        if window.stride > reached and tuple(inner) != out.spans:
+            return None  # borders would have rows that no output reads
         return _Inner(window, split, out, tuple(inner))
     return None
 
