@@ -490,7 +490,7 @@ def part(x: Tensor, split: Split) -> Tensor:
 
 def _aligned(x: Tensor, split: Split, target: Split) -> Tensor:
     if split.total == 1:
-        return span(x, split, [(0, 1)] * split.group.size)
+        return span(x, split, [(0, min(rows, 1)) for rows in target.sizes])
     if split.total != target.total:
         raise ArgumentError(
             f"fields of {split.total} and {target.total} rows along dimension {split.dim} meet."

@@ -92,11 +92,15 @@ def _interpolate(
             if kind not in ("linear", "nearest"):
                 raise refused(f"interpolate with mode {mode!r} and a scale that keeps {n} rows")
             scales[at] = 1  # torch copies rows then
+    if [*old] == new:
+        return input.clone()
     align = bool(align_corners)
     local, splits = plain(input), dict(input.grid_layout.by_dim)
     later: list[Callable[[Tensor], Tensor]] = []
     for dim, split in spatial(name, input, dims).items():
         n, m, scale = old[dim], new[dim], scales[dim]
+        if n == m:
+            continue
         if align and kind in ("linear", "cubic"):
             ratio = (n - 1) / (m - 1) if m > 1 else 0.0
         else:
