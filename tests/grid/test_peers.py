@@ -76,6 +76,31 @@ def test_cases_in_other_sizes(rank, table, at):
     return failures(table, at, even=False)
 
 
+LOW = {  # in autocast: shape, function
+    "layer_norm": ((2, 16, 128), lambda x: F.layer_norm(x, (128,))),
+    "group_norm": ((2, 256, 32, 32), lambda x: F.group_norm(x, 4)),
+    "attention": ((2, 8, 256, 32), lambda x: F.scaled_dot_product_attention(x, x.sin(), x.cos())),
+}
+
+
+@pytest.mark.parametrize("name", LOW)
+@on_ranks(3)
+def test_autocast(rank, name):
+    """PhysicsNeMo's cases in bf16, by its bounds."""
+    shape, function = LOW[name]
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    found = []
+    for x in (vc.grid.Grid(shape[2:]).scatter(whole), whole.clone()):
+        x.requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = function(x * 1)
+        y.float().square().mean().backward()
+        found.append([y, x.grad])
+    for split, one in zip(*found, strict=True):
+        assert split.dtype == one.dtype
+        torch.testing.assert_close(split.gather(), one, rtol=5e-2, atol=5e-2)
+
+
 # --- What peers test and a field refuses, by the name of the function, and why
 
 
