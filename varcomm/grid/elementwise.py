@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from varcomm.errors import ArgumentError
 from varcomm.grid.field import (
@@ -18,7 +19,6 @@ from varcomm.grid.field import (
     plain,
     refused,
     rule,
-    untraced,
     wrap,
 )
 from varcomm.grid.reductions import without
@@ -209,9 +209,23 @@ def _grad(func: Func, outputs: Any, inputs: Any, grad_outputs: Any = None, **kwa
     one = grad_outputs is None or isinstance(grad_outputs, Tensor)
     seeds = [grad_outputs] * len(outs) if one else grad_outputs
     seeds = [_seed(x, g) for x, g in zip(outs, seeds, strict=True)]
-    given = [plain(x) for x in outs], ins, seeds
-    found = untraced(func, given, kwargs)
-    return tuple(_gradient(g, x) for g, x in zip(found, ins, strict=True))
+    if zeros := kwargs.pop("materialize_grads", False):
+        kwargs["allow_unused"] = True
+    # by edges: torch would switch rules off for fields, which a checkpoint calls again meanwhile
+    found = func([plain(x) for x in outs], [_edge(x) for x in ins], seeds, **kwargs)
+    return tuple(
+        torch.zeros_like(x) if g is None and zeros else _gradient(g, x)
+        for g, x in zip(found, ins, strict=True)
+    )
+
+
+@torch.enable_grad()
+def _edge(x: Any) -> Any:
+    """Return where the gradient of a field arrives."""
+    if not isinstance(x, Field) or not x.requires_grad:
+        return plain(x)
+    alias: Any = plain(x)
+    return GradientEdge(*alias.grad_fn.next_functions[0])
 
 
 def _seed(x: Any, gradient: Any) -> Any:

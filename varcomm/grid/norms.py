@@ -72,9 +72,9 @@ def track(
 ) -> None:
     """Move running statistics by those of a call over `count` values."""
     if running_mean is not None:
-        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        running_mean.lerp_(mean.detach().to(running_mean.dtype), momentum)
     if running_var is not None:
-        running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
+        running_var.lerp_((var.detach() * (count / (count - 1))).to(running_var.dtype), momentum)
 
 
 @rule("instance_norm")
