@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from varcomm.grid.fetch import span
-from varcomm.grid.field import Field, fields, part, placed, plain, refused, rule, whole, wrap
+from varcomm.grid.field import Field, fields, placed, plain, refused, rule, whole, wrap
 from varcomm.grid.layout import Layout, Split
 from varcomm.grid.reductions import sum_over
 
@@ -44,30 +43,13 @@ def contracted(
                 if (label in out) == kept and label not in chosen and split.group not in taken:
                     chosen[label] = split
     local = [
-        _fitted(plain(x), names, own, chosen)
-        for x, names, own in zip(operands, labels, splits, strict=True)
+        placed(x, layout.having({names.index(n): chosen[n] for n in names if n in chosen}, x.dim()))
+        for x, names in zip(operands, labels, strict=True)
     ]
     found = compute(*local)
     summed = [split for label, split in chosen.items() if label not in out]
     placed_at = {out.index(label): split for label, split in chosen.items() if label in out}
     return wrap(sum_over(found, summed), layout.having(placed_at, len(out)))
-
-
-def _fitted(
-    x: Tensor, names: Sequence[Label], own: dict[Label, Split], chosen: dict[Label, Split]
-) -> Tensor:
-    """Return this rank's part of an operand, split as `chosen`."""
-    for dim, label in enumerate(names):
-        split, target = own.get(label), chosen.get(label)
-        if split is None and target is not None:
-            x = part(x, replace(target, dim=dim - x.dim()))
-        elif split is not None and target is None:
-            x = whole(x, dim, split)
-        elif split is not None and target is not None and split.sizes != target.sizes:
-            if split.repeats > 1 or split.rows != target.rows:
-                raise refused("a product of operands with other splits of one dimension")
-            x = span(x, split, target.spans)
-    return x
 
 
 def _matrices(a: Any, b: Any) -> tuple[list[Label], list[Label], list[Label]]:

@@ -435,15 +435,12 @@ def common(values: Sequence[Any]) -> Layout:
             isinstance(v, Tensor) and v.dim() >= -dim and v.shape[dim] != 1 for v in values
         ):
             del found[dim]  # a row that every rank gets
-    layout = given[0].grid_layout.having(found, 0)
-    groups = [split.group for split in layout.splits]
-    if len({*groups}) < len(groups):
-        raise ArgumentError(
-            "fields that are split along different dimensions meet: "
-            f"{[s.dim for s in layout.splits]}, counted from the last. Transpose one of them, or "
-            "gather it."
-        )
-    return layout
+    groups: set[Group] = set()
+    for dim, split in [*found.items()]:
+        if split.group in groups:
+            del found[dim]  # its ranks already share another dimension
+        groups.add(split.group)
+    return given[0].grid_layout.having(found, 0)
 
 
 def placed(value: Any, layout: Layout) -> Any:
@@ -455,17 +452,15 @@ def placed(value: Any, layout: Layout) -> Any:
         return map_plain(value)
     x: Tensor = plain(value)
     own = value.grid_layout.by_dim if isinstance(value, Field) else {}
-    for dim, target in layout.by_dim.items():
-        if -dim > x.dim():
-            continue
-        split = own.get(dim)
-        if split is None:
+    targets = {dim: split for dim, split in layout.by_dim.items() if -dim <= x.dim()}
+    same = {dim for dim, s in own.items() if dim in targets and targets[dim].group == s.group}
+    for dim in sorted(own.keys() - same):  # first: ranks of its group may get different parts
+        x = whole(x, x.dim() + dim, own[dim])
+    for dim, target in targets.items():
+        if dim not in same:
             x = part(x, target)
-        elif split.sizes != target.sizes or split.repeats != target.repeats:
-            x = _aligned(x, split, target)
-    for dim, split in own.items():
-        if dim not in layout.by_dim:
-            x = whole(x, x.dim() + dim, split)
+        elif own[dim].sizes != target.sizes or own[dim].repeats != target.repeats:
+            x = _aligned(x, own[dim], target)
     return x
 
 

@@ -224,14 +224,12 @@ def _shuffle(func: Func, x: Any, factor: int) -> Any:
     spatial(name, x, 2)
     if name == "channel_shuffle":
         return wrap(func(plain(x), factor), x.grid_layout)
-    c, h, w = x.shape[-3:]
-    lead = [*x.shape[:-3]]
+    lead = [*range(x.dim() - 3)]
+    at = len(lead)
     if name == "pixel_shuffle":
-        parts = x.reshape(*lead, c // factor**2, factor, factor, h, w)
-        k = parts.dim()
-        order = [*range(k - 5), k - 5, k - 2, k - 4, k - 1, k - 3]
-        return parts.permute(order).reshape(*lead, c // factor**2, h * factor, w * factor)
-    parts = x.reshape(*lead, c, h // factor, factor, w // factor, factor)
-    k = parts.dim()
-    order = [*range(k - 5), k - 5, k - 3, k - 1, k - 4, k - 2]
-    return parts.permute(order).reshape(*lead, c * factor**2, h // factor, w // factor)
+        parts = x.unflatten(-3, (-1, factor, factor))
+        order = [*lead, at, at + 3, at + 1, at + 4, at + 2]
+        return parts.permute(order).flatten(-4, -3).flatten(-2)
+    parts = x.unflatten(-1, (-1, factor)).unflatten(-3, (-1, factor))
+    order = [*lead, at, at + 2, at + 4, at + 1, at + 3]
+    return parts.permute(order).flatten(-5, -3)

@@ -25,6 +25,7 @@ from varcomm.grid.field import (
     plain,
     refused,
     rule,
+    whole,
     wrap,
 )
 from varcomm.grid.layout import Layout, Split
@@ -159,37 +160,56 @@ def _scaled(x: Field, dim: int, by: int, over: int) -> Layout:
 
 @rule("reshape view unflatten flatten")
 def _reshape(func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
-    shape = _new_shape(func, x, args, kwargs)
-    layout, local, x = _reshaped(x, shape)
+    layout, local, x = _reshaped(x, *_new_shape(func, x, args, kwargs))
     out = wrap(plain(x).reshape(local), layout)
     out.is_copy = x.is_copy
     return out
 
 
-def _new_shape(func: Func, x: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
+def _new_shape(
+    func: Func, x: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[int], int, int]:
+    """Return the new shape, and the numbers of dimensions before and behind those that change."""
     old, name = [*x.shape], func.__name__
     if name == "flatten":
         first = kwargs.get("start_dim", args[0] if args else 0) % x.dim()
         last = kwargs.get("end_dim", args[1] if len(args) > 1 else -1) % x.dim()
-        return [*old[:first], prod(old[first : last + 1]), *old[last + 1 :]]
+        new = [*old[:first], prod(old[first : last + 1]), *old[last + 1 :]]
+        return new, first, x.dim() - 1 - last
     if name == "unflatten":
         at, parts = (*args, *(kwargs[word] for word in ("dim", "sizes") if word in kwargs))
         at %= x.dim()
-        new = [*old[:at], *parts, *old[at + 1 :]]
         known = prod(n for n in parts if n != -1)
-        return [old[at] // known if n == -1 else n for n in new]
+        parts = [old[at] // known if n == -1 else n for n in parts]
+        return [*old[:at], *parts, *old[at + 1 :]], at, x.dim() - 1 - at
     if args and isinstance(args[0], torch.dtype):
         raise refused("view as another dtype")
     new = _ints(args or (kwargs.get("shape", kwargs.get("size")),))
     known = prod(n for n in new if n != -1)
-    if -1 not in new and known == prod(old):
-        return new
     if new.count(-1) == 1 and known and prod(old) % known == 0:
-        return [prod(old) // known if n == -1 else n for n in new]
+        new = [prod(old) // known if n == -1 else n for n in new]
+    if -1 not in new and prod(new) == prod(old):
+        return new, *_equal(old, new)
     raise ArgumentError(f"a field of shape {tuple(old)} cannot have the shape {tuple(new)}.")
 
 
-def _reshaped(x: Any, shape: Sequence[int]) -> tuple[Layout, list[int], Field]:
+def _equal(old: Sequence[int], new: Sequence[int]) -> tuple[int, int]:
+    """Return how many first and last dimensions are equal, so that one row is not joined to others.
+
+    A dimension that goes is not among them, nor the one that it joins.
+    """
+    most = min(len(old), len(new))
+    tail = next((n for n in range(most) if old[-1 - n] != new[-1 - n]), most)
+    most -= tail
+    lead = next((n for n in range(most) if old[n] != new[n]), most)
+    if lead + tail == len(new) < len(old):
+        return (lead, tail - 1) if tail else (max(lead - 1, 0), 0)
+    return lead, tail
+
+
+def _reshaped(
+    x: Any, shape: Sequence[int], lead: int, tail: int
+) -> tuple[Layout, list[int], Field]:
     """Return the layout and the local shape of a field in another shape, and the field.
 
     Dimensions fall into runs with the same number of elements before and after. In a run, the
@@ -198,7 +218,7 @@ def _reshaped(x: Any, shape: Sequence[int]) -> tuple[Layout, list[int], Field]:
     """
     old, splits, placed_at = [*x.shape], x.grid_layout.at(x.dim()), {}
     local = [*shape]
-    for olds, news in _runs(old, shape):
+    for olds, news in _runs(old, shape, lead, tail):
         inside = [dim for dim in olds if dim in splits]
         if not inside:
             continue
@@ -229,29 +249,27 @@ def _reshaped(x: Any, shape: Sequence[int]) -> tuple[Layout, list[int], Field]:
     return x.grid_layout.having(placed_at, len(shape)), local, x
 
 
-def _runs(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]]:
+def _runs(
+    old: Sequence[int], new: Sequence[int], lead: int, tail: int
+) -> list[tuple[range, range]]:
     """Return the shortest runs of dimensions that have the same number of elements."""
-    runs, i, j = [], 0, 0
-    while i < len(old) or j < len(new):
+    ends = len(old) - tail, len(new) - tail
+    runs = [(range(n, n + 1), range(n, n + 1)) for n in range(lead)]
+    i = j = lead
+    while i < ends[0] or j < ends[1]:
         first, start, a, b = i, j, 1, 1
-        while True:
-            if a == b and (i > first or j > start):
-                break
-            if a <= b and i < len(old):
-                a, i = a * old[i], i + 1
-            elif j < len(new):
-                b, j = b * new[j], j + 1
-            elif i < len(old):
+        while (a != b or i == first or j == start) and (i < ends[0] or j < ends[1]):
+            if j == ends[1] or (a <= b and i < ends[0]):
                 a, i = a * old[i], i + 1
             else:
-                break
+                b, j = b * new[j], j + 1
         # ones belong to the run before
-        while i < len(old) and old[i] == 1:
+        while i < ends[0] and old[i] == 1:
             i += 1
-        while j < len(new) and new[j] == 1:
+        while j < ends[1] and new[j] == 1:
             j += 1
         runs.append((range(first, i), range(start, j)))
-    return runs
+    return runs + [(range(i + n, i + n + 1), range(j + n, j + n + 1)) for n in range(tail)]
 
 
 def _place(news: range, shape: Sequence[int], outer: int, elements: int) -> tuple[int, int]:
@@ -539,13 +557,18 @@ def _cat(func: Func, tensors: Sequence[Any], dim: int = 0) -> Any:
     if any(f.grid_layout.by_dim[at].repeats > 1 for f in given if at in f.grid_layout.by_dim):
         raise refused("cat along rows of several images in one dimension")
     # a rank's rows of the result are as many as it has of all parts, so that sizes add up
-    unsplit = [
-        wrap(plain(t), t.grid_layout.unsplit(at)) if isinstance(t, Field) else t for t in tensors
-    ]
-    layout = common([*fields(unsplit)])
+    unsplit, splits = [], []
+    for t in tensors:
+        split, local = t.grid_layout.by_dim.get(at) if isinstance(t, Field) else None, plain(t)
+        if split is not None and split.group != here.group:
+            local, split = whole(local, dims + at, split), None
+        unsplit.append(wrap(local, t.grid_layout.unsplit(at)) if isinstance(t, Field) else t)
+        splits.append(split)
+    layout = common(unsplit)
+    others = tuple(split for split in layout.splits if split.group != here.group)
+    layout = Layout(layout.groups, others)
     parts, seen = [], False
-    for t, rest in zip(tensors, unsplit, strict=True):
-        split = t.grid_layout.by_dim.get(at) if isinstance(t, Field) else None
+    for split, rest in zip(splits, unsplit, strict=True):
         seen = seen or split is not None
         local = placed(rest, layout)
         if split is None:
@@ -560,8 +583,7 @@ def _cat(func: Func, tensors: Sequence[Any], dim: int = 0) -> Any:
         ends = [min(max(e - offset, 0), split.rows) for e in joined.offsets]
         found.append(span(local, split, tuple(itertools.pairwise(ends))))
         offset += split.rows
-    splits = layout.by_dim | {at: joined}
-    return wrap(torch.cat(found, at), layout.having(splits, 0))
+    return wrap(torch.cat(found, at), layout.having(layout.by_dim | {at: joined}, 0))
 
 
 @rule("stack", several=True)
