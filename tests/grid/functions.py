@@ -172,7 +172,12 @@ def drawn(x):
 
 def dropped(x):
     out = torch.dropout_(x.clone(), 0.0, True) + F.alpha_dropout(x, 0.0) + F.dropout(x, 1.0)
-    out = out + F.dropout1d(x[0], 0.0) + F.dropout2d(x, 0.0) + torch.feature_dropout(x, 0.0, True)
+    out = (
+        out
+        + F.dropout1d(x.sum(2), 0.0).unsqueeze(2)
+        + F.dropout2d(x, 0.0)
+        + torch.feature_dropout(x, 0.0, True)
+    )
     return out + F.dropout3d(x.unsqueeze(2), 0.0).squeeze(2) + F.rrelu(x)
 
 
