@@ -119,8 +119,6 @@ REFUSED = {
     "batch_norm of split channels": lambda rows, columns, channels: F.batch_norm(
         channels, None, None, training=True
     ),
-    # test_transpose.py; PhysicsNeMo, test_redistribute.py: varcomm.transpose_v exchanges dimensions
-    "split along different dimensions": lambda rows, columns, channels: rows + columns,
     # PhysicsNeMo, test_index.py: which rows travel would depend on values
     "an index of tensors along or beside a split dimension": lambda rows, columns, channels: rows[
         0, 0

@@ -194,9 +194,9 @@ def _new_shape(
 
 
 def _equal(old: Sequence[int], new: Sequence[int]) -> tuple[int, int]:
-    """Return how many first and last dimensions are equal, so that one row is not joined to others.
+    """Return the numbers of equal dimensions at the beginning and at the end.
 
-    A dimension that goes is not among them, nor the one that it joins.
+    A dimension of one row is then joined to others only if the number of dimensions falls.
     """
     most = min(len(old), len(new))
     tail = next((n for n in range(most) if old[-1 - n] != new[-1 - n]), most)
