@@ -196,6 +196,7 @@ UNKNOWN = [
     (lambda graph: graph.nodes, ArgumentError, "graph['author'], graph['paper']"),
     (lambda graph: graph.edge_index, ArgumentError, "graph[('author', 'writes', 'paper')]"),
     (lambda graph: graph.x, AttributeError, "graph['author'].x, graph['"),
+    (lambda graph: graph.has_self_loops(), AttributeError, "methods of PyG's Data before"),
     (lambda graph: graph.z_dict, AttributeError, "'z'"),
     (lambda graph: graph[WRITES].x, AttributeError, "'x'"),
     (lambda graph: graph["venue"].x, AttributeError, "no attributes"),

@@ -159,6 +159,8 @@ class PartitionedGraph:
         known = f"it has {sorted(self.data.keys())}"
         if have:
             known = f"choose a type: {', '.join(have)}"
+        elif name.endswith("stores") or callable(getattr(Data, name, None)):
+            known += ". Call transforms and methods of PyG's Data before graph.partition"
         raise AttributeError(f"the graph has no attribute {name!r}; {known}.")
 
     @cached_property
