@@ -252,6 +252,18 @@ IN_PLACE = (
     "leaky_relu_ hardtanh_ nan_to_num_"
 )
 
+
+def of_no_dimension(x):
+    """Reduce over all dimensions, which torch takes for none that are named."""
+    numbers = [x.sum(()), x.mean([]), x.amax(()), x.amin([]), x.norm(dim=()), x.nansum([])]
+    numbers += [torch.linalg.vector_norm(x, p, ()) for p in (0, 1, 3, math.inf)]
+    y = x.detach()  # torch 2.13 has infinite gradients of variances over no dimension
+    numbers += [*torch.var_mean(y, ()), *torch.std_mean(y, dim=[]), x.count_nonzero(())]
+    kept = x.sum((), True) + y.std(axis=(), keepdims=True) + x.logsumexp([], True)
+    each = (x > 0).any(()) * 2.0 + (x > 1).all([])
+    return x * sum(numbers) + x.mean((), True) * kept + F.normalize(x, dim=()) * each
+
+
 FUNCTIONS = {
     "smooth": (IMAGE, *all_of(SMOOTH)),
     "in pieces": (IMAGE, *all_of(IN_PIECES, lambda x: (x * 3,))),
@@ -501,6 +513,7 @@ FUNCTIONS = {
     "row of a class": (TOKENS, lambda x, c: torch.cat([c.expand(2, 1, 8), x], 1) ** 2, [(1, 1, 8)]),
     "positions": (TOKENS, lambda x, p: x * p[:, : x.shape[1]].cos(), [(1, 40, 8)]),
     "sums": (IMAGE, *only(lambda x: x - x.mean((2, 3), keepdim=True) * x.var(2, keepdim=True))),
+    "of no dimension": (IMAGE, *only(of_no_dimension)),
     "extremes": (IMAGE, *only(lambda x: x * x.amax(2, keepdim=True) + x.min(2, True).values)),
     "std": (IMAGE, *only(lambda x: (x / x.std()).logsumexp(2))),
     "norms": (IMAGE, *only(lambda x: x / x.norm(dim=2, keepdim=True) + F.normalize(x, dim=1))),

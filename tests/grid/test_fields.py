@@ -131,6 +131,8 @@ REFUSED = {
     "where with one argument": lambda x: torch.where(x > 0),
     "tolist": lambda x: x.tolist(),
     "not a valid value": lambda x: F.mse_loss(x, x * 2, reduction="max"),
+    "roll without dims": lambda x: x.roll(1, ()),
+    "fft_fftn of no dimension": lambda x: torch.fft.fftn(x, s=()),
     "needs a gradient": lambda x: x.requires_grad_().sum(1).backward(),
     "must have them all": lambda x: x + torch.ones(3, 1, dtype=x.dtype),
     "add with out=": lambda x: torch.add(x, 1, out=torch.empty(1)),

@@ -507,6 +507,6 @@ def whole(x: Tensor, dim: int, split: Split) -> Tensor:
 
 
 def dims_of(value: Any, x: Field) -> list[int]:
-    """Return dimensions, given as an int, several or None (all), counted from the first."""
-    dims = range(x.dim()) if value is None else [value] if isinstance(value, int) else value
+    """Return dimensions counted from the first; None and an empty sequence mean all of them."""
+    dims = [value] if isinstance(value, int) else value or range(x.dim())
     return [dim % x.dim() for dim in dims]

@@ -64,9 +64,10 @@ def _some(func: Func, x: Tensor, n: int | None, dim: int, norm: Any) -> Tensor:
 def _fftn(func: Func, input: Any, s: Any = None, dim: Any = None, norm: Any = None) -> Any:
     name = func.__name__.removeprefix("fft_")
     if dim is None:
-        two = name.endswith("2")
-        dim = (-2, -1) if two else tuple(range(-len(s), 0)) if s else tuple(range(-input.dim(), 0))
+        dim = range(-(2 if name.endswith("2") else input.dim() if s is None else len(s)), 0)
     dims: Sequence[int] = [d % input.dim() for d in ([dim] if isinstance(dim, int) else dim)]
+    if not dims:
+        raise refused(f"{func.__name__} of no dimension")
     lengths = [*s] if s is not None else [None] * len(dims)
     lengths = [None if n == -1 else n for n in lengths]
     steps = [*zip(dims, lengths, strict=True)]

@@ -53,7 +53,7 @@ def _sum(func: Func, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: A
     else:
         narrow = dtype is None and local.is_floating_point() and local.dtype.itemsize < 4
         wide = torch.float32 if narrow else dtype
-        out = func(local, dims, dtype=wide, **more) if dims else local
+        out = func(local, dims, dtype=wide, **more)
     out = sum_over(out, reduced_splits(x, dims))
     out = out.to(local.dtype) if dtype is None and local.is_floating_point() else out
     return wrap(out, without(x.grid_layout, x.dim(), dims, keepdim))
@@ -64,12 +64,14 @@ def mean(func: Func, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: A
     """Divide the sum over all ranks by the number of elements."""
     dims = dims_of(dim, x)
     wide = x if dtype is None else x.to(dtype)
-    out = wide.to(widened(plain(wide)).dtype).sum(dims, keepdim=keepdim) if dims else wide
+    out = wide.to(widened(plain(wide)).dtype).sum(dims, keepdim=keepdim)
     return (out / prod(x.shape[d] for d in dims)).to(wide.dtype)
 
 
 @rule("any all")
 def _any(func: Func, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    if dim is not None and dim in ((), []):
+        return x.bool()  # unlike other reductions
     holds = x.bool() if func.__name__ == "any" else ~x.bool()
     found = _sum(torch.sum, holds, dim, keepdim, dtype=torch.int64) > 0
     return found if func.__name__ == "any" else ~found

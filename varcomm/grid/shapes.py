@@ -436,7 +436,7 @@ def _setitem(func: Func, x: Any, index: Any, value: Any) -> None:
 @rule("roll")
 def roll(func: Func, x: Any, shifts: Any, dims: Any = None) -> Any:
     """Read the rows that come to each place, in up to two spans."""
-    if dims is None:
+    if dims is None or dims in ((), []):
         raise refused("roll without dims")
     shifts = [shifts] if isinstance(shifts, int) else shifts
     for shift, dim in zip(shifts, [dims] if isinstance(dims, int) else dims, strict=True):
