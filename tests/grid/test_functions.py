@@ -66,3 +66,21 @@ def test_the_page_lists_every_function_once():
     assert page == maker.page(), "run: python docs/make_grid_functions.py"
     listed = re.findall(r"`(\w+)`", " ".join(re.findall(r"^`\w+`,.*", page, re.MULTILINE)))
     assert sorted(listed) == vc.grid.functions()
+
+
+FIRST_IN_INFERENCE = ["bilinear", "bicubic", "nearest-exact", "area", "conv2d", "windows", "rows"]
+
+
+@on_ranks(3)
+def test_a_first_call_in_inference_mode_leaves_training_as_it_was(rank):
+    for name in FIRST_IN_INFERENCE:
+        shape, function, parameters = FUNCTIONS[name]
+        x = torch.ones([{N: 29, M: 23}.get(n, n) for n in shape], dtype=torch.float64)
+        made = [torch.ones(p, dtype=x.dtype, requires_grad=True) for p in parameters]
+        grid = vc.grid.Grid(x.shape[2:], sizes=[[20, 0, 9], None])
+        with torch.inference_mode():
+            expected = function(grid.scatter(x), *made).gather()
+        field = grid.scatter(x.requires_grad_())
+        out = function(field, *made)
+        assert torch.equal(out.gather(), expected), name
+        out.square().sum().backward()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,27 +17,20 @@ from varcomm.grid.reductions import extreme, mean
 from varcomm.grid.windows import cut, each, kept, spatial
 
 Func = Callable[..., Any]
-Taps = tuple[Tensor, Tensor]  # rows that outputs read, and their weights: (outputs, taps)
 
 _CUBIC = -0.75
 
 
-@lru_cache(maxsize=512)
-def _taps(
-    first: int, last: int, rows: int, ratio: float, mode: str, align: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the rows that outputs `first` to `last` read, and the weights of these.
+def _taps(out: Tensor, rows: int, ratio: float, mode: str, align: bool) -> tuple[Tensor, Tensor]:
+    """Return the rows that outputs read, and the weights of these: (outputs, taps).
 
-    `ratio` is the distance in rows between two outputs. As torch's ``upsample`` kernels.
+    `out` has the outputs in fp64, and `ratio` is the distance in rows between two of them. As
+    torch's ``upsample`` kernels.
     """
-    out = torch.arange(first, last, dtype=torch.float64)
     if mode.startswith("nearest"):  # torch has a scale of fp32 for all dtypes
-        single = torch.tensor(ratio, dtype=torch.float32)
-        if mode == "nearest":
-            at = (out.float() * single).floor()
-        else:
-            at = ((out + 0.5) * single.double()).float().floor()
-        return at.long().clamp_max(rows - 1)[:, None], out[:, None] * 0 + 1
+        ratio = torch.tensor(ratio, dtype=torch.float32, device="cpu").item()
+        at = out.float() * ratio if mode == "nearest" else ((out + 0.5) * ratio).float()
+        return at.long().clamp_max(rows - 1)[:, None], torch.ones_like(out)[:, None]
     at = out * ratio if align else (out + 0.5) * ratio - 0.5
     if mode == "linear":
         at = at.clamp_min(0)
@@ -143,12 +135,15 @@ def _fetched(
 ) -> tuple[Tensor, Split, Callable[[Tensor], Tensor]]:
     """Return the rows that outputs read, the split of outputs, and how these are computed."""
     out = split.resized(cut(split, count, lambda row: -(-row * count // max(split.rows, 1))))
-    spans = []
-    for a, b in out.spans:
-        places, _ = _taps(a, b, split.rows, ratio, mode, align)
-        spans.append((int(places.min()), int(places.max()) + 1) if b > a else (0, 0))
-    local, (low, _) = span(x, split, tuple(spans)), spans[out.group.rank]
-    places, weights = _on(x.device, *out.spans[out.group.rank], split.rows, ratio, mode, align)
+    how = split.rows, ratio, mode, align
+    ends = torch.tensor(
+        [(a, max(a, b - 1)) for a, b in out.spans], dtype=torch.float64, device="cpu"
+    )
+    reads = _taps(ends.flatten(), *how)[0][:, [0, -1]].view(-1, 4).tolist()
+    spans = [(r[0], r[3] + 1) if n else (0, 0) for r, n in zip(reads, out.sizes, strict=True)]
+    local, (low, _) = span(x, split, spans), spans[out.group.rank]
+    own = torch.arange(out.own, dtype=torch.float64, device=x.device)
+    places, weights = _taps(own + out.start, *how)
     dim = x.dim() + split.dim
 
     def weighted(local: Tensor) -> Tensor:
@@ -162,12 +157,6 @@ def _fetched(
         return found
 
     return local, out, weighted
-
-
-@lru_cache(maxsize=512)
-def _on(device: torch.device, *how: Any) -> Taps:
-    places, weights = _taps(*how)
-    return places.to(device), weights.to(device)
 
 
 @rule(
