@@ -374,7 +374,7 @@ FUNCTIONS = {
                 + (x > 0).all(2)
                 + (x > 0).count_nonzero(2)
                 + x.nansum(2)
-                + torch.std_mean(x, 2)[0]
+                + torch.std_mean(x, (1, 2))[0].unsqueeze(1)
                 + torch.var_mean(x, 2)[1]
                 + torch.linalg.vector_norm(x, 3, 2)
             )

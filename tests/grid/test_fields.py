@@ -251,3 +251,38 @@ def test_checkpointing_and_autocast(rank):
         expected = model().float()(whole.float())
     assert low.dtype == expected.dtype
     torch.testing.assert_close(low.gather(), expected, rtol=0.1, atol=0.1)
+
+
+NORMS = {
+    "batch": lambda x, w, b: F.batch_norm(x, None, None, w, b, True),
+    "instance": lambda x, w, b: F.instance_norm(x, None, None, w, b),
+    "group": lambda x, w, b: F.group_norm(x, 3, w, b),
+    "layer": lambda x, w, b: F.layer_norm(x, x.shape[1:]) * w.sum(),
+    "deviation": lambda x, w, b: x / x.std((0, 2, 3), keepdim=True) * w.sum(),
+}
+
+
+@on_ranks(3)
+def test_norms_of_large_means_have_the_error_of_torch(rank):
+    torch.manual_seed(0)
+    whole = torch.randn(2, 6, 17, 5) + 100 * torch.arange(1.0, 7).view(-1, 1, 1)
+    weights, grid = [torch.rand(6) + 0.5, torch.randn(6)], vc.grid.Grid((17, 5))
+    own = grid.field(whole[:, :, grid.ranges[0].start : grid.ranges[0].stop].clone())
+    for name, function in NORMS.items():
+        exact, alone, found = (
+            gradients(function, x, [w.to(x.dtype) for w in weights])
+            for x in (whole.double(), whole, own)
+        )
+        found = [found[0].gather(), found[1].gather(), *map(vc.all_reduce, found[2:])]
+        for of, one, other in zip(exact, alone, found, strict=True):
+            limit = torch.maximum((one - of).abs().max(), of.abs().max() * 1e-6)
+            assert (other - of).abs().max() <= limit, name
+
+
+def gradients(function, x, weights):
+    leaves = [leaf.detach().requires_grad_() for leaf in (x, *weights)]
+    out = function(*leaves)
+    numbers = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape).sin()
+    given = torch.autograd.grad((out * numbers).sum(), leaves, allow_unused=True)
+    pairs = zip(given, leaves, strict=True)
+    return [out.detach(), *(torch.zeros_like(x) if g is None else g for g, x in pairs)]

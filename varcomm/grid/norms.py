@@ -11,23 +11,23 @@ from torch.nn import functional as F
 
 from varcomm.errors import ArgumentError
 from varcomm.grid.field import placed, plain, refused, rule, wrap
-from varcomm.grid.reductions import moments, reduced_splits, widened
+from varcomm.grid.reductions import Moments, moments, reduced_splits, widened
 
 Func = Callable[..., Any]
 
 
-def _normalised(x: Any, mean: Tensor, var: Tensor, eps: float, weight: Any, bias: Any) -> Any:
+def _normalised(x: Any, of: Moments, eps: float, weight: Any, bias: Any) -> Any:
     """Scale and shift each channel.
 
     torch's kernel for known statistics would be faster; in torch 2.13 its backward is wrong for one
     image if the gradient lies in memory with the channels last.
     """
-    local, shape = widened(plain(x)), [1, -1, *[1] * (x.dim() - 2)]
-    scale = (var + eps).rsqrt()
+    shape = [1, -1, *[1] * (x.dim() - 2)]
+    scale = (of.var + eps).rsqrt()
     scale = scale if weight is None else scale * widened(weight.view(shape))
-    shift = -mean * scale
+    shift = -of.offset * scale
     shift = shift if bias is None else shift + widened(bias.view(shape))
-    out = (local * scale).add_(shift)  # addcmul takes twice the time
+    out = (of.centred * scale).add_(shift)  # addcmul takes twice the time
     return wrap(out.to(x.dtype), x.grid_layout)
 
 
@@ -52,13 +52,14 @@ def _batch_norm(
             input.grid_layout,
         )
     dims = [0, *range(2, input.dim())]
-    mean, var, count = moments(input, dims)
-    if count <= 1:
+    found = moments(input, dims)
+    if found.elements <= 1:
         raise ArgumentError(
             f"Expected more than 1 value per channel when training, got input size {input.shape}"
         )
-    track(running_mean, running_var, mean.flatten(), var.flatten(), count, momentum)
-    return _normalised(input, mean, var, eps, weight, bias)
+    over = found.mean.flatten(), found.var.flatten()
+    track(running_mean, running_var, *over, found.elements, momentum)
+    return _normalised(input, found, eps, weight, bias)
 
 
 @torch.no_grad()
@@ -91,14 +92,14 @@ def _instance_norm(
 ) -> Any:
     if not use_input_stats:
         return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
-    mean, var, count = moments(input, range(2, input.dim()))
-    if count <= 1:
+    found = moments(input, range(2, input.dim()))
+    if found.elements <= 1:
         raise ArgumentError(
             f"Expected more than 1 spatial element when training, got input size {input.shape}"
         )
-    over = (mean.mean(0).flatten(), var.mean(0).flatten())
-    track(running_mean, running_var, *over, count, momentum)
-    return _normalised(input, mean, var, eps, weight, bias)
+    over = found.mean.mean(0).flatten(), found.var.mean(0).flatten()
+    track(running_mean, running_var, *over, found.elements, momentum)
+    return _normalised(input, found, eps, weight, bias)
 
 
 @rule("group_norm")
@@ -113,11 +114,11 @@ def _group_norm(
     if input.grid_layout.at(input.dim()).get(1):
         raise refused("group_norm of split channels")
     grouped = input.unflatten(1, (num_groups, -1))
-    mean, var, _ = moments(grouped, range(2, grouped.dim()))
+    centred, offset, mean, var, count = moments(grouped, range(2, grouped.dim()))
     each = input.shape[1] // num_groups
-    shape = [mean.shape[0], input.shape[1], *[1] * (input.dim() - 2)]
-    mean, var = (m.expand(*m.shape[:2], each, *m.shape[3:]).reshape(shape) for m in (mean, var))
-    return _normalised(input, mean, var, eps, weight, bias)
+    offset, mean, var = (m.squeeze(2).repeat_interleave(each, 1) for m in (offset, mean, var))
+    found = Moments(centred.flatten(1, 2), offset, mean, var, count)
+    return _normalised(input, found, eps, weight, bias)
 
 
 @rule("layer_norm")
@@ -133,8 +134,8 @@ def _layer_norm(
     if not reduced_splits(input, dims):
         out = func(plain(input), normalized_shape, weight, bias, eps)
         return wrap(out, input.grid_layout)
-    mean, var, _ = moments(input, dims)
-    return _by_element(input, widened(plain(input)) - mean, var, eps, weight, bias)
+    found = moments(input, dims)
+    return _by_element(input, found.centred - found.offset, found.var, eps, weight, bias)
 
 
 @rule("rms_norm")

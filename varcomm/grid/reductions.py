@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -193,64 +193,82 @@ def _place(x: Any, dim: int, keepdim: bool, kind: str) -> Any:
     return _unkept(index.gather(0, best).squeeze(0), x, [at], keepdim)
 
 
-def moments(x: Any, dims: Sequence[int]) -> tuple[Tensor, Tensor, int]:
-    """Return mean and variance over some dimensions, which are kept, and the number of elements.
+class Moments(NamedTuple):
+    """Mean and variance over some dimensions, which are kept, of all ranks; in fp32 at least.
 
-    A variance is the mean of squared distances from the mean, which keeps its digits if means are
-    large. Results are in fp32 at least, equal on all ranks.
+    Values are used as distances from a centre, the mean of some of this rank's rows, which is a
+    constant: products with a large mean would lose the digits of a variance and of a norm.
     """
+
+    centred: Tensor  # this rank's values less the centre
+    offset: Tensor  # the mean less the centre
+    mean: Tensor
+    var: Tensor
+    elements: int  # of which each is a mean
+
+
+def moments(x: Any, over: Sequence[int]) -> Moments:
+    """Return the moments of a field over some dimensions."""
     if x.is_complex():
         raise refused("a variance of complex numbers")
-    local = widened(plain(x))
-    mean, var = _Moments.apply(local, [*dims])  # type: ignore[no-untyped-call]
+    local, dims = widened(plain(x)), [*over]
+    sample = local.detach()
+    if x.dim() - 2 in dims:
+        sample = sample[..., ::8, :]
+    counts = [max(prod(part.shape[dim] for dim in dims), 1) for part in (sample, local)]
+    centre = reference = sample.sum(dims, keepdim=True) / counts[0]
+    centred = local - centre
+    offset, squares = (s / counts[1] for s in _Sums.apply(centred, dims))  # type: ignore[no-untyped-call]
+    var = (squares - offset.square()).clamp_min(0)
     for split in reduced_splits(x, dims):
-        mean, var = _of_all_ranks(mean, var, split)
-    return mean, var, prod(x.shape[dim] for dim in dims)
+        reference, offset, var = _of_all_ranks(reference, offset, var, split)
+    mean, offset = reference + offset, (reference - centre) + offset
+    return Moments(centred, offset, mean, var, prod(x.shape[dim] for dim in dims))
 
 
-class _Moments(torch.autograd.Function):
-    """Mean and variance of a local tensor, faster than ``var_mean``; zeros if it is empty."""
+class _Sums(torch.autograd.Function):
+    """The sum of a local tensor and of its squares, faster than torch's derivative of a norm."""
 
     @staticmethod
     def forward(x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
-        if not x.numel():
-            return (empty := x.sum(dims, keepdim=True)), empty.clone()
-        mean = x.mean(dims, keepdim=True)
-        distance = torch.linalg.vector_norm(x - mean, dim=dims, keepdim=True)
-        return mean, distance.square() * (mean.numel() / x.numel())
+        distance = torch.linalg.vector_norm(x, dim=dims, keepdim=True)
+        return x.sum(dims, keepdim=True), distance.square()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(inputs[0], output[0])
-        ctx.save_for_forward(inputs[0], output[0])
-        ctx.dims = inputs[1]
+        x, ctx.dims = inputs
+        ctx.save_for_backward(x)
+        ctx.save_for_forward(x)
 
     @staticmethod
-    def backward(ctx: Any, of_mean: Tensor, of_var: Tensor) -> tuple[Tensor, None]:
-        x, mean = ctx.saved_tensors
-        share = mean.numel() / max(x.numel(), 1)
-        slope = of_var * (2 * share)
-        return (x * slope).add_(of_mean * share - mean * slope), None
+    def backward(ctx: Any, of_sum: Tensor, of_squares: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return (x * (2 * of_squares)).add_(of_sum), None
 
     @staticmethod
     def jvp(ctx: Any, of_x: Tensor, _: None) -> tuple[Tensor, Tensor]:
-        x, mean = ctx.saved_tensors
-        share, slopes = mean.numel() / max(x.numel(), 1), (x - mean) * of_x
-        sums = [values.sum(ctx.dims, keepdim=True) for values in (of_x, slopes)]
-        return sums[0] * share, sums[1] * (2 * share)
+        (x,) = ctx.saved_tensors
+        one, other = (v.sum(ctx.dims, keepdim=True) for v in (of_x, x * of_x))
+        return one, 2 * other
 
 
-def _of_all_ranks(mean: Tensor, var: Tensor, split: Split) -> tuple[Tensor, Tensor]:
-    """Combine the moments of the ranks of a split: one message, with each rank's share."""
-    group = split.group
-    share = mean.new_full((1,), split.own / split.rows)
-    own = torch.cat([mean.flatten(), var.flatten(), share])
+def _of_all_ranks(
+    reference: Tensor, offset: Tensor, var: Tensor, split: Split
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Combine the moments of the ranks of a split: one message, with each rank's share.
+
+    A mean is `offset` from a `reference`, which is then that of the rank with the most rows.
+    """
+    group, shape = split.group, var.shape
+    share = var.new_full((1,), split.own / max(split.rows, 1))
+    own = torch.cat([reference.flatten(), offset.flatten(), var.flatten(), share])
     parts = all_gather_v(own[None], [1] * group.size, group=group.process_group)
-    means, variances = parts[:, :-1].unflatten(1, (2, -1)).unbind(1)
-    shares = parts[:, -1:]
-    joined = (shares * means).sum(0)
-    spread = (shares * (variances + (means - joined).square())).sum(0)
-    return joined.view_as(mean), spread.view_as(mean)
+    references, offsets, variances = parts[:, :-1].unflatten(1, (3, -1)).unbind(1)
+    shares, reference = parts[:, -1:], references[split.sizes.index(max(split.sizes))].detach()
+    offsets = (references - reference) + offsets
+    offset = (shares * offsets).sum(0)
+    var = (shares * (variances + (offsets - offset).square())).sum(0)
+    return reference.view(shape), offset.view(shape), var.view(shape)
 
 
 @rule("var std var_mean std_mean")
@@ -264,7 +282,7 @@ def _var(func: Func, x: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
         correction = 1 if unbiased is None or unbiased else 0
     keepdim = bool(kwargs.get("keepdim", keepdim))
     dims = dims_of(dim, x)
-    mean, found, count = moments(x, dims)
+    _, _, mean, found, count = moments(x, dims)
     if correction:
         found = found * (count / (count - correction) if count > correction else inf)
     found = _root(found, 0.5) if name.startswith("std") else found
