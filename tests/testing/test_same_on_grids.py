@@ -187,6 +187,8 @@ def test_refusals():
         (image(), {"parts": (2, 0)}, "parts"),
         (image(), {"parts": (2, 2, 2)}, "parts"),
         (image(), {"grid": (6, 13)}, "last dimensions"),
+        (image(), {"groups": ["cell"]}, "groups"),
+        (lambda grid: grid.scatter(image()), {"groups": "cell", "step": step}, "groups"),
     ]:
         with pytest.raises(ArgumentError, match=named):
             same_as_one_process(Net(), data, **{"grid": GRID, **options})

@@ -168,7 +168,8 @@ def same_as_one_process(
         ``step(model, data)``, in place of `call` and `loss`: your training step, which calls
         ``distribute``, ``backward`` and ``sum_gradients`` itself and returns the loss.
     groups : list of str
-        Attributes of nodes that hold ids of groups; see :func:`varcomm.graph.partition`.
+        Attributes of nodes that hold ids of groups; see :func:`varcomm.graph.partition`. Refused
+        with `grid`.
     tol : float
         Largest difference, relative to the largest value.
 
@@ -218,6 +219,8 @@ def same_as_one_process(
     several = hasattr(data, "edge_types")
     if grid is not None:
         points = checked_sizes(grid, "grid")
+        if groups:
+            raise ArgumentError(f"groups are of graphs; got {groups!r} and a grid. Leave one out.")
         if len(mesh) > len(points):
             raise ArgumentError(f"parts must be {len(points)} ints or one; got {parts!r}.")
         if not callable(data) and not isinstance(data, torch.Tensor):
