@@ -65,15 +65,26 @@ LOSSES = {
     "torch": lambda grid, x: F.l1_loss(x, x.detach() * 2),
     "pooled": lambda grid, x: F.adaptive_avg_pool2d(x, 1).flatten(1).square().sum(),
     "classes": lambda grid, x: F.cross_entropy(x, x.argmax(1), label_smoothing=0.1),
-    "weighted classes": lambda grid, x: F.cross_entropy(
-        x,
-        (x > 0).sum(1).clamp_max(2),
-        torch.tensor([1.0, 2, 5], dtype=torch.float64),
-        ignore_index=1,
+    "weighted classes": lambda grid, x: F.cross_entropy(x, labels(x), CLASSES, ignore_index=1),
+    "smoothed classes": lambda grid, x: F.cross_entropy(
+        x, labels(x), label_smoothing=0.2, ignore_index=0
+    ),
+    "smoothed and weighted classes": lambda grid, x: F.cross_entropy(
+        x, labels(x), CLASSES, label_smoothing=0.2, ignore_index=2
+    ),
+    "no label on a rank": lambda grid, x: F.cross_entropy(
+        x, labels(x).masked_fill(torch.arange(7)[:, None] > 3, -100), label_smoothing=0.2
+    ),
+    "shares of classes": lambda grid, x: F.cross_entropy(
+        x, x.detach().softmax(1), CLASSES, label_smoothing=0.2
     ),
     "of an ordinary value": lambda grid, x: grid.sum(F.softplus(WEIGHT)) + x.sum(),
 }
-WEIGHT = torch.ones((), dtype=torch.float64)
+WEIGHT, CLASSES = torch.ones((), dtype=torch.float64), torch.tensor([1.0, 2, 5]).double()
+
+
+def labels(x):
+    return (x > 0).sum(1).clamp_max(2)
 
 
 class Whole:
@@ -225,15 +236,6 @@ def test_hooks_get_split_gradients(rank):
         middle.pow(3).sum().backward()
         grads.append(leaf.grad)
     torch.testing.assert_close(grads[0].gather(), grads[1], rtol=1e-12, atol=1e-12)
-
-
-@on_ranks(3)
-def test_refused_alike_though_one_rank_ignores(rank):
-    _, grid, x = field_of(3)
-    labels = torch.zeros(2, len(grid.ranges[0]), 5, dtype=torch.int64)
-    labels = grid.field(labels.fill_(-100) if rank == 2 else labels)
-    loss = lambda: F.cross_entropy(x, labels, label_smoothing=0.1)  # noqa: E731
-    refused_alike(vc.ArgumentError, loss, "smoothed classes")
 
 
 @on_ranks(3)

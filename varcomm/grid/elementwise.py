@@ -170,13 +170,9 @@ def _class_loss(
     out = wrap(func(plain(x), labels, *others, reduction="none", **kwargs), layout)
     if reduction != "mean":
         return out if reduction == "none" else out.sum()
-    weight, ignored = kwargs.get("weight"), kwargs.get("ignore_index", -100)
-    if shares or kwargs.get("label_smoothing"):
-        missing = not shares and wrap(labels == ignored, layout).any()
-        if weight is not None or bool(missing):  # on all ranks, if on one
-            raise refused(f"{func.__name__} with a weighted mean of smoothed classes")
+    if shares:
         return out.mean()
-    counted = labels != ignored
+    weight, counted = kwargs.get("weight"), labels != kwargs.get("ignore_index", -100)
     weights = counted.to(out.dtype)
     if weight is not None:
         weights = weight[labels.masked_fill(~counted, 0)] * weights
