@@ -1,8 +1,13 @@
 """A saved partition, loaded on as many ranks and on others."""
 
+import copy
+import io
 import os
+import pickle
 import shutil
+from multiprocessing.reduction import ForkingPickler
 
+import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,8 +19,9 @@ from tests.graph.graphs import wild
 from tests.graph.parts import by_hand, contents, differences, different
 from tests.graph.typed import typed
 from tests.worlds import on_ranks
-from varcomm import ArgumentError, DisagreementError
+from varcomm import ArgumentError, DisagreementError, GroupError
 from varcomm.graph import PartitionedGraph, partition
+from varcomm.grid import Grid
 
 
 def data_of(kind):
@@ -35,6 +41,27 @@ def data_of(kind):
 
 def made(kind, hops=1):
     return graph_of(data_of(kind), hops=hops)
+
+
+@on_ranks(1, 3)
+def test_pickle_names_what_saves(rank):
+    writers = [
+        pickle.dumps,
+        cloudpickle.dumps,
+        ForkingPickler.dumps,  # of multiprocessing, and of workers of a DataLoader
+        lambda value: torch.save({"value": value}, io.BytesIO()),
+    ]
+    for kind in ("one type", "types"):
+        graph = made(kind)
+        of_group = [*graph.node_shards.values(), *graph.edge_shards.values(), Grid((7, 5))]
+        for write in writers:
+            with pytest.raises(GroupError, match=r"graph\.save\(folder\)"):
+                write([graph])
+            for value in of_group:
+                with pytest.raises(GroupError, match="make the object again"):
+                    write(value)
+        assert copy.copy(graph) is copy.deepcopy({"a": graph})["a"] is graph
+        copy.deepcopy(of_group), [copy.copy(value) for value in of_group]
 
 
 @pytest.mark.parametrize(("kind", "hops"), [("one type", 2), ("types", 1)])

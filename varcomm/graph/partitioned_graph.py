@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch_geometric.data import Data, HeteroData
 
-from varcomm.errors import ArgumentError
+from varcomm.errors import ArgumentError, GroupError
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.index.node_groups import NodeGroups
 from varcomm.graph.index.partitioned_index import PartitionedIndex
@@ -179,9 +179,20 @@ class PartitionedGraph:
             return name in self.data
         return name in self.node_shards or name in self.edge_shards or name in self.attributes
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PartitionedGraph:
+    def __copy__(self) -> PartitionedGraph:
         """Return the graph itself, which is immutable: copies of a model share it."""
         return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PartitionedGraph:
+        """Return the graph itself, as a shallow copy does."""
+        return self
+
+    def __reduce__(self) -> str:
+        raise GroupError(
+            "a partitioned graph belongs to the ranks of its group and cannot be pickled. On all "
+            "ranks, call graph.save(folder), and PartitionedGraph.load(folder) to read it. Of a "
+            "model, save state_dict()."
+        )
 
     def __repr__(self) -> str:
         """Return the sizes of this rank's part."""

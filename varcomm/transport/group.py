@@ -70,6 +70,12 @@ class Group:
     def __deepcopy__(self, memo: object) -> Group:
         return self
 
+    def __reduce__(self) -> str:
+        raise GroupError(
+            f"this object belongs to a group of ranks ({self}) and cannot be pickled, as by "
+            "torch.save. Save its tensors, and make the object again."
+        )
+
     @property
     def ranks(self) -> tuple[int, ...]:
         """World ranks of the group, in its order."""
