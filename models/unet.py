@@ -126,7 +126,7 @@ class UNet(nn.Module):
         in_channels: int,
         out_channels: int,
         *,
-        hidden_channels: int = 32,
+        hidden_channels: int,
         num_levels: int = 3,
         num_groups: int = 4,
         num_heads: int | None = None,
@@ -145,10 +145,10 @@ class UNet(nn.Module):
         channels = [hidden_channels * 2**level for level in range(num_levels + 1)]
         pairs, lowest = [*pairwise(channels)], channels[-1]
         self.encoder = Convolution(in_channels, hidden_channels, periodic)
-        self.before = nn.ModuleList(Block(a, a, num_groups, periodic) for a, _ in pairs)
+        self.down_blocks = nn.ModuleList(Block(a, a, num_groups, periodic) for a, _ in pairs)
         self.down = nn.ModuleList(Convolution(a, b, periodic, stride=2) for a, b in pairs)
         self.up = nn.ModuleList(Convolution(b, a, periodic) for a, b in pairs)
-        self.behind = nn.ModuleList(Block(2 * a, a, num_groups, periodic) for a, _ in pairs)
+        self.up_blocks = nn.ModuleList(Block(2 * a, a, num_groups, periodic) for a, _ in pairs)
         self.middle = nn.Sequential(Block(lowest, lowest, num_groups, periodic))
         if num_heads is not None:
             check_sizes("UNet", num_heads=num_heads)
@@ -177,11 +177,11 @@ class UNet(nn.Module):
         :func:`varcomm.data_parallel.sum_gradients`.
         """
         x, skips = self.encoder(x), []
-        for block, down in zip(self.before, self.down, strict=True):
+        for block, down in zip(self.down_blocks, self.down, strict=True):
             skips.append(block(x))
             x = down(skips[-1])
         x = self.middle(x)
-        levels = [*zip(skips, self.up, self.behind, strict=True)]
+        levels = [*zip(skips, self.up, self.up_blocks, strict=True)]
         for skip, up, block in reversed(levels):
             x = up(F.interpolate(x, size=skip.shape[-2:]))
             x = block(torch.cat([x, skip], dim=1))

@@ -86,11 +86,20 @@ def test_attention_on_a_mesh_is_refused_by_name(rank):
         UNet(1, 1, **SMALL, num_heads=2)(grid.scatter(torch.randn(1, 1, 8, 8)))
 
 
+def test_keys_of_checkpoints_name_parts():
+    keys = UNet(1, 1, hidden_channels=4, num_levels=1).state_dict()
+    parts = ["encoder", "down_blocks", "down", "up", "up_blocks", "middle", "decoder"]
+    assert [*dict.fromkeys(key.split(".")[0] for key in keys)] == parts
+
+
 def test_sizes_are_checked():
     with pytest.raises(ArgumentError, match=r"hidden_channels 6 .* num_groups 4"):
         UNet(1, 1, hidden_channels=6)
     with pytest.raises(ArgumentError, match="num_levels"):
-        UNet(1, 1, num_levels=-1)
+        UNet(1, 1, hidden_channels=4, num_levels=-1)
+    for model in (UNet, FNO):
+        with pytest.raises(TypeError, match="hidden_channels"):
+            model(1, 1)
     with pytest.raises(ArgumentError, match="modes"):
         FNO(1, 1, hidden_channels=2, num_blocks=1, modes=(2,))
     model = FNO(1, 1, hidden_channels=2, num_blocks=1, modes=(3, 3))
