@@ -196,8 +196,8 @@ def _place(x: Any, dim: int, keepdim: bool, kind: str) -> Any:
 class Moments(NamedTuple):
     """Mean and variance over some dimensions, which are kept, of all ranks; in fp32 at least.
 
-    Values are used as distances from a centre, the mean of some of this rank's rows, which is a
-    constant: products with a large mean would lose the digits of a variance and of a norm.
+    Values are used as distances from a centre, a constant: the mean of some of this rank's rows.
+    Products with a large mean would lose the digits of a variance and of a norm.
     """
 
     centred: Tensor  # this rank's values less the centre
