@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from varcomm.grid.fetch import span
+from varcomm.grid.fetch import rows, span
 from varcomm.grid.field import plain, refused, rule, wrap
 from varcomm.grid.layout import Split
 from varcomm.grid.reductions import extreme, mean
-from varcomm.grid.windows import cut, each, kept, spatial
+from varcomm.grid.windows import cut, each, in_parts, kept, spatial
 
 Func = Callable[..., Any]
 
@@ -139,9 +139,17 @@ def _fetched(
     ends = torch.tensor(
         [(a, max(a, b - 1)) for a, b in out.spans], dtype=torch.float64, device="cpu"
     )
-    reads = _taps(ends.flatten(), *how)[0][:, [0, -1]].view(-1, 4).tolist()
+    at_ends = _taps(ends.flatten(), *how)[0]
+    reads = at_ends[:, [0, -1]].view(-1, 4).tolist()
     spans = [(r[0], r[3] + 1) if n else (0, 0) for r, n in zip(reads, out.sizes, strict=True)]
-    local, (low, _) = span(x, split, spans), spans[out.group.rank]
+    parts = [[reach] for reach in spans]
+    if ratio > at_ends.shape[1]:  # some rows are not read
+        every = _taps(torch.arange(count, dtype=torch.float64, device="cpu"), *how)[0]
+        parts = [
+            in_parts(reach, own, every[a:b].flatten().tolist())
+            for reach, own, (a, b) in zip(spans, split.spans, out.spans, strict=True)
+        ]
+    local, (low, _) = rows(x, split, parts), spans[out.group.rank]
     own = torch.arange(out.own, dtype=torch.float64, device=x.device)
     places, weights = _taps(own + out.start, *how)
     dim = x.dim() + split.dim
@@ -149,10 +157,10 @@ def _fetched(
     def weighted(local: Tensor) -> Tensor:
         found = None
         for tap in range(places.shape[1]):
-            rows = local.index_select(dim, places[:, tap] - low)
+            read = local.index_select(dim, places[:, tap] - low)
             if places.shape[1] > 1:
-                rows = rows * weights[:, tap].to(rows.dtype).view(-1, *[1] * (-1 - split.dim))
-            found = rows if found is None else found + rows
+                read = read * weights[:, tap].to(read.dtype).view(-1, *[1] * (-1 - split.dim))
+            found = read if found is None else found + read
         assert found is not None
         return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf, prod
@@ -19,6 +19,7 @@ from varcomm.grid.field import plain, refused, rule, wrap
 from varcomm.grid.layout import Layout, Spans, Split
 
 Func = Callable[..., Any]
+Parts = list[tuple[int, int]]
 
 
 def cut(split: Split, count: int, first: Callable[[int], int]) -> tuple[int, ...]:
@@ -73,24 +74,31 @@ class Window:
         return low, low + (last - first - 1) * self.stride + self.reach
 
 
+def in_parts(reach: tuple[int, int], owned: tuple[int, int], read: Iterable[int]) -> Parts:
+    """Return a rank's reach in parts; rows that are neither read nor owned lie before the field.
+
+    Such rows are zeros.
+    """
+    known = {*range(*owned), *read}
+    runs = itertools.groupby(range(*reach), known.__contains__)
+    lists = [(is_known, [*rows]) for is_known, rows in runs]
+    return [(r[0], r[-1] + 1) if is_known else (-len(r), 0) for is_known, r in lists] or [(0, 0)]
+
+
 @lru_cache(maxsize=512)
 def _needed(
     spans: Spans, owned: Spans, outputs: Spans, taps: range, up: int = 1, down: int = 1
-) -> list[list[tuple[int, int]]]:
-    """Return the span of each rank in parts; rows that no output reads are those before the field.
+) -> list[Parts]:
+    """Return the spans of all ranks in parts, without rows that no output reads.
 
-    Such rows are zeros. An output reads ``(output * up + tap) / down`` of each tap that divides.
+    An output reads ``(output * up + tap) / down`` of each tap that divides.
     """
+    if abs(taps.step) == 1 and len(taps) >= up:
+        return [[one] for one in spans]
     found = []
-    for (low, high), (first, last), (a, b) in zip(spans, owned, outputs, strict=True):
-        parts = [(low, high)]
-        if abs(taps.step) > 1 or len(taps) < up:
-            places = (output * up + tap for output in range(a, b) for tap in taps)
-            read = {*range(first, last), *(at // down for at in places if at % down == 0)}
-            runs = itertools.groupby(range(low, high), read.__contains__)
-            lists = [(is_read, [*these]) for is_read, these in runs]
-            parts = [(r[0], r[-1] + 1) if is_read else (-len(r), 0) for is_read, r in lists]
-        found.append(parts or [(0, 0)])
+    for reach, own, (a, b) in zip(spans, owned, outputs, strict=True):
+        places = (output * up + tap for output in range(a, b) for tap in taps)
+        found.append(in_parts(reach, own, (at // down for at in places if at % down == 0)))
     return found
 
 
