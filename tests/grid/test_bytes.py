@@ -1,11 +1,14 @@
 """Functions of fields send the rows that other ranks need, and no others."""
 
+import random
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import varcomm as vc
+from tests.grid.comparing import lengths_of
 from tests.worlds import on_ranks
 
 ROWS, COLUMNS = 13, 6
@@ -155,18 +158,61 @@ def test_rows(rank, name):
         grid = vc.grid.Grid(IMAGE[2:], sizes=[sizes, None])
         x = grid.scatter(torch.arange(1.0, 2 * 4 * ROWS * COLUMNS + 1).double().view(IMAGE))
         made = prepare[0](x) if prepare else x
-        fields = [y.detach() for y in (made if isinstance(made, tuple) else (made,))]
-        for y in fields:
-            y.requires_grad_()
-        with vc.trace() as forward:
-            y = function(*fields)
-        with vc.trace() as backward:
-            y.backward(torch.ones_like(y))
-        needed = rows_to(function, fields, y.detach())
-        found = forward.total.sent, backward.total.sent
-        expected = int(needed[rank].sum()), int(needed[:, rank].sum())
-        if found != expected:
-            failed.append(f"{sizes}: sent {found}, needed {expected}")
+        error = differs(rank, function, made if isinstance(made, tuple) else (made,))
+        failed += [f"{sizes}: {error}"] * bool(error)
+    return failed
+
+
+def differs(rank, function, made):
+    """Return a line if this rank sends more or less than other ranks need."""
+    fields = [x.detach().requires_grad_() for x in made]
+    with vc.trace() as forward:
+        y = function(*fields)
+    with vc.trace() as backward:
+        y.backward(torch.ones_like(y))
+    needed = rows_to(function, fields, y.detach())
+    found = forward.total.sent, backward.total.sent
+    expected = int(needed[rank].sum()), int(needed[:, rank].sum())
+    return "" if found == expected else f"sent {found}, needed {expected}"
+
+
+def drawn(draw):
+    """Return a function of an image whose numbers are drawn, and these."""
+    kind = draw.choice(["conv", "transposed", "max", "avg", "resized", "adaptive", "roll", "diff"])
+    kernel, stride, dilation = (draw.randint(1, 5) for _ in range(3))
+    how = {"stride": (stride, 1), "padding": (draw.randint(0, 3), 1), "dilation": (dilation, 1)}
+    side = min(how["padding"][0], kernel // 2)
+    rows = draw.randint(2, 30)  # one is a mean
+    mode = draw.choice(["nearest", "nearest-exact", "bilinear", "bicubic", "area"])
+    function = {
+        "conv": conv(kernel, **how),
+        "transposed": transposed(kernel, **how),
+        "max": lambda x: F.max_pool2d(x, (kernel, 1), (stride, 1), (side, 0), (dilation, 1)),
+        "avg": lambda x: F.avg_pool2d(x, (kernel, 1), (stride, 1), (side, 0)),
+        "resized": resized(rows, mode),
+        "adaptive": lambda x: F.adaptive_avg_pool2d(x, (rows, 3)),
+        "roll": lambda x: x.roll(rows, 2),
+        "diff": lambda x: x.diff(dim=2),
+    }[kind]
+    return function, f"{kind} {kernel}, {how}, {rows} rows, {mode}"
+
+
+@pytest.mark.slow
+@on_ranks(2, 3, 5)
+def test_rows_of_many_functions(rank, ranks):
+    failed = []
+    for seed in range(300):
+        draw = random.Random(seed)
+        function, numbers = drawn(draw)
+        length = draw.randint(2, 24)
+        whole = torch.arange(1.0, 2 * 4 * length * 3 + 1).double().view(2, 4, length, 3)
+        try:
+            function(whole)
+        except RuntimeError:
+            continue  # torch refuses these numbers
+        sizes = lengths_of(draw, (length, 3), [0], [ranks])
+        error = differs(rank, function, (vc.grid.Grid((length, 3), sizes=sizes).scatter(whole),))
+        failed += [f"seed {seed}, {numbers}, {sizes[0]}: {error}"] * bool(error)
     return failed
 
 
@@ -189,13 +235,13 @@ STATISTICS = {
     "amax": (lambda x: x.amax(2), POINTS + 2 * SUM, SUM),
     # the extremes, their places, and a sum with their gradient
     "max with indices": (lambda x: x.max(2).values, 2 * POINTS + SUM, SUM),
-    # mean and variance of each group, and the share of this rank
-    "var": (lambda x: x.var(2), 2 * POINTS + 1, 2 * POINTS + 1),
-    "std of all": (lambda x: x.std(), 3, 3),
-    "batch_norm": (lambda x: F.batch_norm(x, None, None, training=True), 9, 9),
-    "instance_norm": (lambda x: F.instance_norm(x), 17, 17),
-    "group_norm": (lambda x: F.group_norm(x, 2), 9, 9),
-    "layer_norm": (lambda x: F.layer_norm(x, x.shape[1:]), 5, 5),
+    # of each group the mean in two numbers, and the variance; and the share of this rank
+    "var": (lambda x: x.var(2), 3 * POINTS + 1, 3 * POINTS + 1),
+    "std of all": (lambda x: x.std(), 4, 4),
+    "batch_norm": (lambda x: F.batch_norm(x, None, None, training=True), 13, 13),
+    "instance_norm": (lambda x: F.instance_norm(x), 25, 25),
+    "group_norm": (lambda x: F.group_norm(x, 2), 13, 13),
+    "layer_norm": (lambda x: F.layer_norm(x, x.shape[1:]), 7, 7),
     "rms_norm": (lambda x: F.rms_norm(x, x.shape[1:]), 2 + WORD, 2 + WORD),
     "adaptive_avg_pool2d of 1": (lambda x: F.adaptive_avg_pool2d(x, 1), SUM, SUM),
     "einsum": (lambda x: torch.einsum("bchw,bdhw->bcd", x, x.sin()), 32 + WORD, 32 + WORD),
