@@ -160,6 +160,13 @@ REFUSED = {
     "randn_like of a value": lambda x: torch.randn_like(x.mean()),
     "get grad of a value": lambda x: gradient_of_a_mean(x),
     "rows of several images": lambda x: torch.cat([x[:, 0].reshape(-1, 5)] * 2),
+    "Pass dst= alone": lambda x: x.gather(0),
+    "is torch's function": lambda x: x.gather(dim=1),
+    "both dim and index": lambda x: x.gather(index=torch.zeros(2, 3, 7, 5).long()),
+    "on one; field.gather": lambda x: x.gather(1, torch.zeros(2, 3, 7, 5).long(), dst=1),
+    "3 ranks has no rank 3": lambda x: x.gather(dst=3),
+    "has no rank -1": lambda x: x.gather(dst=-1),
+    "has no rank 4": lambda x: vc.grid.Grid((7, 5)).scatter(None, src=4),
     "do not fit": lambda x: F.conv2d(x, torch.ones(1, 3, 9, 1, dtype=x.dtype)),
     "ordinary tensor by add_": lambda x: torch.zeros(7, 5, dtype=x.dtype).add_(x[0, 0]),
 }
@@ -177,6 +184,21 @@ def gradient_of_a_mean(x):
 def test_refusals(rank, words):
     _, _, x = field_of(3)
     refused_alike(vc.ArgumentError, lambda: REFUSED[words](x.detach()), words)
+
+
+@on_ranks(3)
+def test_gather_of_an_index_is_that_of_torch(rank):
+    whole, _, x = field_of(3)
+    index = whole.argsort(1)[:, :2]
+    expected = whole.gather(1, index)
+    for found in (
+        x.gather(1, index),
+        x.gather(dim=1, index=index),
+        x.gather(-3, index=index, sparse_grad=False),
+        torch.gather(x, 1, index),
+    ):
+        assert torch.equal(found.gather(), expected)
+        assert torch.equal(found.gather(dst=0), expected if rank == 0 else expected[:, :, :0])
 
 
 @on_ranks(3)

@@ -98,17 +98,29 @@ class Field(torch.Tensor):
         """The shape on one process."""
         return torch.Size(self.grid_layout.shape(plain(self).shape))
 
-    def gather(  # type: ignore[override]
-        self, dst: int | None = None, index: Tensor | None = None, *, dim: int | None = None
+    def gather(
+        self,
+        dim: int | None = None,
+        index: Tensor | None = None,
+        *,
+        dst: int | None = None,
+        sparse_grad: bool = False,
     ) -> Tensor:
         """Return the whole tensor on rank `dst`, or with None on all ranks; collective.
 
         `dst` counts the ranks of the grid, row by row of a mesh. On other ranks the result has zero
-        rows and belongs to autograd's graph. With an index, ``field.gather(dim, index)`` is torch's
-        function.
+        rows and belongs to autograd's graph.
+
+        With `dim` and `index`, the call is ``torch.gather`` of the field, and returns a field.
         """
-        if index is not None:
-            return torch.gather(self, (dst or 0) if dim is None else dim, index)
+        if (dim is None) != (index is None) or (dst is not None and dim is not None):
+            raise ArgumentError(
+                "field.gather() returns the whole tensor on all ranks, field.gather(dst=rank) on "
+                "one; field.gather(dim, index) is torch's function. Pass dst= alone, or both dim "
+                "and index."
+            )
+        if dim is not None:
+            return torch.gather(self, dim, index, sparse_grad=sparse_grad)  # type: ignore[arg-type]
         x = self.local
         roots = ranks_of(self.grid_layout, 0 if dst is None else dst)
         for split in reversed(self.grid_layout.splits):
@@ -379,6 +391,8 @@ def refused(what: str, more: str = "") -> ArgumentError:
 
 def ranks_of(layout: Layout, place: int) -> dict[Group, int]:
     """Return the rank in each group of the rank that is counted over a mesh row by row."""
+    if place not in range(layout.ranks):
+        raise ArgumentError(f"a grid of {layout.ranks} ranks has no rank {place!r}.")
     found = {}
     for group in reversed(layout.groups):
         place, found[group] = divmod(place, group.size)
