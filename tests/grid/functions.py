@@ -42,9 +42,16 @@ def only(function):
     return function, []
 
 
+def with_rows_last(x):
+    """Let a gradient lie in memory with the rows last: torch's batch norm is else wrong for one."""
+    if x.requires_grad:
+        x.register_hook(lambda g: g.contiguous())
+    return x
+
+
 def batch_norm(x, w, b):
     mean, var = torch.zeros(4, dtype=x.dtype), torch.ones(4, dtype=x.dtype)
-    out = F.batch_norm(x, mean, var, w, b, True, 0.3)
+    out = with_rows_last(F.batch_norm(x, mean, var, w, b, True, 0.3))
     return out * var.view(-1, *[1] * (x.dim() - 2)) + mean.view(-1, *[1] * (x.dim() - 2))
 
 
@@ -493,7 +500,7 @@ FUNCTIONS = {
         *only(lambda x: F.pixel_unshuffle(F.interpolate(x, scale_factor=2), 2)),
     ),
     "batch_norm": (IMAGE, batch_norm, [(4,), (4,)]),
-    "instance_norm": (IMAGE, *norm("instance_norm")),
+    "instance_norm": (IMAGE, *only(lambda x: with_rows_last(F.instance_norm(x)))),
     "group_norm": (IMAGE, lambda x, w, b: F.group_norm(x, 2, w, b), [(4,), (4,)]),
     "layer_norm": (TOKENS, lambda x, w, b: F.layer_norm(x, (8,), w, b), [(8,), (8,)]),
     "layer_norm of all": (IMAGE, *only(lambda x: F.layer_norm(x, x.shape[1:]))),

@@ -50,8 +50,8 @@ def fitted(y, x):
 def tracked(norm, x, w, b, momentum):
     """Return a norm in training, and in evaluation with the statistics that it has moved."""
     mean, var = (torch.full((x.shape[1],), start, dtype=w.dtype) for start in (0.0, 1.0))
-    y = norm(x, mean, var, w, b, True, momentum)
-    z = F.batch_norm(x, mean, var, w, b, False)
+    y = functions.with_rows_last(norm(x, mean, var, w, b, True, momentum))
+    z = functions.with_rows_last(F.batch_norm(x, mean, var, w, b, False))
     return y + 0.5 * z + (var * mean).view(-1, *[1] * (x.dim() - 2))
 
 
@@ -483,7 +483,7 @@ def shuffled(d, x, v):
     return d.draw.choice(
         (
             f"F.pixel_shuffle(channels({x}, 4), 2)",
-            f"F.pixel_unshuffle(F.pad({x}, (0, {w % 2}, 0, {h % 2})), 2)",
+            f"F.pixel_unshuffle(F.pad({x}, (1, {1 + w % 2}, 1, {1 + h % 2})), 2)",
             f"F.channel_shuffle({x}, {2 if c % 2 == 0 else 1})",
             f"{x}.unflatten(1, (1, {c})).flatten(0, 1).view({x}.shape)",
             f"{x}.unfold(2, {d.draw.randint(1, 3)}, {d.draw.randint(1, 3)}).sum(-1)",
@@ -626,7 +626,7 @@ def problem(program, grid):
         return ""
     rounded = expected_of(program, torch.Generator().manual_seed(1))
     noise = distances(rounded, expected)
-    if all(a < max(CLOSE, 100 * b) for a, b in zip(worst, noise, strict=True)):
+    if max(worst) < 100 * max(noise):
         return ""
     text = ", ".join(f"{a:.1e} ({b:.1e})" for a, b in zip(worst, noise, strict=True))
     return f"differs: {text} (by rounding)"

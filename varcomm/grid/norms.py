@@ -20,7 +20,7 @@ def _normalised(x: Any, of: Moments, eps: float, weight: Any, bias: Any) -> Any:
     """Scale and shift each channel.
 
     torch's kernel for known statistics would be faster; in torch 2.13 its backward is wrong for one
-    image if the gradient lies in memory with the channels last.
+    image, or one row, if the gradient lies in memory with the channels last.
     """
     shape = [1, -1, *[1] * (x.dim() - 2)]
     scale = (of.var + eps).rsqrt()
@@ -47,10 +47,12 @@ def _batch_norm(
     if input.grid_layout.at(input.dim()).get(1):
         raise refused("batch_norm of split channels")
     if not training:
-        return wrap(
-            func(plain(input), running_mean, running_var, weight, bias, False, momentum, eps),
-            input.grid_layout,
-        )
+        if running_mean is None or running_var is None:
+            raise ArgumentError("batch_norm: evaluation needs running_mean and running_var.")
+        shape = [1, -1, *[1] * (input.dim() - 2)]
+        mean, var = widened(running_mean).view(shape), widened(running_var).view(shape)
+        known = Moments(widened(plain(input)), mean, mean, var, 0)
+        return _normalised(input, known, eps, weight, bias)
     dims = [0, *range(2, input.dim())]
     found = moments(input, dims)
     if found.elements <= 1:
