@@ -2,6 +2,7 @@
 
 python -m tests.fuzz.run --minutes 30
 python -m tests.fuzz.run --swaps 5000
+python -m tests.fuzz.run --grids 500
 """
 
 import argparse
@@ -18,6 +19,7 @@ import torch
 from conftest import Worlds
 from tests.faults.stage import problem, scenes
 from tests.fuzz import faults, files, load, programs, swaps
+from tests.grid import programs as grids
 
 AT_ONCE = 50  # examples between two looks at the clock
 FILES_AT_ONCE = 1000
@@ -124,6 +126,9 @@ def main():
     parser.add_argument("--minutes", type=float, default=30.0, metavar="M")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the first examples")
     parser.add_argument("--swaps", type=int, metavar="N", help="run as many swaps alone")
+    parser.add_argument(
+        "--grids", type=int, metavar="N", help="run as many programs of grids alone"
+    )
     options = parser.parse_args()
     print(f"Python {platform.python_version()}, torch {torch.__version__}", flush=True)
     fuzz, number = Fuzz(), options.seed
@@ -131,12 +136,17 @@ def main():
         for more in range(-(-options.swaps // swaps.AT_ONCE)):
             fuzz.swaps(number + more)
         return fuzz.ended()
+    if options.grids is not None:
+        for more in range(-(-options.grids // AT_ONCE)):
+            fuzz.examples("programs of grids", grids, number + more)
+        return fuzz.ended()
     end = time.monotonic() + 60 * options.minutes
     fuzz.scenes()
     print(fuzz, flush=True)
     fuzz.load()
     while time.monotonic() < end:
         fuzz.examples("programs", programs, number)
+        fuzz.examples("programs of grids", grids, number)
         fuzz.examples("faulty calls", faults, number)
         fuzz.swaps(number)
         fuzz.altered_files(number)

@@ -4,9 +4,12 @@ import pytest
 
 from tests.fuzz import faults, files, load, programs, swaps
 from tests.fuzz.run import draw
+from tests.grid import programs as grids
 
 
-@pytest.mark.parametrize("job", [programs, faults], ids=["programs", "faulty calls"])
+@pytest.mark.parametrize(
+    "job", [programs, grids, faults], ids=["programs", "programs of grids", "faulty calls"]
+)
 @pytest.mark.parametrize(
     ("pool", "examples"), [(3, 6), pytest.param(4, 30, marks=pytest.mark.slow)]
 )

@@ -300,7 +300,8 @@ FUNCTIONS = {
         IMAGE,
         *only(
             lambda x: (
-                torch.complex(x, x.sin()).angle() + torch.imag(torch.polar(x.abs() + 1, x)) * x
+                torch.complex(x.cosh(), x.sin()).angle()
+                + torch.imag(torch.polar(x.abs() + 1, x)) * x
             )
         ),
     ),
