@@ -35,7 +35,7 @@ def test_functions(rank, names):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-@on_ranks(2, 3, 5)
+@on_ranks(1, 2, 3, 5)
 def test_functions_of_many_sizes(rank, name, ranks):
     torch.set_num_threads(1)
     return [line for seed in range(20) if (line := compare(name, seed + 2, [ranks]))]

@@ -12,7 +12,7 @@ from tests.grid.comparing import apart, derivatives
 from tests.grid.test_fields import field_of
 from tests.worlds import on_ranks
 
-AT_ONCE = 60
+AT_ONCE = 30
 
 
 def problems(rank, ranks, seeds, large=False):
@@ -32,14 +32,14 @@ def test_programs_of_large_fields(rank):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 300, AT_ONCE))
+@pytest.mark.parametrize("first", range(0, 240, AT_ONCE))
 @on_ranks(1, 2, 3, 5)
 def test_more_programs(rank, first, ranks):
     return problems(rank, (ranks,), range(1000 + first, 1000 + first + AT_ONCE))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 300, AT_ONCE))
+@pytest.mark.parametrize("first", range(0, 240, AT_ONCE))
 @on_ranks(4)
 def test_more_programs_on_a_mesh(rank, first):
     return problems(rank, (2, 2), range(1000 + first, 1000 + first + AT_ONCE))
