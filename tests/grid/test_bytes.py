@@ -309,6 +309,23 @@ def test_attention(rank):
         assert found == (2 * row * own * later, 2 * row * before)
 
 
+@on_ranks(3)
+def test_a_field_and_its_transpose(rank):
+    """A rank needs its rows of the transpose, of which it has columns."""
+    for sizes in SIZES:
+        x = vc.grid.Grid((ROWS, ROWS), sizes=[sizes, None]).scatter(
+            torch.arange(169.0).view(13, 13)
+        )
+        x = x.detach().requires_grad_()
+        with vc.trace() as forward:
+            y = x.sin() * x.mT
+        with vc.trace() as backward:
+            y.backward(torch.ones_like(y))
+        own = sizes[rank] * (ROWS - sizes[rank]) * 4
+        assert (forward.total.sent, backward.total.sent) == (own, own)
+        torch.testing.assert_close(y.gather(), x.gather().sin() * x.gather().mT)
+
+
 TRANSFORMS = {  # rows that are read and made, and bytes of a value before and behind
     "fft": (lambda x: torch.fft.fft(x, dim=2).abs(), ROWS, ROWS, 8, 16),
     "rfft": (lambda x: torch.fft.rfft(x, dim=2).abs(), ROWS, 7, 8, 16),

@@ -19,6 +19,7 @@ from varcomm.errors import ArgumentError
 from varcomm.grid.fetch import span
 from varcomm.grid.layout import Layout, Split
 from varcomm.ops.all_gather_v import all_gather_v
+from varcomm.ops.all_to_all_v import transpose_v
 from varcomm.ops.broadcast import broadcast
 from varcomm.ops.gather_v import gather_v
 from varcomm.sharding import Box, Sharded
@@ -468,9 +469,19 @@ def placed(value: Any, layout: Layout) -> Any:
     own = value.grid_layout.by_dim if isinstance(value, Field) else {}
     targets = {dim: split for dim, split in layout.by_dim.items() if -dim <= x.dim()}
     same = {dim for dim, s in own.items() if dim in targets and targets[dim].group == s.group}
+    turned = set()
     for dim in sorted(own.keys() - same):  # first: ranks of its group may get different parts
-        x = whole(x, x.dim() + dim, own[dim])
+        split, size = own[dim], x.dim()
+        to = next((t for t in targets.values() if t.group == split.group), split)
+        if to.dim in own or split.repeats * to.repeats > 1 or x.shape[to.dim] != to.total:
+            x = whole(x, size + dim, split)
+            continue
+        group = split.group.process_group
+        x = transpose_v(x, size + to.dim, to.sizes, size + dim, split.sizes, group)
+        turned.add(to.dim)
     for dim, target in targets.items():
+        if dim in turned:
+            continue
         if dim not in same:
             x = part(x, target)
         elif own[dim].sizes != target.sizes or own[dim].repeats != target.repeats:
