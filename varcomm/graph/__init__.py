@@ -17,6 +17,9 @@ from varcomm.graph.layers.distribute import distribute
 from varcomm.graph.layers.exchange_before import exchange_before
 from varcomm.graph.layers.message_passing import edge_update, message_passing
 from varcomm.graph.layers.norms import global_norm
+from varcomm.graph.loader.link_neighbor_loader import LinkNeighborLoader
+from varcomm.graph.loader.loader import LoaderReport
+from varcomm.graph.loader.neighbor_loader import NeighborLoader
 from varcomm.graph.mesh.mesh import Mesh, read_mesh
 from varcomm.graph.mesh.mesh_writer import MeshWriter
 from varcomm.graph.neighbours.knn import knn
@@ -40,8 +43,11 @@ PartitionedGraph.load = staticmethod(saved_partition.load)  # type: ignore[metho
 
 __all__ = [
     "EdgeShard",
+    "LinkNeighborLoader",
+    "LoaderReport",
     "Mesh",
     "MeshWriter",
+    "NeighborLoader",
     "NodeShard",
     "PartitionedGraph",
     "Report",

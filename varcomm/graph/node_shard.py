@@ -165,7 +165,7 @@ class Shard:
         Arguments, errors and communication are as in :meth:`rows`, but no rows are sent.
         """
         ids = self._agreed_ids("graph.owner", ids)
-        numbers = self._directory.look_up(ids.reshape(-1))
+        numbers = self.directory.look_up(ids.reshape(-1))
         return self.sizes.owner(numbers).view(ids.shape)
 
     def rows(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -221,7 +221,7 @@ class Shard:
         self, values: torch.Tensor, ids: torch.Tensor
     ) -> tuple[ExchangePlan, torch.Tensor, torch.Size]:
         ids = self._agreed_ids("graph.rows", ids, values)
-        plan, place = self._directory.fetching(ids.reshape(-1))
+        plan, place = self.directory.fetching(ids.reshape(-1))
         return plan.to(values.device), place, ids.shape
 
     def _agreed_ids(self, what: str, ids: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
@@ -234,14 +234,7 @@ class Shard:
                         f"values must have one row for each of the {self.num_owned} owned "
                         f"{self.noun}; got {described(x)}."
                     )
-            if isinstance(ids, PartitionedIndex):
-                raise ArgumentError(
-                    "ids must be ids of the full graph; got local ids. Select with them: "
-                    "x[edge_index[0]]."
-                )
-            flat = ids.reshape(-1) if isinstance(ids, torch.Tensor) else ids
-            checked = checked_index(flat, self.sizes.total, "ids", self.noun)
-            return checked.view(ids.shape).to(self.ids.device)
+            return self.checked_ids(ids, "ids")
 
         def kinds(_: object) -> list[str]:
             return [f"{x.dtype} rows of shape {tuple(x.shape[1:])}" for x in values]
@@ -254,8 +247,20 @@ class Shard:
             )
         return checked
 
+    def checked_ids(self, ids: Any, name: str) -> torch.Tensor:
+        """Return ids of the full graph on the graph's device, or raise ArgumentError."""
+        if isinstance(ids, PartitionedIndex):
+            raise ArgumentError(
+                f"{name} must be ids of the full graph; got local ids. Select with them: "
+                "x[edge_index[0]]."
+            )
+        flat = ids.reshape(-1) if isinstance(ids, torch.Tensor) else ids
+        checked = checked_index(flat, self.sizes.total, name, self.noun)
+        return checked.view(ids.shape).to(self.ids.device)
+
     @cached_property
-    def _directory(self) -> Directory:
+    def directory(self) -> Directory:
+        """Global numbers of rows by their ids: rows of rank 0 first; collective at first."""
         return Directory.of(self.owned_ids, self.sizes, self.group)
 
     def sum(self, values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:

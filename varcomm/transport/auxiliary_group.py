@@ -43,16 +43,20 @@ class Lane:
         self.taken = self.under_way
 
 
-def free_lanes(group: Group) -> dict[str, Any]:
+def free_lanes(group: Group, backends: str = "") -> dict[str, Any]:
     """Return the numbers of the lanes that could replace `group` on this rank, and a new name.
 
-    The name that the first rank returns is used if a lane must be made.
+    The name that the first rank returns is used if a lane must be made. `backends` are those of
+    the group by default.
     """
-    free = [lane.number for lane in _lanes(group) if not lane.taken and lane.kind == _kind(group)]
+    kind = _kind(group, backends)
+    free = [lane.number for lane in _lanes(group) if not lane.taken and lane.kind == kind]
     return {"free": free, "name": _new_name()}
 
 
-def take_lane(group: Group, offers: Sequence[dict[str, Any]]) -> Lane | None:
+def take_lane(
+    group: Group, offers: Sequence[dict[str, Any]], backends: str = ""
+) -> Lane | None:
     """Return a lane with the ranks of `group`, or None for a single rank; collective.
 
     `offers` holds the result of :func:`free_lanes` on each rank: a lane is free if it is so on all.
@@ -64,7 +68,7 @@ def take_lane(group: Group, offers: Sequence[dict[str, Any]]) -> Lane | None:
     if free:
         lanes[min(free)].taken = True
         return lanes[min(free)]
-    kind = _kind(group)
+    kind = _kind(group, backends)
     lanes.append(Lane(len(lanes), _made(group, kind[0], offers[0]["name"]), kind))
     return lanes[-1]
 
@@ -75,8 +79,8 @@ def _lanes(group: Group) -> list[Lane]:
     return lanes
 
 
-def _kind(group: Group) -> tuple[str, timedelta]:
-    return dist.get_backend_config(group.process_group), group.timeout()
+def _kind(group: Group, backends: str = "") -> tuple[str, timedelta]:
+    return backends or dist.get_backend_config(group.process_group), group.timeout()
 
 
 def _new_name() -> str:

@@ -124,7 +124,7 @@ class _Sides:
     def directory(self) -> Directory:
         """Return the owners and places of the old rows; collective."""
         if self.old is not None and self.old.group == self.group:
-            return self.old._directory
+            return self.old.directory
         return Directory.of(self.ids(self.old), self.old_sizes, self.group)
 
 

@@ -1,0 +1,1 @@
+"""Mini-batches of sampled neighbours, for models that run without exchanges."""

@@ -1,0 +1,81 @@
+"""Messages of a loader: blocks for every rank, on a group of the loader's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from varcomm.errors import DisagreementError
+from varcomm.graph.loader.draws import Array
+from varcomm.ops.all_to_all_v import all_to_all_v
+from varcomm.transport.failure import table
+from varcomm.transport.group import Group
+
+__all__ = ["Messages"]
+
+
+@dataclass(frozen=True)
+class Messages:
+    """Exchanges of one batch or of the end of an iteration.
+
+    `call` is the number of the iteration, the number of the batch, and whether this is the end; at
+    the end, the batches that the rank has used.
+    """
+
+    group: Group
+    call: tuple[int, int, bool]
+
+    def compare(self) -> None:
+        """Raise DisagreementError on all ranks if their calls differ."""
+        own = np.tile(np.array(self.call, np.int64), (self.group.size, 1))
+        calls = self.counts(own)
+        if (calls != own).any():
+            raise DisagreementError(
+                "graph.NeighborLoader: ranks are at different batches. Iterate over the loader on "
+                "every rank, and leave the loop on all ranks at the same batch.\n"
+                + table(_words(*call) for call in calls.tolist())
+            )
+
+    def counts(self, own: Array) -> Array:
+        """Return a row of integers (P, k) from every rank; row r of `own` is for rank r."""
+        every, pg = [1] * self.group.size, self.group.process_group
+        return all_to_all_v(torch.from_numpy(own), every, every, group=pg).numpy()
+
+    def exchange(
+        self, parts: Sequence[Array], sent: Iterable[Array], expected: Iterable[Array]
+    ) -> list[Array]:
+        """Send blocks of rows of several arrays, in one message to each rank.
+
+        ``sent[i][r]`` rows of ``parts[i]`` are for rank r, the first ones for rank 0, and
+        ``expected[i][r]`` come from rank r. Returns the received rows of each part.
+        """
+        if self.group.size == 1:
+            return list(parts)
+        width = [part.itemsize * int(np.prod(part.shape[1:])) for part in parts]
+        leaving = np.multiply([*sent], np.array(width)[:, None])
+        arriving = np.multiply([*expected], np.array(width)[:, None])
+        own = [np.split(_bytes(x), np.cumsum(n)[:-1]) for x, n in zip(parts, leaving, strict=True)]
+        buffer = np.concatenate([block for blocks in zip(*own, strict=True) for block in blocks])
+        received = all_to_all_v(
+            torch.from_numpy(buffer),
+            leaving.sum(axis=0).tolist(),
+            arriving.sum(axis=0).tolist(),
+            group=self.group.process_group,
+        ).numpy()
+        blocks = np.split(received, np.cumsum(arriving.T)[:-1])
+        return [
+            np.concatenate(blocks[i :: len(parts)]).view(part.dtype).reshape(-1, *part.shape[1:])
+            for i, part in enumerate(parts)
+        ]
+
+
+def _bytes(part: Array) -> Array:
+    return np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+
+
+def _words(epoch: int, batch: int, is_end: int) -> dict[str, object]:
+    call = f"ended after {batch} batches" if is_end else f"batch {batch}"
+    return {"iteration": epoch, "call": call}

@@ -1,0 +1,187 @@
+"""Hops of sampling: nodes go to their owners, which pick in-edges and return their sources."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from varcomm.graph.loader.draws import Array, hashed
+from varcomm.graph.loader.in_edges import InEdges, spread
+from varcomm.graph.loader.messages import Messages
+from varcomm.graph.loader.stored_rows import StoredRows, owners, small
+from varcomm.graph.partitioned_graph import EdgeType, NodeType
+
+__all__ = ["Sample", "Sampler", "ends_of"]
+
+
+@dataclass
+class Sample:
+    """Nodes of each type in the order of their discovery, and edges of each type by hop.
+
+    `nodes` are global numbers; `discovered` counts those that each hop added, seeds first. Edges
+    have the positions of `sources` and `targets` among the nodes, and `rows`, ids and attributes.
+    """
+
+    nodes: dict[NodeType, Array]
+    discovered: dict[NodeType, list[int]]
+    sources: dict[EdgeType, list[Array]]
+    targets: dict[EdgeType, list[Array]]
+    rows: dict[EdgeType, list[list[Array]]]
+
+
+@dataclass
+class _Request:
+    """Nodes of one type, from `begin` on, whose in-edges a hop adds; sorted by their owner."""
+
+    begin: int
+    order: Array
+    numbers: Array
+    counts: Array  # for each rank
+    asked: Array  # the requests of other ranks: this rank's rows, and their counts
+    told: Array
+
+
+@dataclass(frozen=True, eq=False)
+class Sampler:
+    """The in-edges and rows of this rank, for samples of all ranks.
+
+    Nodes have global numbers: those of rank 0 come first.
+    """
+
+    nodes: Mapping[NodeType, StoredRows]
+    edges: Mapping[EdgeType, tuple[InEdges, StoredRows]]
+    fan_outs: Mapping[EdgeType, Sequence[int]]
+    replace: bool
+    induced: bool
+
+    def sample(self, seeds: Mapping[NodeType, Array], key: Array, messages: Messages) -> Sample:
+        """Sample the neighbourhood of seeds, global numbers by type; collective."""
+        nodes = {kind: seeds.get(kind, np.zeros(0, np.int64)) for kind in self.nodes}
+        out = Sample(nodes, {kind: [len(of)] for kind, of in nodes.items()}, *self._no_edges())
+        for hop in range(max(map(len, self.fan_outs.values()))):
+            fan_outs = {edge: of[hop] for edge, of in self.fan_outs.items()}
+            begin = {kind: len(of) - out.discovered[kind][-1] for kind, of in out.nodes.items()}
+            self._hop(out, begin, fan_outs, hashed(key, hop), messages)
+        if self.induced:  # all edges between the nodes, in place of those that were picked
+            whole = Sample(dict(out.nodes), out.discovered, *self._no_edges())
+            every = dict.fromkeys(self.edges, -1)
+            self._hop(whole, dict.fromkeys(out.nodes, 0), every, key, messages)
+            for edge in self.edges:
+                inside = whole.sources[edge][0] < len(out.nodes[ends_of(edge)[0]])
+                out.sources[edge] = [whole.sources[edge][0][inside]]
+                out.targets[edge] = [whole.targets[edge][0][inside]]
+                out.rows[edge] = [[rows[inside] for rows in whole.rows[edge][0]]]
+        return out
+
+    def _no_edges(self) -> Iterator[dict[EdgeType, list[Any]]]:
+        return ({edge: [] for edge in self.edges} for _ in range(3))
+
+    def _hop(
+        self,
+        out: Sample,
+        begin: Mapping[NodeType, int],
+        fan_outs: Mapping[EdgeType, int],
+        key: Array,
+        messages: Messages,
+    ) -> None:
+        """Add in-edges of the nodes from `begin` on, and their sources."""
+        requests, keys = self._requests(out, begin, key, messages)
+        targets = {edge: requests[ends_of(edge)[1]] for edge in self.edges if fan_outs[edge]}
+        picks = {edge: self._picked(edge, fan_outs[edge], of, keys) for edge, of in targets.items()}
+        degrees = messages.exchange(
+            [count.astype(np.int32) for count, _ in picks.values()],
+            [of.told for of in targets.values()],
+            [of.counts for of in targets.values()],
+        )
+        parts, sent, expected = [], [], []
+        for (edge, of), degree in zip(targets.items(), degrees, strict=True):
+            for part in picks[edge][1]:
+                parts.append(part)
+                sent.append(_sums(picks[edge][0], of.told))
+                expected.append(_sums(degree, of.counts))
+        received = iter(messages.exchange(parts, sent, expected))
+        sources = {edge: np.zeros(0, np.int64) for edge in self.edges}
+        for edge in self.edges.keys() - targets.keys():
+            out.targets[edge].append(sources[edge])
+            out.rows[edge].append(self.edges[edge][1].parts(sources[edge]))
+        for (edge, of), degree in zip(targets.items(), degrees, strict=True):
+            # in the order of the nodes, on any number of ranks
+            by_node, start = np.empty_like(degree), np.empty(len(degree), np.int64)
+            by_node[of.order] = degree
+            start[of.order] = np.cumsum(degree) - degree
+            picked = spread(start, by_node)
+            source, *rows = (next(received)[picked] for _ in picks[edge][1])
+            sources[edge] = source.astype(np.int64)
+            out.targets[edge].append(np.repeat(of.begin + np.arange(len(degree)), by_node))
+            out.rows[edge].append(rows)
+        for kind, nodes in out.nodes.items():
+            edges = [edge for edge in self.edges if ends_of(edge)[0] == kind]
+            found = [sources[edge] for edge in edges]
+            place, new = _located(nodes, np.concatenate([nodes[:0], *found]))
+            out.nodes[kind] = np.concatenate([nodes, new])
+            out.discovered[kind].append(len(new))
+            ends = np.cumsum([len(each) for each in found])
+            for edge, places in zip(edges, np.split(place, ends), strict=False):
+                out.sources[edge].append(places)
+
+    def _requests(
+        self, out: Sample, begin: Mapping[NodeType, int], key: Array, messages: Messages
+    ) -> tuple[dict[NodeType, _Request], Array]:
+        """Send nodes to their owners; return the requests of each type, and all ranks' keys."""
+        requests, size = {}, messages.group.size
+        for kind, rows in self.nodes.items():
+            nodes = out.nodes[kind][begin[kind] :]
+            owner = owners(nodes, rows.sizes)
+            order = np.argsort(owner, kind="stable")
+            numbers = small(nodes[order], rows.sizes.total)
+            counts = np.bincount(owner, minlength=size)
+            requests[kind] = _Request(begin[kind], order, numbers, counts, order[:0], counts)
+        every = [of.counts for of in requests.values()]
+        table = np.column_stack([np.full(size, key.view(np.int64)), *every])
+        keys, *told = messages.counts(table).T
+        asked = messages.exchange([of.numbers for of in requests.values()], every, told)
+        for (kind, of), numbers, count in zip(requests.items(), asked, told, strict=True):
+            of.asked, of.told = numbers - self.nodes[kind].first, count
+        return requests, keys
+
+    def _picked(
+        self, edge: EdgeType, fan_out: int, request: _Request, keys: Array
+    ) -> tuple[Array, list[Array]]:
+        """Return the number of in-edges picked for each requested node, and their rows."""
+        edges, rows = self.edges[edge]
+        ids = self.nodes[ends_of(edge)[1]].ids[request.asked]
+        key = hashed(np.repeat(keys, request.told), ids)
+        count, picked = edges.pick(request.asked, fan_out, key, self.replace)
+        return count, [edges.source[picked], *rows.parts(edges.place[picked])]
+
+
+def ends_of(kind: EdgeType) -> tuple[NodeType, NodeType]:
+    """Return the types of the sources and of the targets of edges."""
+    return (None, None) if kind is None else (kind[0], kind[-1])
+
+
+def _sums(values: Array, counts: Array) -> Array:
+    """Return the sum of each of consecutive blocks."""
+    total = np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
+    ends = np.cumsum(counts)
+    sums: Array = total[ends] - total[ends - counts]
+    return sums
+
+
+def _located(nodes: Array, sources: Array) -> tuple[Array, Array]:
+    """Return the position of sources among nodes, and new nodes in the order of discovery."""
+    both, known = np.concatenate([nodes, sources]), len(nodes)
+    bits = len(both).bit_length()
+    keys = np.sort((both << bits) | np.arange(len(both)))  # sorts faster than argsort
+    number, place = keys >> bits, keys & ((1 << bits) - 1)
+    is_first = np.diff(number, prepend=-1) > 0
+    first = place[is_first]  # where each node occurs first
+    is_new = np.zeros(len(both), bool)
+    is_new[first] = is_new[:known] = True  # seeds may repeat
+    position = np.empty_like(place)
+    position[place] = (np.cumsum(is_new) - 1)[first][np.cumsum(is_first) - 1]
+    is_new[:known] = False
+    return position[known:], both[is_new]
