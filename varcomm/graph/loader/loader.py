@@ -110,7 +110,7 @@ class Loader:
                 f"{self.name}: graph must be a PartitionedGraph; got {described(graph)}."
             )
         same = {"batch_size": batch_size, "replace": replace, "subgraph_type": subgraph_type}
-        same |= {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "weight": weight_attr}
+        same |= {"shuffle": shuffle, "seed": seed, "prefetch": prefetch, "drop_last": drop_last}
 
         def check() -> tuple[dict[EdgeType, list[int]], int, dict[str, str]]:
             for name in others:
@@ -140,7 +140,13 @@ class Loader:
             return fan_outs_of(num_neighbors, graph), *count_inputs()
 
         def outline(own: tuple[dict[EdgeType, list[int]], int, dict[str, str]]) -> dict[str, Any]:
-            words = {"num_neighbors": str(own[0]), "cache": cache > 0, **same, **own[2]}
+            words = {
+                "num_neighbors": str(own[0]),
+                "weight_attr": weight_attr,
+                "cache": cache > 0,
+                **same,
+                **own[2],
+            }
             return {"words": words, "inputs": own[1], "lanes": free_lanes(graph.group, "gloo")}
 
         (fan_outs, *_), of_ranks = agree_and_share(self.name, check, outline, graph.group)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,18 +45,17 @@ class Messages:
         return all_to_all_v(torch.from_numpy(own), every, every, group=pg).numpy()
 
     def exchange(
-        self, parts: Sequence[Array], sent: Iterable[Array], expected: Iterable[Array]
+        self, parts: Sequence[Array], sent: Sequence[Array], expected: Sequence[Array]
     ) -> list[Array]:
         """Send blocks of rows of several arrays, in one message to each rank.
 
         ``sent[i][r]`` rows of ``parts[i]`` are for rank r, the first ones for rank 0, and
         ``expected[i][r]`` come from rank r. Returns the received rows of each part.
         """
-        if self.group.size == 1:
+        if self.group.size == 1 or not parts:
             return list(parts)
-        width = [part.itemsize * int(np.prod(part.shape[1:])) for part in parts]
-        leaving = np.multiply([*sent], np.array(width)[:, None])
-        arriving = np.multiply([*expected], np.array(width)[:, None])
+        width = np.array([[part.itemsize * int(np.prod(part.shape[1:]))] for part in parts])
+        leaving, arriving = np.stack([*sent]) * width, np.stack([*expected]) * width
         own = [np.split(_bytes(x), np.cumsum(n)[:-1]) for x, n in zip(parts, leaving, strict=True)]
         buffer = np.concatenate([block for blocks in zip(*own, strict=True) for block in blocks])
         received = all_to_all_v(
@@ -65,11 +64,11 @@ class Messages:
             arriving.sum(axis=0).tolist(),
             group=self.group.process_group,
         ).numpy()
-        blocks = np.split(received, np.cumsum(arriving.T)[:-1])
-        return [
-            np.concatenate(blocks[i :: len(parts)]).view(part.dtype).reshape(-1, *part.shape[1:])
-            for i, part in enumerate(parts)
-        ]
+        blocks, out = np.split(received, np.cumsum(arriving.T)[:-1]), []
+        for i, (part, counts) in enumerate(zip(parts, expected, strict=True)):
+            rows = np.concatenate(blocks[i :: len(parts)]).view(part.dtype)
+            out.append(rows.reshape(int(np.sum(counts)), *part.shape[1:]))
+        return out
 
 
 def _bytes(part: Array) -> Array:

@@ -84,15 +84,13 @@ def fetch(
         small(n[order], of.sizes.total) for of, n, order in zip(rows, numbers, asked, strict=True)
     ]
     local = [
-        ask - of.first for of, ask in zip(rows, messages.exchange(ids, counts, told), strict=True)
+        ask - of.first
+        for of, ask in zip(rows, messages.exchange(ids, counts, [*told]), strict=True)
     ]
     parts = [part for of, each in zip(rows, local, strict=True) for part in of.parts(each)]
-    widths = [1 + len(of.values) for of in rows]
-    received = iter(
-        messages.exchange(
-            parts, np.repeat(told, widths, axis=0), np.repeat(np.array(counts), widths, axis=0)
-        )
-    )
+    sent = [n for of, n in zip(rows, told, strict=True) for _ in of.parts(of.ids[:0])]
+    expected = [n for of, n in zip(rows, counts, strict=True) for _ in of.parts(of.ids[:0])]
+    received = iter(messages.exchange(parts, sent, expected))
     out, seen = [], []
     for of, wanted, (owner, slot, hit), order in zip(rows, numbers, away, asked, strict=True):
         is_own = owner == rank

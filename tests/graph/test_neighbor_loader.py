@@ -1,0 +1,404 @@
+"""``NeighborLoader``: exact with all neighbours, and random picks that are what they should be."""
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.nn import GATv2Conv, GraphSAGE, to_hetero
+from torch_geometric.utils import trim_to_layer
+
+import varcomm as vc
+from tests.graph.against_one import CLOSE, graph_of, two_types
+from tests.graph.graphs import METHODS, rich, split_by
+from tests.worlds import WORLDS, on_ranks, refused_alike
+from varcomm import ArgumentError, DisagreementError
+from varcomm.graph import NeighborLoader, partition
+
+ALL = [-1, -1]
+
+
+def all_of(data, seeds, hops=2, fan_outs=None):
+    """Sample all in-edges, node by node, in the order in which PyG's samplers find them.
+
+    Returns nodes by type, and sources, targets and ids of edges by type and hop. Types are None in
+    a graph with one type. `fan_outs` are zero for types of edges that are left out.
+    """
+    stores = {None: data} if isinstance(data, Data) else dict(data.edge_items())
+    types = [None] if isinstance(data, Data) else data.node_types
+    nodes = {kind: [] for kind in types}
+    nodes |= {kind: ids.tolist() for kind, ids in seeds.items()}
+    known = {kind: {node: nodes[kind].index(node) for node in nodes[kind]} for kind in types}
+    edges, begin, counts = defaultdict(list), dict.fromkeys(types, 0), defaultdict(list)
+    for kind in types:
+        counts[kind].append(len(nodes[kind]))
+    for _ in range(hops):
+        end = {kind: len(nodes[kind]) for kind in types}
+        for edge_type, store in stores.items():
+            source, target = (None, None) if edge_type is None else (edge_type[0], edge_type[-1])
+            found = []
+            for place in range(begin[target], end[target]):
+                into = (store.edge_index[1] == nodes[target][place]).nonzero().view(-1).tolist()
+                for edge in into if fan_outs is None or fan_outs[edge_type] else ():
+                    node = int(store.edge_index[0, edge])
+                    if node not in known[source]:
+                        known[source][node] = len(nodes[source])
+                        nodes[source].append(node)
+                    found.append((known[source][node], place, edge))
+            edges[edge_type].append(found)
+        for kind in types:
+            counts[kind].append(len(nodes[kind]) - end[kind])
+        begin = end
+    return nodes, edges, counts
+
+
+def assert_all(batch, data, seeds, fan_outs=None):
+    """Assert that a batch has all in-edges of two hops, as PyG returns them, and the attributes."""
+    nodes, edges, counts = all_of(data, seeds, fan_outs=fan_outs)
+    for kind, expected in nodes.items():
+        store, whole = (batch, data) if kind is None else (batch[kind], data[kind])
+        assert store.n_id.tolist() == expected
+        assert store.num_nodes == len(expected)
+        assert store.num_sampled_nodes == counts[kind]
+        assert_rows(store, whole, store.n_id, whole.num_nodes)
+    for edge_type, of_hops in edges.items():
+        store, whole = (batch, data) if edge_type is None else (batch[edge_type], data[edge_type])
+        expected = [edge for hop in of_hops for edge in hop]
+        assert [*zip(*store.edge_index.tolist(), store.e_id.tolist(), strict=True)] == expected
+        assert store.num_sampled_edges == [len(hop) for hop in of_hops]
+        assert_rows(store, whole, store.e_id, whole.num_edges)
+
+
+def assert_rows(store, whole, ids, rows):
+    for name, value in whole.items():
+        if name != "edge_index" and isinstance(value, torch.Tensor) and len(value) == rows:
+            torch.testing.assert_close(store[name], value[ids], rtol=0, atol=0)
+            assert store[name].is_contiguous()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@on_ranks(*WORLDS)
+def test_all_neighbours_are_those_of_the_full_graph(rank, ranks, method):
+    data = rich()
+    owner = split_by(method, 24, ranks) if method == METHODS[-1] else method
+    graph = partition(data, method=owner)
+    found = []
+    for batch in NeighborLoader(graph, ALL, batch_size=5, seed=3):
+        seeds = batch.n_id[: batch.batch_size]
+        assert torch.equal(seeds, graph.owned_ids[batch.input_id])
+        assert_all(batch, data, {None: seeds})
+        found += seeds.tolist()
+    assert sorted(found) == graph.owned_ids.tolist()
+
+
+@on_ranks(3, 1)
+def test_all_neighbours_of_several_types(rank, ranks):
+    data = several_types()
+    graph = graph_of(data)
+    for fan_outs in (ALL, {edge: [0, 0] if "of" in edge else ALL for edge in data.edge_types}):
+        for batch in NeighborLoader(graph, fan_outs, batch_size=4, input_nodes="b"):
+            kept = None if fan_outs is ALL else {edge: of[0] for edge, of in fan_outs.items()}
+            assert_all(batch, data, {"b": batch["b"].n_id[: batch["b"].batch_size]}, kept)
+
+
+def several_types():
+    data = two_types()
+    generator = torch.Generator().manual_seed(5)
+    for edge, sizes in ((("b", "of", "a"), (9, 14)), (("a", "near", "a"), (14, 14))):
+        ends = [torch.randint(size, (25,), generator=generator) for size in sizes]
+        data[edge].edge_index = torch.stack(ends)
+    return data
+
+
+@on_ranks(2)
+def test_the_graph_of_pygs_own_test(rank):
+    edge_index = [[1, 2, 3, 4, 5, 0, 5, 6, 7, 8, 9, 0], [0, 1, 2, 3, 4, 4, 9, 5, 6, 7, 8, 9]]
+    data = Data(edge_index=torch.tensor(edge_index), num_nodes=10)
+    graph = partition(data, method=[0] * 5 + [1] * 5)
+    seeds = torch.tensor([[1, 6], [4, 9]][rank])
+    (batch,) = NeighborLoader(graph, ALL, 2, seeds, shuffle=False)
+    assert batch.n_id.tolist() == [[1, 6, 2, 7, 3, 8], [4, 9, 5, 0, 6, 1]][rank]
+    assert_all(batch, data, {None: seeds})
+
+
+@on_ranks(3)
+def test_seeds_of_other_ranks_and_repeated(rank):
+    data = rich()
+    graph = graph_of(data)
+    seeds = torch.tensor([[23, 4, 4], [0], []][rank], dtype=torch.int64)
+    loader = NeighborLoader(graph, ALL, 3, seeds, shuffle=False)
+    (batch,) = loader
+    assert batch.n_id[: batch.batch_size].tolist() == seeds.tolist()
+    assert batch.input_id.tolist() == [*range(len(seeds))]
+    assert len(loader) == 1
+    if rank == 0:
+        into = batch.e_id[(batch.edge_index[1] == 1) | (batch.edge_index[1] == 2)]
+        expected = (data.edge_index[1] == 4).nonzero().view(-1)
+        assert torch.equal(into.sort().values, torch.cat([expected, expected]).sort().values)
+
+
+@pytest.mark.parametrize("replace", [False, True])
+@pytest.mark.parametrize("weight_attr", [None, "weight"])
+@on_ranks(3, 1)
+def test_picks_are_edges_of_the_graph(rank, ranks, replace, weight_attr):
+    data = rich(30)
+    data.weight = data.edge_weight.abs() * (torch.arange(data.num_edges) % 4 > 0)
+    graph = partition(data, method="random")
+    drawn = NeighborLoader(graph, [4, 2], 7, None, replace, weight_attr=weight_attr)
+    usable = data.weight > 0 if weight_attr else torch.ones(data.num_edges, dtype=torch.bool)
+    degree = data.edge_index[1][usable].bincount(minlength=30)
+    for batch in drawn:
+        assert torch.equal(batch.n_id[batch.edge_index], data.edge_index[:, batch.e_id])
+        assert bool(usable[batch.e_id].all())
+        begin = 0
+        for k, nodes, edges in zip(
+            [4, 2], batch.num_sampled_nodes, batch.num_sampled_edges, strict=False
+        ):
+            frontier = degree[batch.n_id[begin : begin + nodes]]
+            picked = torch.where(frontier > 0, k, 0) if replace else frontier.clamp(max=k)
+            assert edges == int(picked.sum())
+            begin += nodes
+        if not replace:
+            assert len(batch.e_id.unique()) == len(batch.e_id)
+
+
+def stars(count):
+    """Graphs of 7 nodes, with edges of weights 0 ... 5 into the first from the others."""
+    first = 7 * torch.arange(count).repeat_interleave(6)
+    source, weight = first + 1 + torch.arange(6).repeat(count), torch.arange(6.0).repeat(count)
+    return Data(edge_index=torch.stack([source, first]), num_nodes=7 * count, weight=weight)
+
+
+def inclusion(weights, k):
+    """Return the probability of each edge to be among k that are drawn one after the other."""
+    total = np.zeros(len(weights))
+
+    def draw(left, probability, drawn):
+        if len(drawn) == k:
+            total[drawn] += probability
+            return
+        for i in left:
+            share = weights[i] / sum(weights[j] for j in left)
+            draw([j for j in left if j != i], probability * share, [*drawn, i])
+
+    draw([i for i, weight in enumerate(weights) if weight], 1.0, [])
+    return total
+
+
+@pytest.mark.parametrize("replace", [False, True])
+@pytest.mark.parametrize("weight_attr", [None, "weight"])
+@on_ranks(2)
+def test_the_distribution_of_picks(rank, replace, weight_attr):
+    graph = partition(stars(4000), method="random")
+    seeds = 7 * torch.arange(4000 if rank == 0 else 0)
+    (batch,) = NeighborLoader(graph, [2], 4000, seeds, replace, weight_attr=weight_attr)
+    counts = (batch.e_id % 6).bincount(minlength=6)
+    if rank == 0:
+        weights = np.arange(6) if weight_attr else np.ones(6)
+        expected = 2 * weights / weights.sum() if replace else inclusion(weights, 2)
+        rate, some = counts.numpy() / 4000, expected > 0
+        # chi-square: 16.7 is exceeded once in 200 with 5 degrees of freedom
+        assert (4000 * (rate - expected)[some] ** 2 / expected[some]).sum() < 16.7
+        assert not rate[~some].any()
+
+
+def one_epoch(rank, seeds, method):
+    data = rich(40)
+    graph = partition(data, method=method if dist.get_world_size() > 1 else "block")
+    mine = torch.tensor(seeds if rank == 0 else [7, 1, 30])
+    loader = NeighborLoader(graph, [3, 2], 4, mine, seed=5)
+    batches = [*loader, *loader] if rank == 0 else [None for _ in (*loader, *loader)]
+    return [(b.n_id.tolist(), b.e_id.tolist(), b.edge_index.tolist()) for b in batches if b]
+
+
+def test_batches_are_equal_on_any_number_of_ranks(worlds):
+    seeds = [*range(0, 40, 3)]
+    alone = worlds.run(1, one_epoch, seeds, "block")[0]
+    assert len(alone) == 8
+    assert alone[:4] != alone[4:]
+    for ranks, method in ((3, "random"), (3, "block")):
+        assert worlds.run(ranks, one_epoch, seeds, method)[0] == alone
+
+
+@on_ranks(3)
+def test_ranks_with_other_numbers_of_seeds_train_as_one(rank):
+    data = rich()
+    graph = graph_of(data)
+    torch.manual_seed(0)
+    models = [GraphSAGE(4, 8, 2, 2).double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    error = torch.nn.functional.mse_loss(models[0](data.x, data.edge_index), data.y)
+    error.backward()
+    count = vc.data_parallel.GlobalCount()
+    loader = NeighborLoader(graph, ALL, batch_size=4)
+    assert len(loader) == -(-max(graph.node_sizes) // 4)
+    sizes = []
+    for batch in loader:
+        out = models[1](batch.x, batch.edge_index)[: batch.batch_size]
+        loss = torch.nn.functional.mse_loss(out, batch.y[: batch.batch_size], reduction="sum")
+        (loss / 2).backward()
+        count.add(batch.batch_size)
+        sizes.append(batch.batch_size)
+    assert sum(sizes) == graph.num_owned
+    vc.data_parallel.sum_gradients(models[1], reduce=count)
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, **CLOSE)
+    whole = NeighborLoader(graph, ALL, batch_size=4, drop_last=True)
+    assert {batch.batch_size for batch in whole} <= {4}
+    assert len(whole) == min(graph.node_sizes) // 4
+
+
+@on_ranks(3)
+def test_unmodified_models_on_batches(rank):
+    data = rich()
+    graph = partition(data, method="random")
+    torch.manual_seed(0)
+    layers = [GATv2Conv(4, 4, edge_dim=3, add_self_loops=False).double() for _ in range(2)]
+    whole = data.x
+    for layer in layers:
+        whole = layer(whole, data.edge_index, data.edge_attr)
+    for batch in NeighborLoader(graph, ALL, batch_size=4):
+        x, edge_index, edge_attr = batch.x, batch.edge_index, batch.edge_attr
+        for hop, layer in enumerate(layers):
+            x, edge_index, edge_attr = trim_to_layer(
+                hop, batch.num_sampled_nodes, batch.num_sampled_edges, x, edge_index, edge_attr
+            )
+            x = layer(x, edge_index, edge_attr)
+        seeds = batch.n_id[: batch.batch_size]
+        torch.testing.assert_close(x[: batch.batch_size], whole[seeds], **CLOSE)
+
+
+@on_ranks(3)
+def test_an_unmodified_model_of_several_types(rank):
+    data = several_types()
+    data["b"].x = torch.cat([data["b"].x, data["b"].x[:, :1]], dim=1)
+    graph = graph_of(data)
+    torch.manual_seed(0)
+    model = to_hetero(GraphSAGE(4, 8, 2, 2).double(), data.metadata())
+    whole = model(data.x_dict, data.edge_index_dict)["a"]
+    for batch in NeighborLoader(graph, ALL, 5, ("a", None)):
+        seeds = batch["a"].n_id[: batch["a"].batch_size]
+        out = model(batch.x_dict, batch.edge_index_dict)["a"][: len(seeds)]
+        torch.testing.assert_close(out, whole[seeds], **CLOSE)
+
+
+@on_ranks(3, 1)
+def test_induced_subgraphs_have_all_edges_between_their_nodes(rank, ranks):
+    data = rich()
+    graph = partition(data, method="random")
+    for batch in NeighborLoader(graph, [2, 1], 4, subgraph_type="induced"):
+        inside = torch.isin(data.edge_index, batch.n_id).all(dim=0).nonzero().view(-1)
+        assert torch.equal(batch.e_id.sort().values, inside)
+        assert torch.equal(batch.n_id[batch.edge_index], data.edge_index[:, batch.e_id])
+        assert_rows(batch, data, batch.e_id, data.num_edges)
+        assert "num_sampled_nodes" not in batch
+
+
+@on_ranks(3)
+def test_a_cache_changes_no_batch(rank):
+    data = rich(40)
+    graph = partition(data, method="random")
+    plain = NeighborLoader(graph, [3, 2], 4, seed=1)
+    cached = NeighborLoader(graph, [3, 2], 4, seed=1, cache=9)
+    for one, other in zip(plain, cached, strict=True):
+        assert one.to_dict().keys() == other.to_dict().keys()
+        assert_rows(other, data, other.n_id, 40)
+        assert torch.equal(one.n_id, other.n_id)
+    assert plain.report().hit_rate == 0 < cached.report().hit_rate < 1
+    assert cached.report().remote == plain.report().remote
+    with vc.trace() as calls:
+        whole = NeighborLoader(graph, ALL, 40, cache=40)
+        batches = [*whole]
+    assert whole.report().hit_rate == 1
+    assert len(batches) == 1
+    assert calls
+
+
+@on_ranks(3)
+def test_leaving_the_loop(rank):
+    graph = partition(rich(), method="block")
+    loader = NeighborLoader(graph, [2], batch_size=2, prefetch=2)
+    for _ in range(2):
+        assert next(iter(loader)).batch_size == 2
+    assert loader.state_dict()["epoch"] == 2
+
+    def leave_alone():
+        for place, _ in enumerate(loader):
+            if rank == 1 and place == 1:
+                break
+        return [*loader]
+
+    error = refused_alike(DisagreementError, leave_alone, "ended after 2 batches")
+    assert "graph.NeighborLoader" in str(error)
+
+
+@on_ranks(2)
+def test_resuming(rank):
+    graph = partition(rich(), method="random")
+
+    def names(batches):
+        return [(batch.n_id.tolist(), batch.e_id.tolist()) for batch in batches]
+
+    first = NeighborLoader(graph, [2, 2], batch_size=3, seed=4, prefetch=2)
+    whole = names([*first, *first])
+    second = NeighborLoader(graph, [2, 2], batch_size=3, seed=4)
+    taken, states = [], []
+    for _ in range(2):
+        for batch in second:
+            taken.append(batch)
+            states.append(second.state_dict())
+    assert names(taken) == whole
+    assert second.state_dict() == {"epoch": 2, "batch": 0, "seed": 4}
+    third = NeighborLoader(graph, [2, 2], batch_size=3, seed=4)
+    third.load_state_dict(states[1])
+    assert names([*third, *third]) == whole[2:]
+    other = NeighborLoader(graph, [2, 2], batch_size=3, seed=5)
+    with pytest.raises(ArgumentError, match="seed"):
+        other.load_state_dict(states[1])
+
+
+REFUSED = {
+    "num_neighbors": {"num_neighbors": 3},
+    "batch_size": {"batch_size": 0},
+    "input_nodes": {"input_nodes": torch.ones(3, dtype=torch.bool)},
+    "ids of the full graph": {"input_nodes": "local ids"},
+    "out of range for 24 nodes": {"input_nodes": torch.tensor([24])},
+    "subgraph_type": {"subgraph_type": "bidirectional"},
+    "weight_attr": {"weight_attr": "edge_weight"},
+    "seed": {"seed": 0.5},
+    "temporal": {"time_attr": "time"},
+    "prefetch": {"num_workers": 2},
+    "no such argument": {"batchsize": 2},
+}
+
+
+@pytest.mark.parametrize("word", REFUSED)
+@on_ranks(3)
+def test_refusals(rank, word):
+    graph = partition(rich(), method="block")
+    options = {"num_neighbors": [2], **(REFUSED[word] if rank == 1 else {})}
+    if options.get("input_nodes") is not None and isinstance(options["input_nodes"], str):
+        options["input_nodes"] = graph.edge_index[0]
+    if word == "subgraph_type":
+        options |= REFUSED[word]
+    refused_alike(ArgumentError, lambda: NeighborLoader(graph, **options), word)
+
+
+@on_ranks(2)
+def test_other_arguments_on_a_rank(rank):
+    graph = partition(rich(), method="block")
+    call = lambda: NeighborLoader(graph, [2], batch_size=2 + rank)  # noqa: E731
+    refused_alike(DisagreementError, call, "batch_size")
+    data = HeteroData({"a": {"x": torch.ones(3, 1)}})
+    data["a", "to", "a"].edge_index = torch.tensor([[0, 1], [1, 2]])
+    typed = partition(data, method="block")
+    refused_alike(ArgumentError, lambda: NeighborLoader(typed, [2]), "input_nodes")
+
+
+def test_a_simulated_group():
+    with vc.simulate.world(2, rank=0):
+        graph = vc.simulate.partition(rich(), 2, "block").part()
+        with pytest.raises(ArgumentError, match="simulated"):
+            NeighborLoader(graph, [2])
