@@ -1,11 +1,13 @@
 """``NeighborLoader``: exact with all neighbours, and random picks that are what they should be."""
 
+import warnings
 from collections import defaultdict
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch_geometric import loader
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import GATv2Conv, GraphSAGE, to_hetero
 from torch_geometric.utils import trim_to_layer
@@ -121,6 +123,31 @@ def test_the_graph_of_pygs_own_test(rank):
     (batch,) = NeighborLoader(graph, ALL, 2, seeds, shuffle=False)
     assert batch.n_id.tolist() == [[1, 6, 2, 7, 3, 8], [4, 9, 5, 0, 6, 1]][rank]
     assert_all(batch, data, {None: seeds})
+
+
+@pytest.mark.parametrize("subgraph_type", ["directional", "induced"])
+@on_ranks(3)
+def test_batches_are_those_of_pyg(rank, subgraph_type):
+    """PyG's loader needs a compiled package, torch-sparse or pyg-lib."""
+    pytest.importorskip("torch_sparse")
+    warnings.simplefilter("ignore")
+    options = {"subgraph_type": subgraph_type, "batch_size": 5, "shuffle": False}
+    for data, kind in ((rich(), None), (several_types(), "a")):
+        graph = graph_of(data)
+        store = data if kind is None else data[kind]
+        ids = graph.owned_ids if kind is None else graph[kind].owned_ids
+        mine = torch.zeros(store.num_nodes, dtype=torch.bool).index_fill(0, ids, True)
+        theirs = loader.NeighborLoader(data, ALL, mine if kind is None else (kind, mine), **options)
+        ours = NeighborLoader(graph, ALL, input_nodes=kind, **options)
+        for one, other in zip(ours, theirs, strict=False):
+            for place, expected in zip(one.stores, other.stores, strict=True):
+                assert {*expected.keys()} <= {*place.keys(), "num_nodes"}
+                for ids in {"n_id", "e_id"} & {*expected.keys()}:
+                    # their order of the edges into a node is that of an unstable sort
+                    assert torch.equal(place[ids].sort().values, expected[ids].sort().values)
+            seeds = (each if kind is None else each[kind] for each in (one, other))
+            first, second = (each.n_id[: each.batch_size].tolist() for each in seeds)
+            assert first == second
 
 
 @on_ranks(3)
