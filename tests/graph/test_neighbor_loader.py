@@ -139,7 +139,7 @@ def test_batches_are_those_of_pyg(rank, subgraph_type):
         mine = torch.zeros(store.num_nodes, dtype=torch.bool).index_fill(0, ids, True)
         theirs = loader.NeighborLoader(data, ALL, mine if kind is None else (kind, mine), **options)
         ours = NeighborLoader(graph, ALL, input_nodes=kind, **options)
-        for one, other in zip(ours, theirs, strict=False):
+        for one, other in zip([*ours], theirs, strict=False):
             for place, expected in zip(one.stores, other.stores, strict=True):
                 assert {*expected.keys()} <= {*place.keys(), "num_nodes"}
                 for ids in {"n_id", "e_id"} & {*expected.keys()}:
