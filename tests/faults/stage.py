@@ -24,7 +24,7 @@ from torch_geometric.data import Data
 import varcomm
 from varcomm import ExchangePlan
 from varcomm.checkpoint import save
-from varcomm.graph import PartitionedGraph, RowWriter, distribute, partition
+from varcomm.graph import NeighborLoader, PartitionedGraph, RowWriter, distribute, partition
 from varcomm.transport.engines.choose import engine_for
 from varcomm.transport.group import resolve
 
@@ -115,6 +115,11 @@ def migrate():
     return call
 
 
+def loader():
+    batches = NeighborLoader(graph(), [1, 1], 2)
+    return lambda: [*batches]
+
+
 def writer():
     here = graph()
     writer = RowWriter(Path(os.environ["SCENE"]) / "out.npy", here, 1, (3,))
@@ -134,6 +139,7 @@ PLACES = {
     "migrate": migrate,
     "checkpoint": checkpoint,
     "writer": writer,
+    "loader": loader,
 }
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,11 +26,15 @@ from varcomm.graph.loader.stored_rows import StoredRows, fetch, small, stored_ro
 from varcomm.graph.node_shard import described
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
 from varcomm.ops.digest import require_equal
-from varcomm.transport.agreement import agree_and_share
+from varcomm.transport.agreement import agree_and_share, on_all_ranks
 from varcomm.transport.auxiliary_group import free_lanes, take_lane
+from varcomm.transport.failure import leave
 from varcomm.transport.group import Group
+from varcomm.transport.notes import leave_note
 
 __all__ = ["Loader", "LoaderReport", "Seeds"]
+
+T = TypeVar("T")
 
 _REFUSED = {
     "time_attr": "temporal sampling is not available",
@@ -166,9 +172,9 @@ class Loader:
         self._sampler = Sampler(nodes, edges, fan_outs, replace, subgraph_type == "induced")
         # a group of the loader alone, so that its thread needs no order with other calls
         self._lane = take_lane(graph.group, [rank["lanes"] for rank in of_ranks], "gloo")
-        self._thread = ThreadPoolExecutor(1, self.name)
-        self._ended: Future[None] | None = None
-        weakref.finalize(self, _close, self._thread, self._lane)
+        self._ended: Future[Callable[[], None] | None] | None = None
+        if self._lane is not None:
+            weakref.finalize(self, self._lane.give_back)
         if cache:
             numbers = [often_fetched(graph, kind, cache) for kind in nodes]
             tables, _ = fetch(list(nodes.values()), numbers, self._messages(-1, 0))
@@ -185,25 +191,49 @@ class Loader:
 
     def __iter__(self) -> Iterator[Data | HeteroData]:
         """Iterate over the batches of one epoch; collective."""
-        epoch, step = self._epoch, self._first
+        self._compare_ends()
+        epoch, step, submitted = self._epoch, self._first, self._first
         self._epoch, self._first = epoch + 1, 0
-        if self._ended is not None:
-            self._ended.result()
+        thread, failed = ThreadPoolExecutor(1, self.name), threading.Event()
         pending: deque[Future[Data | HeteroData]] = deque()
+        is_complete = False
         try:
-            for batch in range(step, len(self)):
-                pending.append(self._thread.submit(self._sampled, epoch, batch))
-                if len(pending) > self._prefetch:
-                    self._position = (epoch, step := step + 1)
-                    yield self._delivered(pending.popleft())
-            while pending:
-                self._position = (epoch, step := step + 1)
+            while step < len(self):
+                while submitted < min(len(self), step + 1 + self._prefetch):
+                    sampled = partial(self._sampled, self._messages(epoch, submitted))
+                    pending.append(thread.submit(self._guarded, failed, sampled))
+                    submitted += 1
+                step += 1
+                self._position = (epoch, step)
                 yield self._delivered(pending.popleft())
+            is_complete = True
         finally:
             self._position = (epoch + 1, 0)
-            # all ranks end at one batch, or no rank waits for one that has left
-            end = self._messages(epoch, step, is_end=True)
-            self._ended = self._thread.submit(end.compare)
+            end = self._messages(epoch, step, is_end=True).start_comparing
+            self._ended = thread.submit(self._guarded, failed, end)
+            thread.shutdown(wait=is_complete or failed.is_set())
+        self._compare_ends()
+
+    def _compare_ends(self) -> None:
+        """Raise on all ranks if they have left the last loop at different batches."""
+        ended, self._ended = self._ended, None
+        finish = None if ended is None else ended.result()
+        if finish is not None:
+            finish()
+
+    def _guarded(self, failed: threading.Event, call: Callable[[], T]) -> T | None:
+        """Run a call in the thread; after an error, ranks are at different messages."""
+        if failed.is_set():
+            return None
+        try:
+            return call()
+        except BaseException as error:
+            failed.set()
+            if self._lane is not None and not on_all_ranks(error):
+                self._lane.under_way = True  # no other loader gets it
+                leave_note({"left with": f"{type(error).__name__}: {error}, in {self.name}"})
+                leave(self._lane.group())
+            raise
 
     def _delivered(self, sampled: Future[Data | HeteroData]) -> Any:
         batch = sampled.result().to(next(iter(self._graph.node_shards.values())).ids.device)
@@ -243,12 +273,11 @@ class Loader:
         """Add the attributes of the seeds to a batch."""
         raise NotImplementedError
 
-    def _sampled(self, epoch: int, step: int) -> Data | HeteroData:
+    def _sampled(self, messages: Messages) -> Data | HeteroData:
         """Return a batch, on the CPU; in the thread, collective."""
-        messages = self._messages(epoch, step)
-        messages.compare()
+        messages.start_comparing()()
         seeds = self._seeds(messages)
-        key = hashed(self._seed, epoch, step) + seeds.key
+        key = hashed(self._seed, *messages.call) + seeds.key
         sample = self._sampler.sample(seeds.numbers, key, messages)
         kinds = list(self._sampler.nodes)
         tables = [self._sampler.nodes[kind] for kind in kinds]
@@ -326,9 +355,3 @@ def _in_edges(graph: PartitionedGraph, kind: EdgeType, weight_attr: str | None) 
     weight = None if weight_attr is None else shard.attributes[weight_attr].cpu().numpy()
     source = small(number.numpy(), nodes.sizes.total)[source.numpy()]
     return InEdges.of(target.numpy(), source, shard.num_targets, weight)
-
-
-def _close(thread: ThreadPoolExecutor, lane: Any) -> None:
-    thread.shutdown(wait=False)
-    if lane is not None:
-        lane.give_back()

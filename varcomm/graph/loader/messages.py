@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,16 +28,22 @@ class Messages:
     group: Group
     call: tuple[int, int, bool]
 
-    def compare(self) -> None:
-        """Raise DisagreementError on all ranks if their calls differ."""
-        own = np.tile(np.array(self.call, np.int64), (self.group.size, 1))
-        calls = self.counts(own)
-        if (calls != own).any():
-            raise DisagreementError(
-                "graph.NeighborLoader: ranks are at different batches. Iterate over the loader on "
-                "every rank, and leave the loop on all ranks at the same batch.\n"
-                + table(_words(*call) for call in calls.tolist())
-            )
+    def start_comparing(self) -> Callable[[], None]:
+        """Send this rank's call; the result waits for the others, and raises if calls differ."""
+        own = torch.tensor(self.call, dtype=torch.int64).expand(self.group.size, 3).contiguous()
+        every, pg = [1] * self.group.size, self.group.process_group
+        handle = all_to_all_v(own, every, every, group=pg, async_op=True)
+
+        def finish() -> None:
+            calls = handle.wait()
+            if not torch.equal(calls, own):
+                raise DisagreementError(
+                    "graph.NeighborLoader: ranks are at different batches. Iterate over the "
+                    "loader on every rank, and leave the loop on all ranks at the same batch.\n"
+                    + table(_words(*call) for call in calls.tolist())
+                )
+
+        return finish
 
     def counts(self, own: Array) -> Array:
         """Return a row of integers (P, k) from every rank; row r of `own` is for rank r."""
