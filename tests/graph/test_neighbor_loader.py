@@ -1,5 +1,7 @@
 """``NeighborLoader``: exact with all neighbours, and random picks that are what they should be."""
 
+import subprocess
+import sys
 import warnings
 from collections import defaultdict
 
@@ -429,3 +431,32 @@ def test_a_simulated_group():
         graph = vc.simulate.partition(rich(), 2, "block").part()
         with pytest.raises(ArgumentError, match="simulated"):
             NeighborLoader(graph, [2])
+
+
+ENDS = """
+import sys
+import torch, varcomm
+from torch_geometric.data import Data
+rank = varcomm.init("gloo", timeout=300).rank
+ends = torch.randint(60, (2, 400), generator=torch.Generator().manual_seed(0))
+graph = varcomm.graph.partition(Data(edge_index=ends, num_nodes=60), method="block")
+for step, batch in enumerate(varcomm.graph.NeighborLoader(graph, [2, 2], batch_size=5)):
+    if rank == 1 and step == 2 and sys.argv[1] == "fails":
+        raise KeyError("of the user")
+    if rank == 1 and step == 2:
+        break
+    varcomm.all_reduce(torch.ones(1))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["fails", "leaves"])
+def test_a_rank_that_exits_in_the_loop_stops_the_others(how, tmp_path):
+    """The thread of its loader must not keep the process alive until the timeout."""
+    script = tmp_path / "ends.py"
+    script.write_text(ENDS)
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script, how]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode != 0
+    expected = "KeyError: 'of the user'" if how == "fails" else "CommunicationError"
+    assert expected in done.stderr

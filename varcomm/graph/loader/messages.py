@@ -11,10 +11,14 @@ import torch
 from varcomm.errors import DisagreementError
 from varcomm.graph.loader.draws import Array
 from varcomm.ops.all_to_all_v import all_to_all_v
-from varcomm.transport.failure import table
+from varcomm.transport.engine import Route, wait_for
+from varcomm.transport.engines.choose import prepared
+from varcomm.transport.failure import explained, table
 from varcomm.transport.group import Group
 
 __all__ = ["Messages"]
+
+_NAME = "graph.NeighborLoader"
 
 
 @dataclass(frozen=True)
@@ -29,17 +33,22 @@ class Messages:
     call: tuple[int, int, bool]
 
     def start_comparing(self) -> Callable[[], None]:
-        """Send this rank's call; the result waits for the others, and raises if calls differ."""
-        own = torch.tensor(self.call, dtype=torch.int64).expand(self.group.size, 3).contiguous()
-        every, pg = [1] * self.group.size, self.group.process_group
-        handle = all_to_all_v(own, every, every, group=pg, async_op=True)
+        """Send this rank's call; the result waits for the others, and raises if calls differ.
+
+        In messages that no rank need wait for: a process can exit before others have come.
+        """
+        group, own = self.group, torch.tensor(self.call, dtype=torch.int64)
+        calls, sizes = own.new_empty(group.size, 3), [own.nbytes] * group.size
+        with explained(_NAME, group):
+            works = prepared(Route("copies", group, sizes, sizes), own.device, _NAME)(calls, own)
 
         def finish() -> None:
-            calls = handle.wait()
-            if not torch.equal(calls, own):
+            with explained(_NAME, group):
+                wait_for(works)
+            if (calls != own).any():
                 raise DisagreementError(
-                    "graph.NeighborLoader: ranks are at different batches. Iterate over the "
-                    "loader on every rank, and leave the loop on all ranks at the same batch.\n"
+                    f"{_NAME}: ranks are at different batches. Iterate over the loader on every "
+                    "rank, and leave the loop on all ranks at the same batch.\n"
                     + table(_words(*call) for call in calls.tolist())
                 )
 
