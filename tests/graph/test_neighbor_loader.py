@@ -4,6 +4,7 @@ import subprocess
 import sys
 import warnings
 from collections import defaultdict
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -127,11 +128,10 @@ def test_the_graph_of_pygs_own_test(rank):
     assert_all(batch, data, {None: seeds})
 
 
+@pytest.mark.skipif(not find_spec("torch_sparse"), reason="PyG's loader needs torch-sparse")
 @pytest.mark.parametrize("subgraph_type", ["directional", "induced"])
 @on_ranks(3)
 def test_batches_are_those_of_pyg(rank, subgraph_type):
-    """PyG's loader needs a compiled package, torch-sparse or pyg-lib."""
-    pytest.importorskip("torch_sparse")
     warnings.simplefilter("ignore")
     options = {"subgraph_type": subgraph_type, "batch_size": 5, "shuffle": False}
     for data, kind in ((rich(), None), (several_types(), "a")):

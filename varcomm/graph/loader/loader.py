@@ -49,7 +49,7 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class LoaderReport:
-    """Counts of this rank since the loader was made.
+    """Nodes and edges that this rank has sampled, and hits of the cache.
 
     Attributes
     ----------
@@ -59,6 +59,15 @@ class LoaderReport:
         Nodes that other ranks own.
     cached : int
         Those of them that the cache had.
+
+    Examples
+    --------
+    >>> import varcomm
+    >>> report = varcomm.graph.LoaderReport(batches=2, nodes=90, edges=200, remote=40, cached=10)
+    >>> print(report)
+    2 batches, 90 nodes and 200 edges; 40 nodes of other ranks, 25.0 % in the cache
+    >>> report.hit_rate
+    0.25
     """
 
     batches: int = 0

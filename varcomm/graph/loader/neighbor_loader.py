@@ -27,9 +27,10 @@ class NeighborLoader(Loader):
     epoch, the step, and the ids of the seeds and nodes: equal batches have equal samples on any
     number of ranks. A rank with fewer seeds than others ends with empty batches.
 
-    Communication per batch, on a group of the loader's own: 4 messages per hop to every rank, with
-    12 bytes per node that another rank owns and 16 bytes and the attributes per sampled edge; then
-    8 bytes and the attributes per node of another rank. The constructor is collective.
+    Communication: per batch, on a group of the loader's own, 4 exchanges per hop and 3 for the
+    attributes. For each node that another rank owns, 8 bytes per hop and type of edges, and then 8
+    bytes and its attributes; for each of its edges that is picked, 8 bytes and the attributes. Ids
+    have 4 bytes, or 8 from 2^31 on. The constructor is collective.
 
     In one process: ``torch_geometric.loader.NeighborLoader``.
 
