@@ -346,6 +346,32 @@ def test_a_cache_changes_no_batch(rank):
 
 
 @on_ranks(3)
+def test_only_rows_of_other_ranks_travel(rank):
+    data = rich(40)
+    graph = partition(data, method="random")
+    loader = NeighborLoader(graph, [3, 2], 6, prefetch=0)
+    batches = iter(loader)
+    with vc.trace() as calls:
+        batch = next(batches)
+    away = graph.owner(batch.n_id) != rank
+    width = {
+        kind: sum(value[0].nbytes for name, value in data if name != "edge_index" and of(name))
+        for kind, of in (("node", data.is_node_attr), ("edge", data.is_edge_attr))
+    }
+    first = batch.num_sampled_nodes[0] + batch.num_sampled_nodes[1]
+    edges = int(away[batch.edge_index[1]].sum())
+    rows = int(away.sum())
+    requested = int(away[:first].sum())
+    # what this rank asks for, sent by it and by the owners, and tables of counts and of the batch
+    asked = 8 * requested + (8 + width["edge"]) * edges + (8 + width["node"]) * rows
+    tables = 2 * (24 + 2 * 16 + 8)
+    totals = torch.tensor([asked + tables, calls.total.sent])
+    expected, sent = vc.all_reduce(totals).tolist()
+    assert sent == expected
+    assert [*batches]
+
+
+@on_ranks(3)
 def test_leaving_the_loop(rank):
     graph = partition(rich(), method="block")
     loader = NeighborLoader(graph, [2], batch_size=2, prefetch=2)

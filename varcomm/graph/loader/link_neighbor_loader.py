@@ -29,7 +29,7 @@ class LinkNeighborLoader(Loader):
     the ends among its nodes, and ``edge_label``; or ``src_index``, ``dst_pos_index`` and
     ``dst_neg_index`` for triplets.
 
-    Communication: as in :class:`NeighborLoader`, and 24 bytes per end of an edge, to find its owner.
+    Communication: as in :class:`NeighborLoader`, and 24 bytes per end of an edge, to find owners.
 
     In one process: ``torch_geometric.loader.LinkNeighborLoader``.
 
