@@ -389,6 +389,26 @@ def test_leaving_the_loop(rank):
     assert "graph.NeighborLoader" in str(error)
 
 
+@on_ranks(3)
+def test_loaders_after_an_error(rank):
+    graph = partition(rich(), method="block")
+    loader = NeighborLoader(graph, [2], batch_size=1)
+
+    def leave_alone(loader):
+        for place, _ in enumerate(loader):
+            if rank == 1 and place == 1:
+                break
+        return [*loader]
+
+    with pytest.raises(DisagreementError):
+        leave_alone(loader)
+    assert len([*loader]) == len(loader)
+    del loader
+    for prefetch in (0, 1, 2):
+        other = NeighborLoader(graph, [2], batch_size=1, prefetch=prefetch, cache=4)
+        assert len([*other]) == len(other)
+
+
 @on_ranks(2)
 def test_resuming(rank):
     graph = partition(rich(), method="random")
