@@ -72,9 +72,16 @@ def cloud(
 
 
 def compare(panel: Axes, curves: dict[str, list[float]], simple: dict[str, float]) -> None:
-    """Accuracies over the steps, and, as lines, those of methods without training."""
-    for (name, shares), colour in zip(curves.items(), figures.CURVES, strict=False):
-        panel.plot(100 * np.array(shares), color=colour, label=name)
+    """Accuracies over the steps, and, as lines, those of methods without training.
+
+    The curve of "NAME, sampled" is dashed, in the colour of NAME.
+    """
+    models = dict.fromkeys(name.partition(",")[0] for name in curves)
+    colours = dict(zip(models, figures.CURVES, strict=False))
+    for name, shares in curves.items():
+        model, sampled, _ = name.partition(",")
+        style = "--" if sampled else "-"
+        panel.plot(100 * np.array(shares), color=colours[model], linestyle=style, label=name)
     for (name, share), style in zip(simple.items(), (":", "--", "-."), strict=True):
         panel.axhline(100 * share, color=figures.INK, linewidth=1, linestyle=style, label=name)
     panel.set(xlabel="step", ylabel="accuracy, other nodes (%)", ylim=(0, 100))

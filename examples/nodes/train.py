@@ -3,11 +3,13 @@
     torchrun --nproc-per-node 2 examples/nodes/train.py
 
 GCN, GAT and GraphSAGE predict the part of METIS of each node, from distances to landmarks and a few
-labelled nodes.
+labelled nodes. With --sampled, GraphSAGE also trains on sampled mini-batches.
 """
 
+import copy
 import sys
 from collections.abc import Callable, Iterator
+from itertools import chain, islice, repeat
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -22,17 +24,30 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GAT, GCN, GraphSAGE
 
 import varcomm as vc
-from varcomm.graph import PartitionedGraph
+from varcomm.data_parallel import GlobalCount, sum_gradients
+from varcomm.graph import NeighborLoader, PartitionedGraph
 
 MODELS = {"gcn": (GCN, {"cached": True}), "gat": (GAT, {"heads": 2}), "sage": (GraphSAGE, {})}
+SAMPLED = "sage"  # in GCN, the weight of an edge would depend on the batch
 Mean = Callable[[Tensor, Tensor], Tensor]
 
 
-def new_model(name: str, hidden: int, layers: int, seed: int) -> torch.nn.Module:
-    """Return a model with equal weights on all ranks, which draw them from one seed."""
+def new_model(name: str, hidden: int, layers: int, seed: int, sampled: bool) -> torch.nn.Module:
+    """Return a model with equal weights on all ranks, which draw them from one seed.
+
+    A model for mini-batches normalises each node by itself, because the statistics of a batch are
+    not those of the graph.
+    """
     torch.manual_seed(seed)
     kind, more = MODELS[name]
-    return kind(graphs.LANDMARKS, hidden, layers, graphs.PARTS, norm="batch_norm", **more)
+    norm = {"norm": "batch_norm"}
+    if sampled:
+        norm = {"norm": "layer_norm", "norm_kwargs": {"mode": "node"}}
+    return kind(graphs.LANDMARKS, hidden, layers, graphs.PARTS, **norm, **more)
+
+
+def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=1e-2)
 
 
 def fit(
@@ -47,7 +62,7 @@ def fit(
 
     ``mean`` is over the nodes of a mask; ``curve`` receives the accuracies on the test nodes.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=1e-2)
+    optimizer = optimizer_of(model)
     for _ in range(steps):
         optimizer.zero_grad()
         logits = model(part.x, part.edge_index)
@@ -66,12 +81,51 @@ def fit_on_ranks(
 ) -> Iterator[float]:
     """Train on ranks: means are over all ranks, and gradients are summed."""
     model = vc.graph.distribute(model, graph)
-    return fit(model, graph, graph.mean, vc.data_parallel.sum_gradients, steps, curve)
+    return fit(model, graph, graph.mean, sum_gradients, steps, curve)
+
+
+def fit_sampled(model: torch.nn.Module, loader: NeighborLoader, steps: int) -> Iterator[float]:
+    """Train on mini-batches of the ranks' labelled nodes; yield the loss before each step.
+
+    A rank that has no more labelled nodes in an epoch takes part with empty batches.
+    """
+    optimizer, count = optimizer_of(model), GlobalCount()
+    for batch in islice(chain.from_iterable(repeat(loader)), steps):
+        optimizer.zero_grad()
+        logits = model(
+            batch.x,
+            batch.edge_index,
+            num_sampled_nodes_per_hop=batch.num_sampled_nodes,
+            num_sampled_edges_per_hop=batch.num_sampled_edges,
+        )[: batch.batch_size]
+        loss = cross_entropy(logits, batch.y[: batch.batch_size], reduction="sum")
+        loss.backward()
+        count.add(batch.batch_size)
+        sum_gradients(model, reduce=count)
+        total, seeds = vc.all_reduce(torch.stack([loss.detach(), loss.new_tensor(len(logits))]))
+        yield (total / seeds).item()
+        optimizer.step()
+
+
+def fit_on_all_neighbours(
+    model: torch.nn.Module, graph: PartitionedGraph, steps: int
+) -> Iterator[float]:
+    """Train on mini-batches of all labelled nodes and all neighbours: steps of the full graph."""
+    every = [-1] * model.num_layers
+    loader = NeighborLoader(graph, every, graph.num_nodes, graph.train_mask)
+    return fit_sampled(model, loader, steps)
 
 
 def fit_alone(model: torch.nn.Module, data: Data, steps: int) -> Iterator[float]:
     """Train in one process, without varcomm."""
     return fit(model, data, lambda values, mask: values[mask].mean(), lambda model: None, steps)
+
+
+def accuracy(model: torch.nn.Module, graph: PartitionedGraph) -> float:
+    """Return the accuracy of a distributed model on the test nodes of all ranks; collective."""
+    with torch.no_grad():
+        right = model.eval()(graph.x, graph.edge_index).argmax(dim=1) == graph.y
+    return graph.mean(right.double(), graph.test_mask).item()
 
 
 def record(model: torch.nn.Module, losses: Iterator[float]) -> Record:
@@ -106,6 +160,12 @@ def main(arguments: list[str] | None = None) -> int:
         help=f"models to train: some of {', '.join(MODELS)} (all)",
     )
     parser.add_whole("--labels", 50, "nodes with a known label in each part")
+    parser.add_argument(
+        "--sampled", action="store_true", help=f"also train {SAMPLED} on sampled mini-batches"
+    )
+    parser.add_whole("--fan-out", 10, "edges into each node of a mini-batch, per layer")
+    parser.add_whole("--batch", 32, "labelled nodes per mini-batch and rank")
+    parser.add_whole("--cache", 1000, "rows of other ranks' nodes that a rank keeps", least=0)
     parser.add_whole("--steps", 60, "training steps")
     parser.add_whole("--hidden", 32, "width of the models")
     parser.add_whole("--layers", 3, "layers of each model")
@@ -113,7 +173,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_picture("out/nodes.png")
     parser.add_check("5 steps")
     options = parser.parse(arguments)
-    shape = options.hidden, options.layers, options.seed
+    shape = options.hidden, options.layers, options.seed, options.sampled
 
     data = graphs.load(options.graph, options.labels)
     graph = vc.graph.partition(data)
@@ -126,11 +186,29 @@ def main(arguments: list[str] | None = None) -> int:
         for _ in training(losses, options.steps, cost):
             pass
         say(cost.report())
-        with torch.no_grad():
-            part = model.eval()(graph.x, graph.edge_index).argmax(dim=1)
-        guess = graph.gather(part, dst=0)
-        right = graph.mean((part == graph.y).double(), graph.test_mask).item()
-        accuracies[name] = right
+        accuracies[name] = accuracy(model, graph)
+    if options.sampled:
+        name, model, cost = f"{SAMPLED}, sampled", new_model(SAMPLED, *shape), Cost()
+        say(f"\n{name}")
+        loader = NeighborLoader(
+            graph,
+            [options.fan_out] * options.layers,
+            options.batch,
+            graph.train_mask,
+            seed=options.seed,
+            cache=options.cache,
+        )
+        # a distributed model runs on the graph alone, so the accuracy is that of a copy
+        whole = vc.graph.distribute(copy.deepcopy(model), graph)
+        curves[name] = []
+        for _ in training(fit_sampled(model, loader, options.steps), options.steps, cost):
+            whole.load_state_dict(model.state_dict())
+            curves[name].append(accuracy(whole, graph))
+        say(f"{cost.report()}\nfirst rank: {loader.report()}")
+        whole.load_state_dict(model.state_dict())
+        model, accuracies[name] = whole, accuracy(whole, graph)
+    with torch.no_grad():
+        guess = graph.gather(model(graph.x, graph.edge_index).argmax(dim=1), dst=0)
     rank = graph.gather(torch.full((graph.num_owned,), graph.group.rank), dst=0)
     if graph.group.rank == 0:
         known = int(data.train_mask.sum())
@@ -147,15 +225,21 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
 
     passed = True
-    for name in options.models:
-        say(f"\n5 steps of {name} on ranks and in one process:")
+    trainings = dict.fromkeys(options.models, fit_on_ranks)
+    if options.sampled:
+        trainings[f"{SAMPLED}, sampled"] = fit_on_all_neighbours
+    for title, fit_shared in trainings.items():
+        say(f"\n5 steps of {title} on ranks and in one process:")
+        name = title.partition(",")[0]
 
-        def found(dtype: torch.dtype, name: str = name) -> tuple[float, float]:
+        def found(
+            dtype: torch.dtype, name: str = name, fit_shared: Callable = fit_shared
+        ) -> tuple[float, float]:
             floats = precise(data, dtype)
             graph = vc.graph.partition(floats)
             shared, alone = (new_model(name, *shape).to(dtype) for _ in range(2))
             return differences(
-                lambda: record(shared, fit_on_ranks(shared, graph, 5)),
+                lambda: record(shared, fit_shared(shared, graph, 5)),
                 lambda: record(alone, fit_alone(alone, floats, 5)),
             )
 

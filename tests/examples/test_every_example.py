@@ -49,14 +49,15 @@ CHECKED += ["dynamics --smoke --cells 2 --network --check"]
 CHECKED += ["weather_grid --smoke --check"]
 CHECKED += ["points --smoke --spacing 10 --hours 8 --steps 1 --check"]
 NODES = "nodes --smoke --models gcn --check"
+SAMPLED = "nodes --smoke --models sage --sampled --cache 0 --check"
 FIRST = ["poisson --smoke --check", TEXT, "adaptive --smoke --check", "ocean_3d --smoke"]
 FIRST += ["weather --smoke"]
 MESHES = {1: "1x1x1", 2: "2x1x1 1x2x1 1x1x2", 4: "1x2x2 2x2x1 2x1x2", 5: "1x5x1 1x1x5 5x1x1"}
 SLOW_RUNS = [(ranks, line) for ranks in (1, 2, 5) for line in CHECKED]
 SLOW_RUNS += [(3, line) for line in CHECKED if line not in FIRST]
-SLOW_RUNS += [(3, NODES), (3, f"{TEXT} --sequence-parallel")]
+SLOW_RUNS += [(3, NODES), (2, SAMPLED), (3, f"{TEXT} --sequence-parallel")]
 SLOW_RUNS += [(3, "three_ways --smoke --mesh 1x3x1 1x1x3 --check 4")]
-SLOW_RUNS += [(3, "nodes --smoke --check"), (2, f"{TEXT} --sequence-parallel")]
+SLOW_RUNS += [(3, "nodes --smoke --sampled --check"), (2, f"{TEXT} --sequence-parallel")]
 SLOW_RUNS += [(4, "weather_grid --smoke --mesh 2x2 --check")]
 SLOW_RUNS += [(n, f"three_ways --smoke --mesh {m} --check 4") for n, m in MESHES.items()]
 
