@@ -27,7 +27,7 @@ DOCS = ROOT / "docs"
 EXPLANATIONS = [
     *(page for page in sorted(DOCS.glob("explanation/*.md")) if "```python" in page.read_text()),
     *(page for page in sorted(DOCS.glob("coming_from/*.md")) if page.stem not in ("index", "mace")),
-    *(DOCS / "ase.md", DOCS / "sharp_bits.md"),
+    *(DOCS / "ase.md", DOCS / "sampling.md", DOCS / "sharp_bits.md"),
 ]
 
 

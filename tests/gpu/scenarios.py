@@ -1133,6 +1133,8 @@ EXCEPTIONS = {
     "varcomm.graph": {
         **dict.fromkeys(("Mesh", "MeshWriter", "Report", "read_mesh"), "files, on the CPU"),
         **dict.fromkeys(("RowWriter", "Rows"), "files, read into pinned memory"),
+        **dict.fromkeys(("LinkNeighborLoader", "NeighborLoader"), "they sample on the CPU"),
+        "LoaderReport": "numbers that report() returns",
     },
     "varcomm.tensor_parallel": {
         "RandomStreams": "a GPU has generators of its own; tests/tensor_parallel/test_random.py",
