@@ -54,9 +54,7 @@ def free_lanes(group: Group, backends: str = "") -> dict[str, Any]:
     return {"free": free, "name": _new_name()}
 
 
-def take_lane(
-    group: Group, offers: Sequence[dict[str, Any]], backends: str = ""
-) -> Lane | None:
+def take_lane(group: Group, offers: Sequence[dict[str, Any]], backends: str = "") -> Lane | None:
     """Return a lane with the ranks of `group`, or None for a single rank; collective.
 
     `offers` holds the result of :func:`free_lanes` on each rank: a lane is free if it is so on all.

@@ -42,6 +42,12 @@ _REFUSED = {
     "edge_label_time": "temporal sampling is not available",
     "disjoint": "trees per seed are not available",
     "num_workers": "a thread samples ahead; set prefetch=",
+    "persistent_workers": "a thread samples ahead; set prefetch=",
+    "filter_per_worker": "a thread samples ahead; set prefetch=",
+    "pin_memory": "batches for a GPU are pinned",
+    "is_sorted": "edges are sorted once, on their ranks",
+    "generator": "set seed=",
+    "temporal_strategy": "temporal sampling is not available",
     "neg_sampling_ratio": "set neg_sampling=",
     "directed": 'set subgraph_type="induced" for directed=False',
 }
@@ -170,6 +176,7 @@ class Loader:
         self._steps: int = min(inputs) // batch_size if drop_last else -(-max(inputs) // batch_size)
         self._graph, self._batch_size, self._prefetch = graph, batch_size, prefetch
         self._shuffle, self._seed, self._transform = shuffle, seed, transform
+        self._device = next(iter(graph.node_shards.values())).ids.device
         self._epoch = self._first = 0
         self._position = (0, 0)
         self._counts = LoaderReport()
@@ -192,7 +199,7 @@ class Loader:
 
     def _messages(self, epoch: int, batch: int, is_end: bool = False) -> Messages:
         group: Group = self._graph.group if self._lane is None else self._lane.group()
-        return Messages(group, (epoch, batch, is_end))
+        return Messages(group, (epoch, batch, is_end), self.name)
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch, equal on all ranks."""
@@ -245,7 +252,9 @@ class Loader:
             raise
 
     def _delivered(self, sampled: Future[Data | HeteroData]) -> Any:
-        batch = sampled.result().to(next(iter(self._graph.node_shards.values())).ids.device)
+        batch = sampled.result()
+        if self._device.type != "cpu":
+            batch = batch.to(self._device, non_blocking=True)
         return batch if self._transform is None else self._transform(batch)
 
     def state_dict(self) -> dict[str, int]:
@@ -293,6 +302,7 @@ class Loader:
         rows, seen = fetch(tables, [sample.nodes[kind] for kind in kinds], messages)
         batch = self._assembled(sample, dict(zip(kinds, rows, strict=True)))
         self._describe(batch, seeds)
+        batch = batch.pin_memory() if self._device.type == "cuda" else batch
         remote, cached = np.sum(seen, axis=0)
         self._counts = LoaderReport(
             self._counts.batches + 1,

@@ -18,8 +18,6 @@ from varcomm.transport.group import Group
 
 __all__ = ["Messages"]
 
-_NAME = "graph.NeighborLoader"
-
 
 @dataclass(frozen=True)
 class Messages:
@@ -31,6 +29,7 @@ class Messages:
 
     group: Group
     call: tuple[int, int, bool]
+    name: str  # of the loader
 
     def start_comparing(self) -> Callable[[], None]:
         """Send this rank's call; the result waits for the others, and raises if calls differ.
@@ -39,16 +38,17 @@ class Messages:
         """
         group, own = self.group, torch.tensor(self.call, dtype=torch.int64)
         calls, sizes = own.new_empty(group.size, 3), [own.nbytes] * group.size
-        with explained(_NAME, group):
-            works = prepared(Route("copies", group, sizes, sizes), own.device, _NAME)(calls, own)
+        with explained(self.name, group):
+            route = Route("copies", group, sizes, sizes)
+            works = prepared(route, own.device, self.name)(calls, own)
 
         def finish() -> None:
-            with explained(_NAME, group):
+            with explained(self.name, group):
                 wait_for(works)
             if (calls != own).any():
                 raise DisagreementError(
-                    f"{_NAME}: ranks are at different batches. Iterate over the loader on every "
-                    "rank, and leave the loop on all ranks at the same batch.\n"
+                    f"{self.name}: ranks are at different batches. Iterate over the loader on "
+                    "every rank, and leave the loop on all ranks at the same batch.\n"
                     + table(_words(*call) for call in calls.tolist())
                 )
 

@@ -79,9 +79,10 @@ class NeighborLoader(Loader):
 
     Notes
     -----
-    ``len(loader)`` is the number of batches on every rank. All ranks iterate together: to leave a
-    loop early, leave it on all ranks at the same batch. With ``input_id``, a batch has the
-    positions of its seeds among the owned nodes, or in a tensor of ids.
+    The attributes are those of the graph when the loader is made, on the CPU; batches are on the
+    device of the graph. ``len(loader)`` is the number of batches on every rank. All ranks iterate
+    together: to leave a loop early, leave it on all ranks at the same batch. ``input_id`` has the
+    positions of the seeds of a batch among the owned nodes, or in a tensor of ids.
 
     Without replacement, by Floyd's algorithm (Bentley and Floyd, CACM 30, 1987); with weights, by
     Efraimidis and Spirakis (Inf. Process. Lett. 97, 2006).
