@@ -167,6 +167,13 @@ REFUSED = {
     "3 ranks has no rank 3": lambda x: x.gather(dst=3),
     "has no rank -1": lambda x: x.gather(dst=-1),
     "has no rank 4": lambda x: vc.grid.Grid((7, 5)).scatter(None, src=4),
+    "Call torch.nn.functional.batch_norm": lambda x: torch.batch_norm(
+        x, torch.ones(3), torch.zeros(3), None, None, True, 0.1, 1e-5, False
+    ),
+    "Call torch.nn.functional.instance_norm": lambda x: torch.instance_norm(
+        x, None, None, None, None, True, 0.1, 1e-5, False
+    ),
+    "Expected more than 1 spatial": lambda x: F.instance_norm(x[:, :, :1, :1]),
     "do not fit": lambda x: F.conv2d(x, torch.ones(1, 3, 9, 1, dtype=x.dtype)),
     "ordinary tensor by add_": lambda x: torch.zeros(7, 5, dtype=x.dtype).add_(x[0, 0]),
 }
@@ -279,6 +286,9 @@ def test_checkpointing_and_autocast(rank):
 
 NORMS = {
     "batch": lambda x, w, b: F.batch_norm(x, None, None, w, b, True),
+    "evaluation": lambda x, w, b: F.batch_norm(
+        x, 100 * torch.arange(1, 7).to(x.dtype), x.new_ones(6), w, b
+    ),
     "instance": lambda x, w, b: F.instance_norm(x, None, None, w, b),
     "group": lambda x, w, b: F.group_norm(x, 3, w, b),
     "layer": lambda x, w, b: F.layer_norm(x, x.shape[1:]) * w.sum(),

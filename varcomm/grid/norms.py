@@ -31,76 +31,44 @@ def _normalised(x: Any, of: Moments, eps: float, weight: Any, bias: Any) -> Any:
     return wrap(out.to(x.dtype), x.grid_layout)
 
 
-@rule("batch_norm")
+@rule("batch_norm instance_norm")
 def _batch_norm(
-    func: Func,
-    input: Any,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-    *_: Any,
-) -> Any:
-    if input.grid_layout.at(input.dim()).get(1):
-        raise refused("batch_norm of split channels")
-    if not training:
-        if running_mean is None or running_var is None:
-            raise ArgumentError("batch_norm: evaluation needs running_mean and running_var.")
-        shape = [1, -1, *[1] * (input.dim() - 2)]
-        mean, var = widened(running_mean).view(shape), widened(running_var).view(shape)
-        known = Moments(widened(plain(input)), mean, mean, var, 0)
-        return _normalised(input, known, eps, weight, bias)
-    dims = [0, *range(2, input.dim())]
-    found = moments(input, dims)
-    if found.elements <= 1:
-        raise ArgumentError(
-            f"Expected more than 1 value per channel when training, got input size {input.shape}"
-        )
-    over = found.mean.flatten(), found.var.flatten()
-    track(running_mean, running_var, *over, found.elements, momentum)
-    return _normalised(input, found, eps, weight, bias)
-
-
-@torch.no_grad()
-def track(
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    mean: Tensor,
-    var: Tensor,
-    count: int,
-    momentum: float,
-) -> None:
-    """Move running statistics by those of a call over `count` values."""
-    if running_mean is not None:
-        running_mean.lerp_(mean.detach().to(running_mean.dtype), momentum)
-    if running_var is not None:
-        running_var.lerp_((var.detach() * (count / (count - 1))).to(running_var.dtype), momentum)
-
-
-@rule("instance_norm")
-def _instance_norm(
     func: Func,
     input: Any,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    use_input_stats: bool = True,
+    training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
+    use_input_stats: bool | None = None,
 ) -> Any:
-    if not use_input_stats:
-        return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
-    found = moments(input, range(2, input.dim()))
+    """Normalise channels by moments over samples and points, or over the points of each sample."""
+    name = func.__name__
+    if func not in (F.batch_norm, F.instance_norm):  # whose arguments are in another order
+        raise refused(f"torch.{name}", f"Call torch.nn.functional.{name}.")
+    if input.grid_layout.at(input.dim()).get(1):
+        raise refused(f"{name} of split channels")
+    if not (training if use_input_stats is None else use_input_stats):
+        if running_mean is None or running_var is None:
+            raise ArgumentError(f"{name}: evaluation needs running_mean and running_var.")
+        shape = [1, -1, *[1] * (input.dim() - 2)]
+        mean, var = widened(running_mean).view(shape), widened(running_var).view(shape)
+        known = Moments(widened(plain(input)) - mean, torch.zeros_like(mean), mean, var, 0)
+        return _normalised(input, known, eps, weight, bias)
+    points = [*range(2, input.dim())]
+    found = moments(input, points if func is F.instance_norm else [0, *points])
     if found.elements <= 1:
+        value = "spatial element" if func is F.instance_norm else "value per channel"
         raise ArgumentError(
-            f"Expected more than 1 spatial element when training, got input size {input.shape}"
+            f"Expected more than 1 {value} when training, got input size {input.shape}"
         )
-    over = found.mean.mean(0).flatten(), found.var.mean(0).flatten()
-    track(running_mean, running_var, *over, found.elements, momentum)
+    of_all = found.elements / (found.elements - 1)
+    with torch.no_grad():
+        for running, new in ((running_mean, found.mean), (running_var, found.var * of_all)):
+            if running is not None:
+                running.lerp_(new.detach().mean(0).flatten().to(running.dtype), momentum)
     return _normalised(input, found, eps, weight, bias)
 
 
