@@ -256,57 +256,17 @@ def untraced(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 # answered by the tensor itself, without communication
-_OF_THE_TENSOR = (
-    frozenset(
-        [
-            "dim",
-            "ndimension",
-            "is_floating_point",
-            "is_complex",
-            "is_signed",
-            "is_contiguous",
-            "element_size",
-            "get_device",
-            "requires_grad_",
-            "retain_grad",
-            "register_hook",
-            "register_post_accumulate_grad_hook",
-            "data_ptr",
-            "storage",
-            "untyped_storage",
-            "is_inference",
-            "is_conj",
-            "is_neg",
-            "is_pinned",
-            "hash",
-        ]
-    )
-    | {
-        f"get {name}"
-        for name in [
-            "grad_fn",
-            "requires_grad",
-            "is_leaf",
-            "dtype",
-            "device",
-            "layout",
-            "ndim",
-            "is_cuda",
-            "is_cpu",
-            "is_xpu",
-            "is_mps",
-            "is_sparse",
-            "is_quantized",
-            "is_meta",
-            "is_nested",
-            "itemsize",
-            "retains_grad",
-            "names",
-            "output_nr",
-        ]
-    }
-    | {"set requires_grad", "set grad"}
-)
+_OF_THE_TENSOR = {
+    "dim", "ndimension", "is_floating_point", "is_complex", "is_signed", "is_contiguous",
+    "element_size", "get_device", "requires_grad_", "retain_grad", "register_hook",
+    "register_post_accumulate_grad_hook", "data_ptr", "storage", "untyped_storage",
+    "is_inference", "is_conj", "is_neg", "is_pinned", "hash", "set requires_grad", "set grad",
+    *(f"get {name}" for name in (
+        "grad_fn", "requires_grad", "is_leaf", "dtype", "device", "layout", "ndim", "is_cuda",
+        "is_cpu", "is_xpu", "is_mps", "is_sparse", "is_quantized", "is_meta", "is_nested",
+        "itemsize", "retains_grad", "names", "output_nr",
+    )),
+}  # fmt: skip
 
 _WORDS = {"axis": "dim", "keepdims": "keepdim"}  # which torch accepts for NumPy's sake
 # names of parameters that rules take by their place, in the order of places
