@@ -133,24 +133,6 @@ def test_complete_logits(rank, ranks, dtype):
         complete("complete logits", lambda: vocab_parallel_cross_entropy(*few, every))
 
 
-@on_ranks(3)
-def test_other_targets_on_one_rank(rank):
-    """As from a sampler that gives each rank of the group its own batch."""
-    torch.manual_seed(0)
-    hidden, head, target = torch.randn(4, 5), torch.randn(2 + rank, 5), torch.arange(8).view(4, 2)
-    sizes, targets = [2, 3, 4], [target[:, 0], target[:, rank % 2]]
-    logits = F.linear(hidden, head)
-    for loss in (
-        lambda given: vocab_parallel_cross_entropy(logits, given, sizes),
-        lambda given: vocab_parallel_cross_entropy(logits, given),
-        lambda given: linear_cross_entropy(hidden, head, given, sizes),
-    ):
-        loss(targets[0])
-        with pytest.raises(varcomm.DisagreementError, match="of targets with hash"):
-            loss(targets[1])
-        loss(targets[0])  # the group works on
-
-
 @on_ranks(2)
 def test_equal_logits_that_are_not_complete(rank):
     """A head of zeros, targets of the other rank, and shards that differ afterwards.

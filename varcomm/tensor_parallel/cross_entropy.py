@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -270,9 +269,6 @@ def _loss(
             "hidden": None if use is None else [*values.shape, values.requires_grad],
         }
         compare(ranks, described)
-    if ranks.log is not None and target.is_cpu and not (in_graph(target) or in_transform()):
-        hashed = crc32(target.numpy().tobytes())  # a GPU would be waited for
-        ranks.log.add(f"{name} of targets with hash {hashed:08x}", hashed)
     dtype = accumulation_dtype(values.dtype, use_fp32=True)
     share = float(options.label_smoothing) / sizes.total
     ignored, own = target == ignore_index, sizes.range(ranks.rank)
