@@ -182,7 +182,9 @@ def act(rank, fault, place, culprit, rounds):
         varcomm.all_gather_v(torch.zeros(2), [2] * RANKS)
     except Exception as error:
         seconds = time.monotonic() - began
-        threads = [t.name for t in threading.enumerate() if t.name != "MainThread"]
+        # the thread of a loader is idle, and ends with the process
+        idle = ("MainThread", "graph.NeighborLoader")
+        threads = [t.name for t in threading.enumerate() if not t.name.startswith(idle)]
         said = {"kind": type(error).__name__, "message": str(error)}
         said |= {"seconds": seconds, "threads": threads}
         (Path(os.environ["SCENE"]) / f"{rank}.json").write_text(json.dumps(said))

@@ -20,7 +20,7 @@ from tests.graph.against_one import CLOSE, graph_of, two_types
 from tests.graph.graphs import METHODS, rich, split_by
 from tests.worlds import WORLDS, on_ranks, refused_alike
 from varcomm import ArgumentError, DisagreementError
-from varcomm.graph import NeighborLoader, partition
+from varcomm.graph import LinkNeighborLoader, NeighborLoader, partition
 
 ALL = [-1, -1]
 
@@ -477,6 +477,74 @@ def test_a_simulated_group():
         graph = vc.simulate.partition(rich(), 2, "block").part()
         with pytest.raises(ArgumentError, match="simulated"):
             NeighborLoader(graph, [2])
+
+
+@on_ranks(3)
+def test_picks_of_types_of_edges_are_independent(rank):
+    data = HeteroData()
+    data["a"].num_nodes = 300
+    ends = torch.randint(300, (2, 6000), generator=torch.Generator().manual_seed(0))
+    data["a", "one", "a"].edge_index = data["a", "other", "a"].edge_index = ends
+    graph = partition(data, method="random")
+    (batch,) = NeighborLoader(graph, [2], 300, "a", shuffle=False)
+    one, other = (batch["a", name, "a"].e_id for name in ("one", "other"))
+    # 2 of about 20 edges are in both with probability 0.1
+    assert 0.02 < torch.isin(one, other).double().mean() < 0.2
+
+
+@on_ranks(2)
+def test_weights_of_any_size(rank):
+    data = stars(400)
+    heavy = torch.arange(data.num_edges) // 6 % 2 == 0
+    data.weight = (data.weight * torch.where(heavy, 1e9, 1e-9)).bfloat16()
+    graph = partition(data, method="random")
+    seeds = 7 * torch.arange(400)
+    for replace in (False, True):
+        (batch,) = NeighborLoader(graph, [2], 400, seeds, replace, weight_attr="weight")
+        rate = (batch.e_id % 6)[~heavy[batch.e_id]].bincount(minlength=6) / 200
+        assert bool((rate[1:] > 0.05).all())
+        assert rate[0] == 0
+
+
+@on_ranks(3)
+def test_two_iterators_of_a_loader(rank):
+    data = rich()
+    graph = partition(data, method="random")
+    loader = NeighborLoader(graph, ALL, 3, prefetch=1)
+    pairs = [*zip(loader, loader, strict=True)]
+    assert len(pairs) == len(loader)
+    for batch in [batch for pair in pairs for batch in pair]:
+        assert_all(batch, data, {None: batch.n_id[: batch.batch_size]})
+
+
+@on_ranks(3)
+def test_inside_debug(rank):
+    data = rich()
+    graph = partition(data, method="random")
+    with vc.debug():
+        batches = [*NeighborLoader(graph, ALL, 5)]
+    for batch in batches:
+        assert_all(batch, data, {None: batch.n_id[: batch.batch_size]})
+    assert len(batches) == -(-max(graph.node_sizes) // 5)
+
+
+@on_ranks(3)
+def test_types_that_are_no_source(rank):
+    data = two_types()  # edges from a to b alone
+    graph = graph_of(data)
+    for batch in NeighborLoader(graph, [-1, -1, -1], 4, "b"):
+        seeds = batch["b"].n_id[: batch["b"].batch_size]
+        into = torch.isin(data["a", "to", "b"].edge_index[1], seeds).nonzero().view(-1)
+        assert torch.equal(batch["a", "to", "b"].e_id.sort().values, into)
+    for batch in NeighborLoader(graph, ALL, 4, "a"):
+        assert batch["b"].num_nodes == batch["a", "to", "b"].num_edges == 0
+    edge = ("a", "to", "b")
+    for batch in LinkNeighborLoader(graph, ALL, 4, edge, neg_sampling="binary"):
+        ends = batch[edge].edge_label_index
+        count = len(batch[edge].input_id)
+        edges = data[edge].edge_index[:, graph[edge].owned_ids[batch[edge].input_id]]
+        assert torch.equal(batch["a"].n_id[ends[0, :count]], edges[0])
+        assert torch.equal(batch["b"].n_id[ends[1, :count]], edges[1])
 
 
 ENDS = """

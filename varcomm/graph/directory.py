@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -41,11 +41,6 @@ class Directory:
         numbers = torch.empty_like(received)
         numbers[ids - ranges.offsets[group.rank]] = received
         return cls(group, sizes, ranges, numbers)
-
-    def on(self, group: Group) -> Self:
-        """Return the same directory for a group of the same ranks, on the CPU."""
-        numbers = None if self.numbers is None else self.numbers.cpu()
-        return replace(self, group=group, numbers=numbers)
 
     def look_up(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the numbers of rows; collective. A rank requests each id once."""

@@ -21,7 +21,7 @@ def often_fetched(graph: PartitionedGraph, kind: NodeType, rows: int) -> Array:
     """
     nodes, group = graph.node_shards[kind], graph.group
     first, own = nodes.sizes.offsets[group.rank], nodes.num_owned
-    degree = torch.zeros(own, dtype=torch.int64)
+    degree = torch.zeros(own, dtype=torch.int64, device="cpu")
     halo = [np.zeros((0, 2), np.int64)]
     for edge_type, edges in graph.edge_shards.items():
         if ends_of(edge_type)[0] != kind:

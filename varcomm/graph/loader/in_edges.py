@@ -27,9 +27,12 @@ class InEdges:
 
     @cached_property
     def cumulative(self) -> Array:
-        """The weight of the edges before each edge, and of all edges."""
+        """Sums of weights before each edge, in which the edges of each node weigh 1."""
         assert self.weight is not None
-        return np.append(0.0, np.cumsum(self.weight))
+        degree = np.diff(self.ends)
+        node = np.repeat(np.arange(len(degree)), degree)
+        total = np.bincount(node, self.weight, len(degree))
+        return np.append(0.0, np.cumsum(self.weight / total[node]))
 
     @classmethod
     def of(cls, target: Array, source: Array, nodes: int, weight: Array | None) -> InEdges:
@@ -59,7 +62,7 @@ class InEdges:
         count = np.minimum(degree, fan_out)
         picked = spread(start, count)
         full = np.flatnonzero(degree > fan_out)
-        if fan_out and len(full):
+        if len(full):
             choose = self._distinct if self.weight is None else self._heaviest
             place = (np.cumsum(count) - count)[full] + np.arange(fan_out)[:, None]
             picked[place] = start[full] + choose(start[full], degree[full], fan_out, key[full])

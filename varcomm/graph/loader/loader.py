@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -55,7 +56,7 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class LoaderReport:
-    """Nodes and edges that this rank has sampled, and hits of the cache.
+    """Nodes and edges that this rank has sampled, also ahead, and hits of the cache.
 
     Attributes
     ----------
@@ -153,10 +154,10 @@ class Loader:
             for edge, shard in graph.edge_shards.items():
                 weight = shard.attributes.get(weight_attr or "", shard.ids)
                 is_valid = weight_attr in (None, *shard.attributes) and weight.dim() == 1
-                if not is_valid or not bool((weight >= 0).all()):
+                if not is_valid or not bool(((weight >= 0) & weight.isfinite()).all()):
                     raise ArgumentError(
                         f"weight_attr={weight_attr!r} must name an attribute (E,) of edges"
-                        f"{f' {edge}' if edge else ''} without negative values."
+                        f"{f' {edge}' if edge else ''}, finite and not negative."
                     )
             return fan_outs_of(num_neighbors, graph), *count_inputs()
 
@@ -175,7 +176,7 @@ class Loader:
         inputs = [rank["inputs"] for rank in of_ranks]
         self._steps: int = min(inputs) // batch_size if drop_last else -(-max(inputs) // batch_size)
         self._graph, self._batch_size, self._prefetch = graph, batch_size, prefetch
-        self._shuffle, self._seed, self._transform = shuffle, seed, transform
+        self._shuffle, self._seed, self._transform = shuffle, seed % 2**63, transform
         self._device = next(iter(graph.node_shards.values())).ids.device
         self._epoch = self._first = 0
         self._position = (0, 0)
@@ -189,6 +190,8 @@ class Loader:
         # a group of the loader alone, so that its thread needs no order with other calls
         self._lane = take_lane(graph.group, [rank["lanes"] for rank in of_ranks], "gloo")
         self._ended: Future[Callable[[], None] | None] | None = None
+        self._thread = ThreadPoolExecutor(1, self.name)  # one, so that its messages have one order
+        self._order: tuple[int, Array] = -1, np.arange(0)
         if self._lane is not None:
             weakref.finalize(self, self._lane.give_back)
         if cache:
@@ -210,24 +213,22 @@ class Loader:
         self._compare_ends()
         epoch, step, submitted = self._epoch, self._first, self._first
         self._epoch, self._first = epoch + 1, 0
-        thread, failed = ThreadPoolExecutor(1, self.name), threading.Event()
+        failed = threading.Event()
         pending: deque[Future[Data | HeteroData]] = deque()
-        is_complete = False
         try:
             while step < len(self):
                 while submitted < min(len(self), step + 1 + self._prefetch):
                     sampled = partial(self._sampled, self._messages(epoch, submitted))
-                    pending.append(thread.submit(self._guarded, failed, sampled))
+                    pending.append(self._thread.submit(self._guarded, failed, sampled))
                     submitted += 1
                 step += 1
                 self._position = (epoch, step)
                 yield self._delivered(pending.popleft())
-            is_complete = True
         finally:
             self._position = (epoch + 1, 0)
-            end = self._messages(epoch, step, is_end=True).start_comparing
-            self._ended = thread.submit(self._guarded, failed, end)
-            thread.shutdown(wait=is_complete or failed.is_set())
+            with suppress(RuntimeError):  # the group or the interpreter has ended
+                end = self._messages(epoch, step, is_end=True).start_comparing
+                self._ended = self._thread.submit(self._guarded, failed, end)
         self._compare_ends()
 
     def _compare_ends(self) -> None:
@@ -252,9 +253,11 @@ class Loader:
             raise
 
     def _delivered(self, sampled: Future[Data | HeteroData]) -> Any:
-        batch = sampled.result()
+        batch: Any = sampled.result()
         if self._device.type != "cpu":
             batch = batch.to(self._device, non_blocking=True)
+        for name, value in self._graph.attributes.items():
+            batch[name] = value
         return batch if self._transform is None else self._transform(batch)
 
     def state_dict(self) -> dict[str, int]:
@@ -278,10 +281,12 @@ class Loader:
     def _chosen(self, keys: Array, messages: Messages) -> Array:
         """Return the positions of a batch among inputs with these keys."""
         epoch, batch, _ = messages.call
-        order = np.arange(len(keys))
-        if self._shuffle:
-            order = np.argsort(hashed(self._seed, epoch, keys), kind="stable")
-        return order[batch * self._batch_size : (batch + 1) * self._batch_size]
+        if self._order[0] != epoch:
+            order = np.arange(len(keys))
+            if self._shuffle:
+                order = np.argsort(hashed(self._seed, epoch, keys), kind="stable")
+            self._order = epoch, order
+        return self._order[1][batch * self._batch_size : (batch + 1) * self._batch_size]
 
     def _seeds(self, messages: Messages) -> Seeds:
         """Return the seeds of a batch; collective."""
@@ -316,8 +321,6 @@ class Loader:
     def _assembled(self, sample: Sample, rows: Mapping[NodeType, Sequence[Array]]) -> Any:
         """Return a batch with the attributes and ids that PyG's loaders return."""
         batch: Any = Data() if None in self._graph.node_shards else HeteroData()
-        for name, value in self._graph.attributes.items():
-            batch[name] = value
         for kind, of in self._sampler.nodes.items():
             store = batch if kind is None else batch[kind]
             store.num_nodes = len(sample.nodes[kind])
@@ -369,8 +372,12 @@ def _in_edges(graph: PartitionedGraph, kind: EdgeType, weight_attr: str | None) 
     shard = graph.edge_shards[kind]
     nodes = graph.node_shards[None if kind is None else kind[0]]
     source, target = shard.local_ids[:, : shard.num_owned].cpu()
-    own = torch.arange(nodes.num_owned) + nodes.sizes.offsets[graph.group.rank]
+    own = torch.arange(nodes.num_owned, device="cpu") + nodes.sizes.offsets[graph.group.rank]
     number = torch.cat([own, nodes.directory.look_up(shard.halo_ids).cpu()])
-    weight = None if weight_attr is None else shard.attributes[weight_attr].cpu().numpy()
+    weight = (
+        None
+        if weight_attr is None
+        else shard.attributes[weight_attr].detach().cpu().double().numpy()
+    )
     source = small(number.numpy(), nodes.sizes.total)[source.numpy()]
     return InEdges.of(target.numpy(), source, shard.num_targets, weight)

@@ -10,7 +10,6 @@ import torch
 
 from varcomm.errors import DisagreementError
 from varcomm.graph.loader.draws import Array
-from varcomm.ops.all_to_all_v import all_to_all_v
 from varcomm.transport.engine import Route, wait_for
 from varcomm.transport.engines.choose import prepared
 from varcomm.transport.failure import explained, table
@@ -36,8 +35,10 @@ class Messages:
 
         In messages that no rank need wait for: a process can exit before others have come.
         """
-        group, own = self.group, torch.tensor(self.call, dtype=torch.int64)
-        calls, sizes = own.new_empty(group.size, 3), [own.nbytes] * group.size
+        group, own = self.group, torch.tensor(self.call, dtype=torch.int64, device="cpu")
+        calls, sizes = own.expand(group.size, 3).clone(), [own.nbytes] * group.size
+        if group.size == 1:
+            return lambda: None
         with explained(self.name, group):
             route = Route("copies", group, sizes, sizes)
             works = prepared(route, own.device, self.name)(calls, own)
@@ -56,8 +57,8 @@ class Messages:
 
     def counts(self, own: Array) -> Array:
         """Return a row of integers (P, k) from every rank; row r of `own` is for rank r."""
-        every, pg = [1] * self.group.size, self.group.process_group
-        return all_to_all_v(torch.from_numpy(own), every, every, group=pg).numpy()
+        each = [own[:1].nbytes] * self.group.size
+        return self._all_to_all(_bytes(own), each, each).view(own.dtype).reshape(own.shape)
 
     def exchange(
         self, parts: Sequence[Array], sent: Sequence[Array], expected: Sequence[Array]
@@ -73,17 +74,24 @@ class Messages:
         leaving, arriving = np.stack([*sent]) * width, np.stack([*expected]) * width
         own = [np.split(_bytes(x), np.cumsum(n)[:-1]) for x, n in zip(parts, leaving, strict=True)]
         buffer = np.concatenate([block for blocks in zip(*own, strict=True) for block in blocks])
-        received = all_to_all_v(
-            torch.from_numpy(buffer),
-            leaving.sum(axis=0).tolist(),
-            arriving.sum(axis=0).tolist(),
-            group=self.group.process_group,
-        ).numpy()
+        received = self._all_to_all(
+            buffer, leaving.sum(axis=0).tolist(), arriving.sum(axis=0).tolist()
+        )
         blocks, out = np.split(received, np.cumsum(arriving.T)[:-1]), []
         for i, (part, counts) in enumerate(zip(parts, expected, strict=True)):
             rows = np.concatenate(blocks[i :: len(parts)]).view(part.dtype)
             out.append(rows.reshape(int(np.sum(counts)), *part.shape[1:]))
         return out
+
+    def _all_to_all(self, own: Array, sent: Sequence[int], expected: Sequence[int]) -> Array:
+        """Exchange bytes, without the comparisons of ``debug``: batches are compared already."""
+        if self.group.size == 1:
+            return own
+        out = torch.empty(sum(expected), dtype=torch.uint8, device="cpu")
+        with explained(self.name, self.group):
+            route = Route("all", self.group, expected, sent)
+            wait_for(prepared(route, out.device, self.name)(out, torch.from_numpy(own)))
+        return out.numpy()
 
 
 def _bytes(part: Array) -> Array:

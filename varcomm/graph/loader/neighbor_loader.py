@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,10 +28,11 @@ class NeighborLoader(Loader):
     epoch, the step, and the ids of the seeds and nodes: equal batches have equal samples on any
     number of ranks. A rank with fewer seeds than others ends with empty batches.
 
-    Communication: per batch, on a group of the loader's own, 4 exchanges per hop and 3 for the
-    attributes. For each node that another rank owns, 8 bytes per hop and type of edges, and then 8
-    bytes and its attributes; for each of its edges that is picked, 8 bytes and the attributes. Ids
-    have 4 bytes, or 8 from 2^31 on. The constructor is collective.
+    Communication: per batch, on a group of the loader's own, one comparison, 4 exchanges per hop
+    and 3 for the attributes. A node of another rank whose in-edges are sampled costs 4 bytes and 4
+    per type of edges, each of its picked edges 8 bytes and its attributes, and each node of another
+    rank in the batch 8 bytes and its attributes. Ids have 4 bytes, or 8 from 2^31 on. The
+    constructor is collective.
 
     In one process: ``torch_geometric.loader.NeighborLoader``.
 
@@ -116,44 +118,42 @@ class NeighborLoader(Loader):
         prefetch: int = 1,
         **options: Any,
     ) -> None:
-        kind: NodeType = None
-        ids = position = torch.zeros(0, dtype=torch.int64)
-
-        def inputs() -> tuple[int, dict[str, str]]:
-            nonlocal kind, ids, position
-            given: Any = input_nodes
-            if isinstance(given, str):
-                kind, given = given, None
-            elif isinstance(given, tuple) and len(given) == 2 and None not in graph.node_shards:
-                kind, given = given
-            if kind not in graph.node_shards:
-                raise ArgumentError(
-                    f"input_nodes must begin with one of the types {graph.node_types}, such as "
-                    f"({graph.node_types[0]!r}, ids); got {kind!r}."
-                )
-            nodes = graph.node_shards[kind]
-            given = torch.ones(nodes.num_owned, dtype=torch.bool) if given is None else given
-            given = as_tensor(given)
-            if getattr(given, "dtype", None) != torch.bool:
-                ids = nodes.checked_ids(given, "input_nodes").view(-1).cpu()
-                position = torch.arange(len(ids))
-            elif given.shape == (nodes.num_owned,):
-                position = given.cpu().nonzero().view(-1)
-                ids = nodes.owned_ids.cpu()[position]
-            else:
-                raise ArgumentError(
-                    f"a mask of input_nodes must have shape ({nodes.num_owned},), an entry for "
-                    f"each owned node; got {described(given)}."
-                )
-            return len(ids), {"input_nodes": str(kind)}
-
         options |= {"replace": replace, "subgraph_type": subgraph_type}
         options |= {"shuffle": shuffle, "seed": seed, "prefetch": prefetch}
-        super().__init__(graph, num_neighbors, batch_size, inputs, **options)
-        shard = graph.node_shards[kind]
-        numbers = shard.directory.look_up(ids.to(shard.ids.device)).cpu()
-        self._kind, self._ids, self._inputs = kind, ids.numpy(), position
-        self._numbers = numbers.numpy()
+        read = partial(self._read, graph, input_nodes)
+        super().__init__(graph, num_neighbors, batch_size, read, **options)
+        shard = graph.node_shards[self._kind]
+        ids = torch.from_numpy(self._ids).to(shard.ids.device)
+        self._numbers = shard.directory.look_up(ids).cpu().numpy()
+
+    def _read(self, graph: PartitionedGraph, given: Any) -> tuple[int, dict[str, str]]:
+        """Store the seeds of this rank; return their number, and the words that ranks compare."""
+        kind: NodeType = None
+        if isinstance(given, str):
+            kind, given = given, None
+        elif isinstance(given, tuple) and len(given) == 2 and None not in graph.node_shards:
+            kind, given = given
+        if kind not in graph.node_shards:
+            raise ArgumentError(
+                f"input_nodes must begin with one of the types {graph.node_types}, such as "
+                f"({graph.node_types[0]!r}, ids); got {kind!r}."
+            )
+        nodes = graph.node_shards[kind]
+        owned = nodes.owned_ids.cpu()
+        given = torch.ones_like(owned, dtype=torch.bool) if given is None else as_tensor(given)
+        if getattr(given, "dtype", None) != torch.bool:
+            ids = nodes.checked_ids(given, "input_nodes").view(-1).cpu()
+            self._inputs = torch.arange(len(ids), device="cpu")
+        elif given.shape == owned.shape:
+            self._inputs = given.cpu().nonzero().view(-1)
+            ids = owned[self._inputs]
+        else:
+            raise ArgumentError(
+                f"a mask of input_nodes must have shape ({nodes.num_owned},), an entry for "
+                f"each owned node; got {described(given)}."
+            )
+        self._kind, self._ids = kind, ids.numpy()
+        return len(ids), {"input_nodes": str(kind)}
 
     def _seeds(self, messages: Messages) -> Seeds:
         chosen = self._chosen(self._ids, messages)

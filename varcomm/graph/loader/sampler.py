@@ -11,7 +11,7 @@ import numpy as np
 from varcomm.graph.loader.draws import Array, hashed
 from varcomm.graph.loader.in_edges import InEdges, spread
 from varcomm.graph.loader.messages import Messages
-from varcomm.graph.loader.stored_rows import StoredRows, owners, small
+from varcomm.graph.loader.stored_rows import Request, StoredRows, ask
 from varcomm.graph.partitioned_graph import EdgeType, NodeType
 
 __all__ = ["Sample", "Sampler", "ends_of"]
@@ -30,18 +30,6 @@ class Sample:
     sources: dict[EdgeType, list[Array]]
     targets: dict[EdgeType, list[Array]]
     rows: dict[EdgeType, list[list[Array]]]
-
-
-@dataclass
-class _Request:
-    """Nodes of one type, from `begin` on, whose in-edges a hop adds; sorted by their owner."""
-
-    begin: int
-    order: Array
-    numbers: Array
-    counts: Array  # for each rank
-    asked: Array  # the requests of other ranks: this rank's rows, and their counts
-    told: Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,19 +76,24 @@ class Sampler:
         messages: Messages,
     ) -> None:
         """Add in-edges of the nodes from `begin` on, and their sources."""
-        requests, keys = self._requests(out, begin, key, messages)
-        targets = {edge: requests[ends_of(edge)[1]] for edge in self.edges if fan_outs[edge]}
+        active = {edge: ends_of(edge)[1] for edge in self.edges if fan_outs[edge]}
+        kinds = [kind for kind in self.nodes if kind in active.values()]
+        frontier = [out.nodes[kind][begin[kind] :] for kind in kinds]
+        every = np.full(messages.group.size, key.view(np.int64))
+        requests, (keys,) = ask([self.nodes[kind] for kind in kinds], frontier, messages, every)
+        of_kind = dict(zip(kinds, requests, strict=True))
+        targets = {edge: of_kind[kind] for edge, kind in active.items()}
         picks = {edge: self._picked(edge, fan_outs[edge], of, keys) for edge, of in targets.items()}
         degrees = messages.exchange(
             [count.astype(np.int32) for count, _ in picks.values()],
-            [of.told for of in targets.values()],
+            [of.received for of in targets.values()],
             [of.counts for of in targets.values()],
         )
         parts, sent, expected = [], [], []
         for (edge, of), degree in zip(targets.items(), degrees, strict=True):
             for part in picks[edge][1]:
                 parts.append(part)
-                sent.append(_sums(picks[edge][0], of.told))
+                sent.append(_sums(picks[edge][0], of.received))
                 expected.append(_sums(degree, of.counts))
         received = iter(messages.exchange(parts, sent, expected))
         sources = {edge: np.zeros(0, np.int64) for edge in self.edges}
@@ -115,7 +108,8 @@ class Sampler:
             picked = spread(start, by_node)
             source, *rows = (next(received)[picked] for _ in picks[edge][1])
             sources[edge] = source.astype(np.int64)
-            out.targets[edge].append(np.repeat(of.begin + np.arange(len(degree)), by_node))
+            first = begin[active[edge]]
+            out.targets[edge].append(np.repeat(first + np.arange(len(degree)), by_node))
             out.rows[edge].append(rows)
         for kind, nodes in out.nodes.items():
             edges = [edge for edge in self.edges if ends_of(edge)[0] == kind]
@@ -127,34 +121,14 @@ class Sampler:
             for edge, places in zip(edges, np.split(place, ends), strict=False):
                 out.sources[edge].append(places)
 
-    def _requests(
-        self, out: Sample, begin: Mapping[NodeType, int], key: Array, messages: Messages
-    ) -> tuple[dict[NodeType, _Request], Array]:
-        """Send nodes to their owners; return the requests of each type, and all ranks' keys."""
-        requests, size = {}, messages.group.size
-        for kind, rows in self.nodes.items():
-            nodes = out.nodes[kind][begin[kind] :]
-            owner = owners(nodes, rows.sizes)
-            order = np.argsort(owner, kind="stable")
-            numbers = small(nodes[order], rows.sizes.total)
-            counts = np.bincount(owner, minlength=size)
-            requests[kind] = _Request(begin[kind], order, numbers, counts, order[:0], counts)
-        every = [of.counts for of in requests.values()]
-        table = np.column_stack([np.full(size, key.view(np.int64)), *every])
-        keys, *told = messages.counts(table).T
-        asked = messages.exchange([of.numbers for of in requests.values()], every, told)
-        for (kind, of), numbers, count in zip(requests.items(), asked, told, strict=True):
-            of.asked, of.told = numbers - self.nodes[kind].first, count
-        return requests, keys
-
     def _picked(
-        self, edge: EdgeType, fan_out: int, request: _Request, keys: Array
+        self, edge: EdgeType, fan_out: int, request: Request, keys: Array
     ) -> tuple[Array, list[Array]]:
         """Return the number of in-edges picked for each requested node, and their rows."""
         edges, rows = self.edges[edge]
-        ids = self.nodes[ends_of(edge)[1]].ids[request.asked]
-        key = hashed(np.repeat(keys, request.told), ids)
-        count, picked = edges.pick(request.asked, fan_out, key, self.replace)
+        ids, number = self.nodes[ends_of(edge)[1]].ids[request.rows], [*self.edges].index(edge)
+        key = hashed(np.repeat(keys, request.received), ids, number)
+        count, picked = edges.pick(request.rows, fan_out, key, self.replace)
         return count, [edges.source[picked], *rows.parts(edges.place[picked])]
 
 

@@ -14,7 +14,7 @@ from varcomm.graph.loader.messages import Messages
 from varcomm.graph.node_shard import Shard
 from varcomm.sizes import ShardSizes
 
-__all__ = ["StoredRows", "fetch", "owners", "small", "stored_rows"]
+__all__ = ["Request", "StoredRows", "ask", "fetch", "numbers_of", "small", "stored_rows"]
 
 
 @dataclass(eq=False)
@@ -34,11 +34,6 @@ class StoredRows:
         """Return the ids and attributes of some rows of this rank."""
         return [part[local] for part in (self.ids, *self.values.values())]
 
-    def empty(self, count: int) -> list[Array]:
-        """Return rows for ids and attributes, with any values."""
-        parts = (self.ids, *self.values.values())
-        return [np.empty((count, *part.shape[1:]), part.dtype) for part in parts]
-
 
 def stored_rows(shard: Shard, count: int) -> StoredRows:
     """Return the ids and attributes of the first `count` rows of a shard, on the CPU."""
@@ -47,12 +42,46 @@ def stored_rows(shard: Shard, count: int) -> StoredRows:
         if isinstance(value, torch.Tensor):
             plain = (value.plain if isinstance(value, Marked) else value).detach()[:count].cpu()
             like[name] = plain[:0]
-            flat = plain.reshape(count, plain[:1].numel() if count else plain.shape[1:].numel())
+            flat = plain.reshape(count, plain.shape[1:].numel())
             values[name] = flat.contiguous().view(torch.uint8).numpy()
     first = shard.sizes.offsets[shard.group.rank]
     return StoredRows(
         small(shard.ids[:count].cpu().numpy(), shard.sizes.total), values, like, shard.sizes, first
     )
+
+
+def numbers_of(shard: Shard) -> StoredRows:
+    """Return the global numbers of a range of ids, as the "ids" of rows; collective at first."""
+    ranges, numbers = shard.directory.ranges, shard.directory.numbers
+    first, count = ranges.offsets[shard.group.rank], ranges[shard.group.rank]
+    own = np.arange(first, first + count) if numbers is None else numbers.cpu().numpy()
+    return StoredRows(own, {}, {}, ranges, first)
+
+
+@dataclass
+class Request:
+    """Numbers of rows that this rank sends to their owners, and those that it receives."""
+
+    order: Array  # sorts the numbers by their owner
+    counts: Array  # numbers sent to each rank
+    rows: Array  # the requested rows of this rank
+    received: Array  # how many of them each rank requests
+
+
+def ask(
+    rows: Sequence[StoredRows], numbers: Sequence[Array], messages: Messages, *more: Array
+) -> tuple[list[Request], list[Array]]:
+    """Send numbers of rows to their owners, and one integer of `more` to each rank; collective."""
+    size, pairs = messages.group.size, [*zip(rows, numbers, strict=True)]
+    owner = [owners(wanted, of.sizes) for of, wanted in pairs]
+    orders = [np.argsort(each, kind="stable") for each in owner]
+    counts = [np.bincount(each, minlength=size) for each in owner]
+    columns = [*messages.counts(np.column_stack([*more, *counts])).T]
+    others, received = columns[: len(more)], columns[len(more) :]
+    sent = [small(n[order], of.sizes.total) for (of, n), order in zip(pairs, orders, strict=True)]
+    asked = messages.exchange(sent, counts, received)
+    local = [each - of.first for of, each in zip(rows, asked, strict=True)]
+    return [*map(Request, orders, counts, local, received)], others
 
 
 def owners(numbers: Array, sizes: ShardSizes) -> Array:
@@ -68,46 +97,37 @@ def fetch(
 
     The second result is the number of rows of other ranks, and how many of them were cached.
     """
-    rank, size = messages.group.rank, messages.group.size
-    away, asked, counts = [], [], []
+    own, hits, away = [], [], []
     for of, wanted in zip(rows, numbers, strict=True):
-        owner = owners(wanted, of.sizes)
         slot = np.searchsorted(of.cached, wanted)
         hit = np.append(of.cached, -1)[slot] == wanted
-        away.append((owner, slot, hit))
-        order = np.flatnonzero((owner != rank) & ~hit)
-        order = order[np.argsort(owner[order], kind="stable")]
-        asked.append(order)
-        counts.append(np.bincount(owner[order], minlength=size))
-    told = messages.counts(np.column_stack(counts)).T
-    ids = [
-        small(n[order], of.sizes.total) for of, n, order in zip(rows, numbers, asked, strict=True)
-    ]
-    local = [
-        ask - of.first
-        for of, ask in zip(rows, messages.exchange(ids, counts, [*told]), strict=True)
-    ]
-    parts = [part for of, each in zip(rows, local, strict=True) for part in of.parts(each)]
-    sent = [n for of, n in zip(rows, told, strict=True) for _ in of.parts(of.ids[:0])]
-    expected = [n for of, n in zip(rows, counts, strict=True) for _ in of.parts(of.ids[:0])]
-    received = iter(messages.exchange(parts, sent, expected))
-    out, seen = [], []
-    for of, wanted, (owner, slot, hit), order in zip(rows, numbers, away, asked, strict=True):
-        is_own = owner == rank
-        near = np.flatnonzero(hit)
-        # one pass writes all rows, and those of other ranks are overwritten
-        whole = (
-            of.parts(np.where(is_own, wanted - of.first, 0))
-            if is_own.any()
-            else of.empty(len(wanted))
+        here = (wanted >= of.first) & (wanted < of.first + len(of.ids))
+        own.append(here)
+        hits.append((np.flatnonzero(hit), slot[hit]))
+        away.append(np.flatnonzero(~here & ~hit))
+    requests, _ = ask(rows, [n[x] for n, x in zip(numbers, away, strict=True)], messages)
+    parts = [of.parts(request.rows) for of, request in zip(rows, requests, strict=True)]
+    received = iter(
+        messages.exchange(
+            [part for each in parts for part in each],
+            [r.received for r, each in zip(requests, parts, strict=True) for _ in each],
+            [r.counts for r, each in zip(requests, parts, strict=True) for _ in each],
         )
-        for column, values in enumerate(whole):
+    )
+    out = []
+    for of, n, here, (near, slot), far, request in zip(
+        rows, numbers, own, hits, away, requests, strict=True
+    ):
+        table, local = [], np.where(here, n - of.first, 0)
+        for column, values in enumerate((of.ids, *of.values.values())):
+            # one pass writes all rows, and those of other ranks are overwritten
+            empty = np.empty((len(n), *values.shape[1:]), values.dtype)
+            table.append(values[local] if len(values) else empty)
             if len(near):
-                values[near] = of.cache[column][slot[near]]
-            values[order] = next(received)
-        out.append(whole)
-        seen.append((len(wanted) - int(is_own.sum()), len(near)))
-    return out, seen
+                table[-1][near] = of.cache[column][slot]
+            table[-1][far[request.order]] = next(received)
+        out.append(table)
+    return out, [(len(x) + len(y), len(x)) for (x, _), y in zip(hits, away, strict=True)]
 
 
 def small(numbers: Array, total: int) -> Array:
