@@ -1,15 +1,22 @@
 """``NeighborLoader``: exact with all neighbours, and random picks that are what they should be."""
 
+import gc
+import resource
 import subprocess
 import sys
+import threading
+import time
 import warnings
 from collections import defaultdict
 from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch_geometric import loader
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import GATv2Conv, GraphSAGE, to_hetero
@@ -545,6 +552,48 @@ def test_types_that_are_no_source(rank):
         edges = data[edge].edge_index[:, graph[edge].owned_ids[batch[edge].input_id]]
         assert torch.equal(batch["a"].n_id[ends[0, :count]], edges[0])
         assert torch.equal(batch["b"].n_id[ends[1, :count]], edges[1])
+
+
+def resident():
+    """Return the memory of this process, in MiB."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_memory_is_flat_over_a_thousand_batches(rank):
+    generator = torch.Generator().manual_seed(0)
+    ends = torch.randint(5000, (2, 50_000), generator=generator)
+    data = Data(x=torch.randn(5000, 64, generator=generator), edge_index=ends)
+    loader = NeighborLoader(partition(data, method="block"), [5, 3], 64, cache=100)
+    batches = (batch for _ in iter(int, 1) for batch in loader)
+    assert sum(batch.num_nodes for batch in islice(batches, 200))
+    before = resident()
+    sizes = {len(batch.x) for batch in islice(batches, 1000)}
+    assert len(sizes) > 20  # messages have many sizes
+    assert resident() - before < 8
+    batches.close()
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_loaders_leave_no_threads_and_groups(rank):
+    graph, threads, groups = partition(rich(), method="block"), threading.active_count(), []
+    for turn in range(12):
+        loader = NeighborLoader(graph, [2], 5)
+        batches = iter(loader)
+        next(batches)
+        if turn % 2:
+            batches.close()
+        del batches, loader
+        gc.collect()
+        deadline = time.monotonic() + 20  # a thread ends soon after its loader
+        while threading.active_count() > threads and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert threading.active_count() == threads
+        vc.all_reduce(torch.ones(1))
+        groups.append(len(distributed_c10d._world.pg_map))
+    assert groups == groups[:1] * 12
 
 
 ENDS = """
