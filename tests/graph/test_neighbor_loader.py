@@ -441,8 +441,66 @@ def test_resuming(rank):
         other.load_state_dict(states[1])
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+@on_ranks(3)
+def test_several_iterators_of_a_loader(rank, prefetch):
+    """Their messages have one order on all ranks."""
+    graph = partition(rich(40), method="random")
+
+    def names(batches):
+        return [batch.n_id.tolist() for batch in batches]
+
+    alone = NeighborLoader(graph, [2, 2], 3, prefetch=prefetch)
+    first, second, third = (names(alone) for _ in range(3))
+    for _ in range(5):  # threads that share a group rarely fail
+        loader = NeighborLoader(graph, [2, 2], 3, prefetch=prefetch)
+        pairs = [*zip(loader, loader, strict=True)]
+        assert [names(of) for of in zip(*pairs, strict=True)] == [first, second]
+    loader = NeighborLoader(graph, [2, 2], 3, prefetch=prefetch)
+    looked_at, left = iter(loader), iter(loader)
+    seen = names([next(looked_at), next(left)])
+    assert names(loader) == third
+    assert [*seen[:1], *names(looked_at)] == first
+    assert seen[1:] == second[:1]
+    left.close()
+    assert len([*loader]) == len(loader)
+
+
+@pytest.mark.parametrize("replace", [False, True])
+@on_ranks(2)
+def test_weights_of_very_different_size(rank, replace):
+    data = stars(800)
+    data.weight *= torch.logspace(14, -14, 800).repeat_interleave(6)
+    graph = partition(data, method=[0] * data.num_nodes)
+    (batch,) = NeighborLoader(graph, [1], 800, 7 * torch.arange(800), replace, weight_attr="weight")
+    counts = (batch.e_id % 6).bincount(minlength=6).numpy()
+    expected = 800 * np.arange(6) / 15
+    assert counts[0] == 0
+    assert ((counts - expected)[1:] ** 2 / expected[1:]).sum() < 14.9  # 4 degrees of freedom
+
+
+@on_ranks(2)
+def test_numbers_and_labels_of_any_library(rank):
+    data = rich()
+    data.weight = data.edge_weight.abs().bfloat16()
+    graph = partition(data, method="random")
+    loader = NeighborLoader(
+        graph, [2], np.int64(3), seed=np.int64(4), prefetch=np.int32(1), weight_attr="weight"
+    )
+    same = NeighborLoader(graph, [2], 3, seed=4, weight_attr="weight")
+    for one, other in zip(loader, same, strict=True):
+        assert torch.equal(one.e_id, other.e_id)
+    ends = torch.arange(6).view(2, 3)
+    for labels in (torch.arange(3), torch.eye(3)):
+        (batch,) = LinkNeighborLoader(graph, [2], 3, ends, labels, "binary", shuffle=False)
+        expected = torch.as_tensor(labels) + 1
+        assert torch.equal(batch.edge_label[:3], expected)
+        assert torch.equal(batch.edge_label[3:], torch.zeros_like(expected))
+
+
 REFUSED = {
     "num_neighbors": {"num_neighbors": 3},
+    "no hop": {"num_neighbors": []},
     "batch_size": {"batch_size": 0},
     "input_nodes": {"input_nodes": torch.ones(3, dtype=torch.bool)},
     "ids of the full graph": {"input_nodes": "local ids"},

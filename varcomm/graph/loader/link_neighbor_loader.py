@@ -171,7 +171,7 @@ class LinkNeighborLoader(Loader):
         label = None if self._label is None else self._label[chosen]
         if self._negative is not None:
             label = torch.ones(len(chosen), device="cpu") if label is None else label
-            label = torch.cat([label, label.new_zeros(len(source) - len(chosen))])
+            label = torch.cat([label, label.new_zeros(len(source) - len(chosen), *label.shape[1:])])
         edges.edge_label = label
 
 

@@ -131,6 +131,7 @@ class Loader:
             raise ArgumentError(
                 f"{self.name}: graph must be a PartitionedGraph; got {described(graph)}."
             )
+        batch_size, seed, prefetch = map(_plain, (batch_size, seed, prefetch))
         same = {"batch_size": batch_size, "replace": replace, "subgraph_type": subgraph_type}
         same |= {"shuffle": shuffle, "seed": seed, "prefetch": prefetch, "drop_last": drop_last}
 
@@ -348,6 +349,11 @@ def _fill(store: Any, ids: str, columns: Sequence[Array], of: StoredRows) -> Non
         )
 
 
+def _plain(value: Any) -> Any:
+    exact = exact_int(value)
+    return value if exact is None else exact
+
+
 def fan_outs_of(num_neighbors: Any, graph: PartitionedGraph) -> dict[EdgeType, list[int]]:
     """Return the neighbours per hop for each type of edges."""
     try:
@@ -359,6 +365,8 @@ def fan_outs_of(num_neighbors: Any, graph: PartitionedGraph) -> dict[EdgeType, l
         out = {
             kind: [at_least(-1, each, "num_neighbors") for each in of] for kind, of in out.items()
         }
+        if not all(out.values()):
+            raise ValueError("there is no hop")
     except (ArgumentError, ValueError, TypeError, AssertionError) as error:
         raise ArgumentError(
             "num_neighbors must be a list with an integer per hop, -1 for all neighbours, or a "

@@ -49,7 +49,7 @@ class Sampler:
         """Sample the neighbourhood of seeds, global numbers by type; collective."""
         nodes = {kind: seeds.get(kind, np.zeros(0, np.int64)) for kind in self.nodes}
         out = Sample(nodes, {kind: [len(of)] for kind, of in nodes.items()}, *self._no_edges())
-        for hop in range(max(map(len, self.fan_outs.values()))):
+        for hop in range(max(map(len, self.fan_outs.values()), default=0)):
             fan_outs = {edge: of[hop] for edge, of in self.fan_outs.items()}
             begin = {kind: len(of) - out.discovered[kind][-1] for kind, of in out.nodes.items()}
             self._hop(out, begin, fan_outs, hashed(key, hop), messages)
