@@ -612,6 +612,21 @@ def test_types_that_are_no_source(rank):
         assert torch.equal(batch["b"].n_id[ends[1, :count]], edges[1])
 
 
+@on_ranks(2)
+def test_repeated_seeds_are_shuffled_apart(rank):
+    graph = partition(rich(), method="random")
+    seeds = torch.arange(12).repeat(8)
+    batches = [*NeighborLoader(graph, [1], 12, seeds)]
+    found = [batch.n_id[: batch.batch_size] for batch in batches]
+    assert torch.cat(found).bincount().tolist() == [8] * 12
+    assert sum(len(of.unique()) for of in found) > 40  # 16 if equal seeds follow each other
+    inputs = torch.cat([batch.input_id for batch in batches])
+    assert torch.equal(inputs.sort().values, torch.arange(96))
+    ends = torch.stack([seeds, seeds + 1])
+    links = [*LinkNeighborLoader(graph, [1], 12, ends)]
+    assert sum(batch.edge_label_index[0].unique().numel() for batch in links) > 40
+
+
 def resident():
     """Return the memory of this process, in MiB."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20

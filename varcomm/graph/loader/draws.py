@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Array", "hashed", "uniform"]
+__all__ = ["Array", "distinct", "hashed", "uniform"]
 
 Array = np.ndarray[Any, Any]
 
@@ -28,3 +28,14 @@ def hashed(*keys: Array | int) -> Array:
 def uniform(*keys: Array | int) -> Array:
     """Return a random float64 in [0, 1) for integers, as :func:`hashed`."""
     return (hashed(*keys) >> np.uint64(11)) * 2.0**-53
+
+
+def distinct(keys: Array) -> Array:
+    """Return keys of which repeated ones differ, so that an order by their hashes parts them."""
+    order = np.argsort(keys, kind="stable")
+    is_first = np.diff(keys[order], prepend=keys[order][:1]) != 0
+    place = np.arange(len(keys))
+    turn = np.empty_like(place)
+    turn[order] = place - np.maximum.accumulate(np.where(is_first, place, 0))
+    bits = keys.astype(np.uint64)
+    return np.where(turn > 0, hashed(bits, turn), bits)

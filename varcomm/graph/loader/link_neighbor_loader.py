@@ -11,7 +11,7 @@ import torch
 from torch_geometric.sampler import NegativeSampling
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.loader.draws import hashed, uniform
+from varcomm.graph.loader.draws import distinct, hashed, uniform
 from varcomm.graph.loader.loader import Loader, Seeds
 from varcomm.graph.loader.messages import Messages
 from varcomm.graph.loader.sampler import ends_of
@@ -126,6 +126,7 @@ class LinkNeighborLoader(Loader):
         super().__init__(graph, num_neighbors, batch_size, inputs, **options)
         self._kind, self._negative = kind, negative
         self._ids, self._label = ends.numpy(), None if edge_label is None else edge_label.cpu()
+        self._keys = distinct(hashed(*self._ids))
         self._numbers = {end: numbers_of(graph.node_shards[end]) for end in ends_of(kind)}
         if edge_label is not None and negative is not None:
             least = [edge_label.min().item()] if len(edge_label) else []
@@ -133,7 +134,7 @@ class LinkNeighborLoader(Loader):
                 self._label = edge_label.cpu() + 1
 
     def _seeds(self, messages: Messages) -> Seeds:
-        chosen = self._chosen(hashed(*self._ids), messages)
+        chosen = self._chosen(messages)
         source, target = self._ids[:, chosen]
         key = hashed(source, target).sum(keepdims=True)
         first, last = ends_of(self._kind)

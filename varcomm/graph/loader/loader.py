@@ -108,6 +108,7 @@ class Loader:
     """An iterable over sampled batches; all ranks iterate together."""
 
     name: str
+    _keys: Array  # of the inputs, for their order
 
     def __init__(
         self,
@@ -190,7 +191,7 @@ class Loader:
         self._sampler = Sampler(nodes, edges, fan_outs, replace, subgraph_type == "induced")
         # a group of the loader alone, so that its thread needs no order with other calls
         self._lane = take_lane(graph.group, [rank["lanes"] for rank in of_ranks], "gloo")
-        self._ended: Future[Callable[[], None] | None] | None = None
+        self._ended: list[Future[Callable[[], None] | None]] = []
         self._thread = ThreadPoolExecutor(1, self.name)  # one, so that its messages have one order
         self._order: tuple[int, Array] = -1, np.arange(0)
         if self._lane is not None:
@@ -229,15 +230,15 @@ class Loader:
             self._position = (epoch + 1, 0)
             with suppress(RuntimeError):  # the group or the interpreter has ended
                 end = self._messages(epoch, step, is_end=True).start_comparing
-                self._ended = self._thread.submit(self._guarded, failed, end)
+                self._ended.append(self._thread.submit(self._guarded, failed, end))
         self._compare_ends()
 
     def _compare_ends(self) -> None:
-        """Raise on all ranks if they have left the last loop at different batches."""
-        ended, self._ended = self._ended, None
-        finish = None if ended is None else ended.result()
-        if finish is not None:
-            finish()
+        """Raise on all ranks if they have left a loop at different batches."""
+        while self._ended:
+            finish = self._ended.pop(0).result()
+            if finish is not None:
+                finish()
 
     def _guarded(self, failed: threading.Event, call: Callable[[], T]) -> T | None:
         """Run a call in the thread; after an error, ranks are at different messages."""
@@ -279,13 +280,13 @@ class Loader:
         """Return counts of sampled nodes and edges, and the hit rate of the cache."""
         return self._counts
 
-    def _chosen(self, keys: Array, messages: Messages) -> Array:
-        """Return the positions of a batch among inputs with these keys."""
+    def _chosen(self, messages: Messages) -> Array:
+        """Return the positions of a batch among the inputs."""
         epoch, batch, _ = messages.call
         if self._order[0] != epoch:
-            order = np.arange(len(keys))
+            order = np.arange(len(self._keys))
             if self._shuffle:
-                order = np.argsort(hashed(self._seed, epoch, keys), kind="stable")
+                order = np.argsort(hashed(self._seed, epoch, self._keys), kind="stable")
             self._order = epoch, order
         return self._order[1][batch * self._batch_size : (batch + 1) * self._batch_size]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.loader.draws import hashed
+from varcomm.graph.loader.draws import distinct, hashed
 from varcomm.graph.loader.loader import Loader, Seeds
 from varcomm.graph.loader.messages import Messages
 from varcomm.graph.node_shard import as_tensor, described
@@ -153,10 +153,11 @@ class NeighborLoader(Loader):
                 f"each owned node; got {described(given)}."
             )
         self._kind, self._ids = kind, ids.numpy()
+        self._keys = distinct(self._ids)
         return len(ids), {"input_nodes": str(kind)}
 
     def _seeds(self, messages: Messages) -> Seeds:
-        chosen = self._chosen(self._ids, messages)
+        chosen = self._chosen(messages)
         key = hashed(self._ids[chosen]).sum(keepdims=True)
         return Seeds({self._kind: self._numbers[chosen]}, key, torch.from_numpy(chosen))
 
