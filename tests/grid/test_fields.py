@@ -209,6 +209,19 @@ def test_gather_of_an_index_is_that_of_torch(rank):
 
 
 @on_ranks(3)
+def test_a_softmax_in_another_dtype(rank):
+    whole, _, x = field_of(3)
+    for dim in (1, 2):
+        for form in (
+            lambda y, dim: torch.softmax(y, dim, torch.float32),
+            lambda y, dim: y.log_softmax(dim, torch.float32),
+            lambda y, dim: F.softmax(y, dim, dtype=torch.float32),
+        ):
+            expected, found = form(whole, dim), form(x, dim).gather()
+            torch.testing.assert_close(found, expected)
+
+
+@on_ranks(3)
 def test_what_takes_a_part(rank):
     _, _, x = field_of(3)
     with pytest.raises(vc.ArgumentError, match=r"field\.local"):
