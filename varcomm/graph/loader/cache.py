@@ -14,10 +14,10 @@ __all__ = ["often_fetched"]
 
 
 def often_fetched(graph: PartitionedGraph, kind: NodeType, rows: int) -> Array:
-    """Return the global numbers of at most `rows` nodes of other ranks; collective.
+    """Return the global numbers of up to `rows` nodes of other ranks to cache; collective.
 
-    First those of the halo, by the number of this rank's edges out of them, then nodes with the
-    largest out-degree in the full graph.
+    Halo nodes by the number of their edges into this rank's nodes, then nodes of the full graph by
+    out-degree.
     """
     nodes, group = graph.node_shards[kind], graph.group
     first, own = nodes.sizes.offsets[group.rank], nodes.num_owned

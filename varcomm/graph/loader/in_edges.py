@@ -16,8 +16,8 @@ __all__ = ["InEdges", "spread"]
 class InEdges:
     """Edges of one type, sorted by target and then by id.
 
-    The edges into node i are ``ends[i] ... ends[i + 1] - 1``; `source` has the global number of
-    their sources, and `place` their position in the shard. `weight` is None or positive.
+    Edges into node i are at ``ends[i]:ends[i + 1]``. `source` has the global numbers of their
+    sources, and `place` their positions in the shard. `weight` is None or positive.
     """
 
     ends: Array
@@ -48,8 +48,7 @@ class InEdges:
     def pick(self, rows: Array, fan_out: int, key: Array, replace: bool) -> tuple[Array, Array]:
         """Return the number of edges picked for each of some nodes, and the picked edges.
 
-        Edges follow each other node by node. `key` (R,) decides which edges are picked; -1 picks
-        all.
+        Picked edges are grouped by node. `key` (R,) decides which edges are picked; -1 picks all.
         """
         start = self.ends[rows]
         degree = self.ends[rows + 1] - start
@@ -90,7 +89,7 @@ class InEdges:
         return chosen
 
     def _heaviest(self, start: Array, degree: Array, fan_out: int, key: Array) -> Array:
-        """Return `fan_out` distinct positions, drawn one after the other by weight.
+        """Return `fan_out` distinct positions, drawn successively in proportion to the weights.
 
         P. Efraimidis and P. Spirakis, Weighted random sampling with a reservoir (2006): those with
         the smallest of exponential variables whose rates are the weights.

@@ -1,4 +1,4 @@
-"""What loaders share: batches that are sampled ahead, on a group and in a thread of their own."""
+"""Base class of the loaders: batches sampled ahead by a thread, on an auxiliary group."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Seeds:
     """Seeds of one batch: global numbers by type, and what depends on the kind of loader."""
 
     numbers: Mapping[NodeType, Array]
-    key: Array  # of all seeds: equal seeds have equal samples, on any number of ranks
+    key: Array  # sum of the hashes of the seeds: equal seeds have equal samples on any ranks
     more: Any
 
 
@@ -189,7 +189,7 @@ class Loader:
             for kind, of in graph.edge_shards.items()
         }
         self._sampler = Sampler(nodes, edges, fan_outs, replace, subgraph_type == "induced")
-        # a group of the loader alone, so that its thread needs no order with other calls
+        # the lane lets the thread communicate in any order relative to the caller's messages
         self._lane = take_lane(graph.group, [rank["lanes"] for rank in of_ranks], "gloo")
         self._ended: list[Future[Callable[[], None] | None]] = []
         self._thread = ThreadPoolExecutor(1, self.name)  # one, so that its messages have one order
@@ -241,7 +241,7 @@ class Loader:
                 finish()
 
     def _guarded(self, failed: threading.Event, call: Callable[[], T]) -> T | None:
-        """Run a call in the thread; after an error, ranks are at different messages."""
+        """Run a call in the thread. After an error, skip later calls: ranks send other messages."""
         if failed.is_set():
             return None
         try:
@@ -249,7 +249,7 @@ class Loader:
         except BaseException as error:
             failed.set()
             if self._lane is not None and not on_all_ranks(error):
-                self._lane.under_way = True  # no other loader gets it
+                self._lane.under_way = True  # keeps the lane from being reused
                 leave_note({"left with": f"{type(error).__name__}: {error}, in {self.name}"})
                 leave(self._lane.group())
             raise

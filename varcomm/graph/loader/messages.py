@@ -22,8 +22,7 @@ __all__ = ["Messages"]
 class Messages:
     """Exchanges of one batch or of the end of an iteration.
 
-    `call` is the number of the iteration, the number of the batch, and whether this is the end; at
-    the end, the batches that the rank has used.
+    `call` is (epoch, batch, is_end). At the end, `batch` counts the delivered batches.
     """
 
     group: Group
@@ -33,7 +32,7 @@ class Messages:
     def start_comparing(self) -> Callable[[], None]:
         """Send this rank's call; the result waits for the others, and raises if calls differ.
 
-        In messages that no rank need wait for: a process can exit before others have come.
+        Uses point-to-point sends: a rank that does not wait for them can exit.
         """
         group, own = self.group, torch.tensor(self.call, dtype=torch.int64, device="cpu")
         calls, sizes = own.expand(group.size, 3).clone(), [own.nbytes] * group.size

@@ -21,8 +21,8 @@ __all__ = ["Sample", "Sampler", "ends_of"]
 class Sample:
     """Nodes of each type in the order of their discovery, and edges of each type by hop.
 
-    `nodes` are global numbers; `discovered` counts those that each hop added, seeds first. Edges
-    have the positions of `sources` and `targets` among the nodes, and `rows`, ids and attributes.
+    `nodes` has global numbers. `discovered` counts the nodes added per hop, seeds first. `sources`
+    and `targets` are positions in `nodes`; `rows` are edge ids and attributes.
     """
 
     nodes: dict[NodeType, Array]
@@ -53,7 +53,7 @@ class Sampler:
             fan_outs = {edge: of[hop] for edge, of in self.fan_outs.items()}
             begin = {kind: len(of) - out.discovered[kind][-1] for kind, of in out.nodes.items()}
             self._hop(out, begin, fan_outs, hashed(key, hop), messages)
-        if self.induced:  # all edges between the nodes, in place of those that were picked
+        if self.induced:  # replace the picked edges by all edges between the nodes
             whole = Sample(dict(out.nodes), out.discovered, *self._no_edges())
             every = dict.fromkeys(self.edges, -1)
             self._hop(whole, dict.fromkeys(out.nodes, 0), every, key, messages)
@@ -101,7 +101,7 @@ class Sampler:
             out.targets[edge].append(sources[edge])
             out.rows[edge].append(self.edges[edge][1].parts(sources[edge]))
         for (edge, of), degree in zip(targets.items(), degrees, strict=True):
-            # in the order of the nodes, on any number of ranks
+            # reorder by node, so that the result is equal on any number of ranks
             by_node, start = np.empty_like(degree), np.empty(len(degree), np.int64)
             by_node[of.order] = degree
             start[of.order] = np.cumsum(degree) - degree

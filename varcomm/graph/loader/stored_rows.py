@@ -19,7 +19,10 @@ __all__ = ["Request", "StoredRows", "ask", "fetch", "numbers_of", "small", "stor
 
 @dataclass(eq=False)
 class StoredRows:
-    """The rows of this rank: their ids, and the bytes of each attribute, (n, width)."""
+    """The rows of this rank: their ids, and the bytes of each attribute, (n, width).
+
+    The rows of all ranks have global numbers: those of rank 0 come first, then those of rank 1.
+    """
 
     ids: Array
     values: Mapping[str, Array]
