@@ -15,6 +15,7 @@ SCENES = (  # each fault once, each place once; `make fuzz` plays all combinatio
     "kill in migrate on 1 after 1 rounds",
     "exhaust in checkpoint on 1 after 1 rounds",
     "fail in writer on 2 after 0 rounds",
+    "kill in loader on 1 after 5 rounds",
 )
 
 
