@@ -250,7 +250,7 @@ IN_PIECES = (
     "nan_to_num sign sgn floor ceil trunc signbit isnan isinf isfinite angle logical_not"
 )
 OF_TWO = (
-    "subtract multiply divide true_divide atan2 maximum minimum fmax fmin hypot copysign "
+    "subtract multiply divide true_divide atan2 maximum minimum fmax fmin hypot "
     "eq ne lt le gt ge isclose remainder fmod clamp_min clamp_max"
 )
 OF_BOOLEANS = "logical_and logical_or logical_xor and or xor bitwise_and bitwise_or bitwise_xor"
@@ -275,6 +275,8 @@ FUNCTIONS = {
     "smooth": (IMAGE, *all_of(SMOOTH)),
     "in pieces": (IMAGE, *all_of(IN_PIECES, lambda x: (x * 3,))),
     "of two": (IMAGE, *all_of(OF_TWO, two)),
+    # torch's second derivative divides by the first argument, and cancels where it is small
+    "copysign": (IMAGE, *all_of("copysign", lambda x: (x.sigmoid() + 0.1, x[:, :1]))),
     "of booleans": (IMAGE, *all_of(OF_BOOLEANS, booleans)),
     "not": (IMAGE, *all_of("bitwise_not invert", lambda x: (x > 0,))),
     "of one row": (IMAGE, *all_of("acosh", lambda x: (x[:, :, :1].abs() + 1.2,))),
