@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from varcomm.graph.build.pyg_data import ends
 from varcomm.graph.loader.draws import Array
-from varcomm.graph.loader.sampler import ends_of
 from varcomm.graph.partitioned_graph import NodeType, PartitionedGraph
 from varcomm.ops.all_gather_v import all_gather_v
 
@@ -24,7 +24,7 @@ def often_fetched(graph: PartitionedGraph, kind: NodeType, rows: int) -> Array:
     degree = torch.zeros(own, dtype=torch.int64, device="cpu")
     halo = [np.zeros((0, 2), np.int64)]
     for edge_type, edges in graph.edge_shards.items():
-        if ends_of(edge_type)[0] != kind:
+        if ends(edge_type)[0] != kind:
             continue
         count = torch.bincount(edges.local_ids[0].cpu(), minlength=own + edges.num_halo)
         degree += count[:own] + edges.plan.adjoint(count[own:].to(edges.ids.device)).cpu()

@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from varcomm.graph.loader.draws import Array, uniform
+from varcomm.graph.loader.stored_rows import small
 
 __all__ = ["InEdges", "spread"]
 
@@ -40,8 +41,8 @@ class InEdges:
         place = np.argsort(target, kind="stable")
         if weight is not None:
             place = place[weight[place] > 0]
-            weight = weight[place].astype(np.float64)
-        place = place.astype(np.int32 if len(place) < 2**31 else np.int64)
+            weight = weight[place]
+        place = small(place, len(target))
         ends = np.searchsorted(target[place], np.arange(nodes + 1))
         return cls(ends, source[place], place, weight)
 

@@ -11,10 +11,10 @@ import torch
 from torch_geometric.sampler import NegativeSampling
 
 from varcomm.errors import ArgumentError
+from varcomm.graph.build.pyg_data import ends
 from varcomm.graph.loader.draws import distinct, hashed, uniform
 from varcomm.graph.loader.loader import Loader, Seeds
 from varcomm.graph.loader.messages import Messages
-from varcomm.graph.loader.sampler import ends_of
 from varcomm.graph.loader.stored_rows import fetch, numbers_of
 from varcomm.graph.node_shard import as_tensor, described
 from varcomm.graph.partitioned_graph import EdgeType, PartitionedGraph
@@ -89,19 +89,19 @@ class LinkNeighborLoader(Loader):
         **options: Any,
     ) -> None:
         kind: EdgeType = None
-        ends = torch.zeros(2, 0, dtype=torch.int64)
+        pairs = torch.zeros(2, 0, dtype=torch.int64)
         negative: NegativeSampling | None = None
 
         def inputs() -> tuple[int, dict[str, str]]:
-            nonlocal kind, ends, negative
+            nonlocal kind, pairs, negative
             negative = _negative(neg_sampling, edge_label)
             kind, given = _given(edge_label_index, graph)
             shard = graph.edge_shards[kind]
-            source, target = (graph.node_shards[end] for end in ends_of(kind))
+            source, target = (graph.node_shards[end] for end in ends(kind))
             if given is None:
                 local = shard.local_ids[:, : shard.num_owned]
                 both = torch.cat([source.owned_ids, shard.halo_ids])
-                ends = torch.stack([both[local[0]], target.owned_ids[local[1]]]).cpu()
+                pairs = torch.stack([both[local[0]], target.owned_ids[local[1]]]).cpu()
             else:
                 given = as_tensor(given)
                 if getattr(given, "dim", int)() != 2 or len(given) != 2:
@@ -112,22 +112,22 @@ class LinkNeighborLoader(Loader):
                     of.checked_ids(ids, "edge_label_index").cpu()
                     for of, ids in zip((source, target), given, strict=True)
                 )
-                ends = torch.stack([start, end])
+                pairs = torch.stack([start, end])
             if edge_label is not None and (
-                not isinstance(edge_label, torch.Tensor) or len(edge_label) != ends.shape[1]
+                not isinstance(edge_label, torch.Tensor) or len(edge_label) != pairs.shape[1]
             ):
                 raise ArgumentError(
-                    f"edge_label must be a tensor with an entry for each of the {ends.shape[1]} "
+                    f"edge_label must be a tensor with an entry for each of the {pairs.shape[1]} "
                     f"edges; got {described(edge_label)}."
                 )
             words = {"edge_label_index": str(kind), "neg_sampling": str(negative)}
-            return ends.shape[1], words | {"edge_label": str(getattr(edge_label, "dtype", None))}
+            return pairs.shape[1], words | {"edge_label": str(getattr(edge_label, "dtype", None))}
 
         super().__init__(graph, num_neighbors, batch_size, inputs, **options)
         self._kind, self._negative = kind, negative
-        self._ids, self._label = ends.numpy(), None if edge_label is None else edge_label.cpu()
+        self._ids, self._label = pairs.numpy(), None if edge_label is None else edge_label.cpu()
         self._keys = distinct(hashed(*self._ids))
-        self._numbers = {end: numbers_of(graph.node_shards[end]) for end in ends_of(kind)}
+        self._numbers = {end: numbers_of(graph.node_shards[end]) for end in ends(kind)}
         if edge_label is not None and negative is not None:
             least = [edge_label.min().item()] if len(edge_label) else []
             if min(sum(share(self.name, lambda: least, graph.group), [1])) == 0:
@@ -137,7 +137,7 @@ class LinkNeighborLoader(Loader):
         chosen = self._chosen(messages)
         source, target = self._ids[:, chosen]
         key = hashed(source, target).sum(keepdims=True)
-        first, last = ends_of(self._kind)
+        first, last = ends(self._kind)
         if self._negative is not None:
             draws = np.arange(ceil(len(chosen) * self._negative.amount))
             numbers = [self._seed, *messages.call[:2], key]
@@ -159,7 +159,7 @@ class LinkNeighborLoader(Loader):
 
     def _describe(self, batch: Any, seeds: Seeds) -> None:
         chosen, source, target = seeds.more
-        first, last = ends_of(self._kind)
+        first, last = ends(self._kind)
         edges: Any = batch if self._kind is None else batch[self._kind]
         edges.input_id = chosen
         if self._negative is not None and self._negative.is_triplet():

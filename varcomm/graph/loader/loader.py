@@ -18,6 +18,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler.base import NumNeighbors
 
 from varcomm.errors import ArgumentError, at_least, exact_int
+from varcomm.graph.build.pyg_data import ends
 from varcomm.graph.loader.cache import often_fetched
 from varcomm.graph.loader.draws import Array, hashed
 from varcomm.graph.loader.in_edges import InEdges
@@ -331,8 +332,8 @@ class Loader:
                 store.num_sampled_nodes = sample.discovered[kind]
         for edge, (_, of) in self._sampler.edges.items():
             store = batch if edge is None else batch[edge]
-            ends = [np.concatenate(of_hops[edge]) for of_hops in (sample.sources, sample.targets)]
-            store.edge_index = torch.from_numpy(np.stack(ends))
+            both = [np.concatenate(of_hops[edge]) for of_hops in (sample.sources, sample.targets)]
+            store.edge_index = torch.from_numpy(np.stack(both))
             columns = zip(*sample.rows[edge], strict=True)
             _fill(store, "e_id", [np.concatenate(column) for column in columns], of)
             if not self._sampler.induced:
@@ -379,7 +380,7 @@ def fan_outs_of(num_neighbors: Any, graph: PartitionedGraph) -> dict[EdgeType, l
 def _in_edges(graph: PartitionedGraph, kind: EdgeType, weight_attr: str | None) -> InEdges:
     """Return edges of one type by target, with global numbers of their sources; collective."""
     shard = graph.edge_shards[kind]
-    nodes = graph.node_shards[None if kind is None else kind[0]]
+    nodes = graph.node_shards[ends(kind)[0]]
     source, target = shard.local_ids[:, : shard.num_owned].cpu()
     own = torch.arange(nodes.num_owned, device="cpu") + nodes.sizes.offsets[graph.group.rank]
     number = torch.cat([own, nodes.directory.look_up(shard.halo_ids).cpu()])

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from varcomm.graph.build.pyg_data import ends
 from varcomm.graph.loader.draws import Array, hashed
 from varcomm.graph.loader.in_edges import InEdges, spread
 from varcomm.graph.loader.messages import Messages
 from varcomm.graph.loader.stored_rows import Request, StoredRows, ask
 from varcomm.graph.partitioned_graph import EdgeType, NodeType
 
-__all__ = ["Sample", "Sampler", "ends_of"]
+__all__ = ["Sample", "Sampler"]
 
 
 @dataclass
@@ -58,7 +59,7 @@ class Sampler:
             every = dict.fromkeys(self.edges, -1)
             self._hop(whole, dict.fromkeys(out.nodes, 0), every, key, messages)
             for edge in self.edges:
-                inside = whole.sources[edge][0] < len(out.nodes[ends_of(edge)[0]])
+                inside = whole.sources[edge][0] < len(out.nodes[ends(edge)[0]])
                 out.sources[edge] = [whole.sources[edge][0][inside]]
                 out.targets[edge] = [whole.targets[edge][0][inside]]
                 out.rows[edge] = [[rows[inside] for rows in whole.rows[edge][0]]]
@@ -76,7 +77,7 @@ class Sampler:
         messages: Messages,
     ) -> None:
         """Add in-edges of the nodes from `begin` on, and their sources."""
-        active = {edge: ends_of(edge)[1] for edge in self.edges if fan_outs[edge]}
+        active = {edge: ends(edge)[1] for edge in self.edges if fan_outs[edge]}
         kinds = [kind for kind in self.nodes if kind in active.values()]
         frontier = [out.nodes[kind][begin[kind] :] for kind in kinds]
         every = np.full(messages.group.size, key.view(np.int64))
@@ -112,13 +113,13 @@ class Sampler:
             out.targets[edge].append(np.repeat(first + np.arange(len(degree)), by_node))
             out.rows[edge].append(rows)
         for kind, nodes in out.nodes.items():
-            edges = [edge for edge in self.edges if ends_of(edge)[0] == kind]
+            edges = [edge for edge in self.edges if ends(edge)[0] == kind]
             found = [sources[edge] for edge in edges]
             place, new = _located(nodes, np.concatenate([nodes[:0], *found]))
             out.nodes[kind] = np.concatenate([nodes, new])
             out.discovered[kind].append(len(new))
-            ends = np.cumsum([len(each) for each in found])
-            for edge, places in zip(edges, np.split(place, ends), strict=False):
+            cuts = np.cumsum([len(each) for each in found])
+            for edge, places in zip(edges, np.split(place, cuts), strict=False):
                 out.sources[edge].append(places)
 
     def _picked(
@@ -126,15 +127,10 @@ class Sampler:
     ) -> tuple[Array, list[Array]]:
         """Return the number of in-edges picked for each requested node, and their rows."""
         edges, rows = self.edges[edge]
-        ids, number = self.nodes[ends_of(edge)[1]].ids[request.rows], [*self.edges].index(edge)
+        ids, number = self.nodes[ends(edge)[1]].ids[request.rows], [*self.edges].index(edge)
         key = hashed(np.repeat(keys, request.received), ids, number)
         count, picked = edges.pick(request.rows, fan_out, key, self.replace)
         return count, [edges.source[picked], *rows.parts(edges.place[picked])]
-
-
-def ends_of(kind: EdgeType) -> tuple[NodeType, NodeType]:
-    """Return the types of the sources and of the targets of edges."""
-    return (None, None) if kind is None else (kind[0], kind[-1])
 
 
 def _sums(values: Array, counts: Array) -> Array:
