@@ -186,23 +186,27 @@ def _new_shape(
         raise refused("view as another dtype")
     new = _ints(args or (kwargs.get("shape", kwargs.get("size")),))
     known = prod(n for n in new if n != -1)
-    if new.count(-1) == 1 and known and prod(old) % known == 0:
-        new = [prod(old) // known if n == -1 else n for n in new]
+    left_out = new.index(-1) if new.count(-1) == 1 else None
+    if left_out is not None and known and prod(old) % known == 0:
+        new[left_out] = prod(old) // known
     if -1 not in new and prod(new) == prod(old):
-        return new, *_equal(old, new)
+        return new, *_equal(old, new, left_out)
     raise ArgumentError(f"a field of shape {tuple(old)} cannot have the shape {tuple(new)}.")
 
 
-def _equal(old: Sequence[int], new: Sequence[int]) -> tuple[int, int]:
+def _equal(old: Sequence[int], new: Sequence[int], left_out: int | None) -> tuple[int, int]:
     """Return the numbers of equal dimensions at the beginning and at the end.
 
-    A dimension of one row is then joined to others only if the number of dimensions falls.
+    A dimension of one row is then joined to others only if the number of dimensions falls: to the
+    one whose length the caller left out, if there is one.
     """
     most = min(len(old), len(new))
     tail = next((n for n in range(most) if old[-1 - n] != new[-1 - n]), most)
     most -= tail
     lead = next((n for n in range(most) if old[n] != new[n]), most)
     if lead + tail == len(new) < len(old):
+        if left_out is not None:
+            return min(lead, left_out), min(tail, len(new) - 1 - left_out)
         return (lead, tail - 1) if tail else (max(lead - 1, 0), 0)
     return lead, tail
 
