@@ -28,6 +28,9 @@ class AtTarget(MessagePassing):
 LAYERS = {
     "SAGEConv": (lambda: pyg.SAGEConv(4, 8), 1, 4, 0),
     "SAGEConv projected": (lambda: pyg.SAGEConv(4, 8, project=True), 1, 4, 0),
+    "SAGEConv, narrow": (lambda: pyg.SAGEConv(4, 3, normalize=True), 1, 3, 0),
+    "SAGEConv, narrow maximum": (lambda: pyg.SAGEConv(4, 3, aggr="max"), 1, 4, 0),
+    "GraphConv, narrow": (lambda: pyg.GraphConv(4, 3, aggr="mean", bias=False), 1, 3, 0),
     "GATConv": (lambda: pyg.GATConv(4, 5, heads=2), 1, 2 * 5 + 2, 0),  # features, scores
     "GATv2Conv": (lambda: pyg.GATv2Conv(4, 5, heads=2), 1, 2 * 5, 0),
     "LEConv": (lambda: pyg.LEConv(4, 3), 1, 3, 0),  # its b is read at the target
