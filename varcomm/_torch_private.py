@@ -151,7 +151,6 @@ class Module(nn.Module):
         return self
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a call of a module does more than its forward; torch has no function for it.
 

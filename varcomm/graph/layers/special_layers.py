@@ -205,6 +205,9 @@ def _gcn_scale(
     return edge_index, edge_weight, scale.masked_fill(scale == float("inf"), 0).unsqueeze(1)
 
 
+_has_hooks = torch.compiler.assume_constant_result(has_hooks)
+
+
 def _map_first(
     self: Any,
     running: Running,
@@ -224,7 +227,7 @@ def _map_first(
     commutes = type(self) is kind and self.aggr in ("add", "sum", "mean")
     edges = edge_index.of if isinstance(edge_index, PartitionedIndex) else None
     exchanges = isinstance(edges, EdgeRules) and edges.exchanges
-    if not (narrows and commutes and exchanges) or has_hooks(after):
+    if not (narrows and commutes and exchanges) or _has_hooks(after):
         return kind.forward(self, x, edge_index, *args, **more)  # type: ignore[no-any-return]
 
     def propagate(edge_index: Any, x: Any, **values: Any) -> torch.Tensor:
