@@ -194,10 +194,10 @@ def _begun(
         word = None
         if place == 0 and not in_graph(bucket[0]):
             word = word_with(total.group, dtype, device, trained, name_of)
-        flat = _flat(bucket, word)
-        message = send_in_rule(total, flat, False)
+        # only the message holds the sent values, and frees them before the sum arrives
+        message = send_in_rule(total, _flat(bucket, word), False)
         if word is not None:
-            values = len(flat) - len(word.values)
+            values = sum(p.numel() for p in bucket) + len(bucket)
             message = carried(message, total.group, (values,), word, total.divisor)
         yield bucket, message
 
