@@ -229,9 +229,11 @@ def test_a_destroyed_group_is_freed_when_the_next_one_comes(rank):
     gc.disable()
     group = dist.new_group()
     varcomm.all_gather_v(torch.ones(1), [1, 1, 1], group=group)
+    field = varcomm.grid.Grid((6, 2), group).field(torch.ones(1, 1, 2, 2))
+    torch.nn.functional.conv2d(field, torch.ones(1, 1, 3, 1), padding=(1, 0))
     seen = weakref.ref(group)
     dist.destroy_process_group(group)
-    del group
+    del group, field
     again = dist.new_group()
     varcomm.all_gather_v(torch.ones(1), [1, 1, 1], group=again)
     gone = seen() is None

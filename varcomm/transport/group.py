@@ -127,6 +127,7 @@ def forget_destroyed(also_living: bool = False) -> None:
     for group in [*_groups.values()]:
         if also_living or not group.exists():
             group.calls.clear()  # they hold the group in a cycle
+            group.auxiliary.clear()  # so do readings of a grid
             group.in_flight = []  # and so do these
             del _groups[group.process_group]
 
