@@ -569,6 +569,10 @@ FUNCTIONS = {
         *only(lambda x: F.interpolate(x, scale_factor=(2, 1.1), mode="bilinear")),
     ),
     "nearest of a scale": (IMAGE, *only(lambda x: F.interpolate(x, scale_factor=1.3))),
+    "bytes": (
+        IMAGE,
+        *only(lambda x: (x.gt(0).byte().any(2, True) + 255) * x + (x > 0).byte().all(dim=())),
+    ),
     "ties": (IMAGE, *only(lambda x: x.round().amax(2) * x.sum(2) + (x > 0).double().max(2)[0])),
     "ties at the index": (IMAGE, *only(lambda x: x.round().mul(x).relu().max(2).values)),
     "root of zero": (IMAGE, *only(lambda x: (x * 0).norm(dim=2) + x.mul(0).std(2) + x.sum(2))),
