@@ -19,9 +19,7 @@ steps. It takes 10 minutes. You need to know PyTorch, and :doc:`ranks and shards
 # the point right of its last point. These copies of other ranks' rows are its *halo* (ghost cells).
 # A *halo exchange* fills the halo.
 
-import matplotlib.pyplot as plt
 import torch
-from matplotlib.patches import Rectangle
 
 import varcomm as vc
 
@@ -62,6 +60,9 @@ print("\n".join(ranks.run(describe)))
 # hatched in the colour of their owner.
 
 # sphinx_gallery_start_ignore
+import matplotlib.pyplot as plt
+from matplotlib.patches import Rectangle
+
 COLOURS = vc._figures.RANKS
 plt.rcParams |= vc._figures.style()
 
@@ -91,8 +92,8 @@ ax.set_yticks(
 ax.tick_params(left=False)
 ax.set_xlabel("point of the rod")
 ax.spines[["left", "top", "right"]].set_visible(False)
-# sphinx_gallery_end_ignore
 plt.show()
+# sphinx_gallery_end_ignore
 
 # %%
 # A time step

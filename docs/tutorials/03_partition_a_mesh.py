@@ -19,17 +19,16 @@ minutes. You need to know a mesh or a graph, and the halo of the :doc:`second tu
 import tempfile
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import meshio
 import numpy as np
 import torch
-from matplotlib.collections import LineCollection
-from matplotlib.colors import ListedColormap
-from scipy.spatial import Delaunay
 
 import varcomm as vc
 
 # sphinx_gallery_start_ignore
+# isort: split
+from scipy.spatial import Delaunay
+
 CYLINDERS = np.array([[1.2, 0.9], [2.4, 1.3]])  # centres
 RADIUS = 0.22
 LENGTH, WIDTH = 5.0, 2.0
@@ -128,10 +127,13 @@ for method in METHODS:
 # Pictures of the parts
 # ---------------------
 #
-# A triangle has the colour of its corners' rank. A triangle between ranks is white: these nodes are
-# in halos. ``graph.plot("parts.png")`` draws a similar picture.
+# A triangle has the colour of its corners' rank. A triangle between ranks has no colour: its
+# nodes are in halos. ``graph.plot("parts.png")`` draws a similar picture.
 
 # sphinx_gallery_start_ignore
+import matplotlib.pyplot as plt
+from matplotlib.colors import ListedColormap
+
 COLOURS = vc._figures.RANKS[:4]
 plt.rcParams |= vc._figures.style()
 PALE = vc._figures.PALE
@@ -163,8 +165,8 @@ for ax, method in zip(axes.flat, METHODS, strict=True):
     ax.set_title(
         f"{method}: {100 * report.edge_cut:.1f} % of edges cut",
     )
-# sphinx_gallery_end_ignore
 plt.show()
+# sphinx_gallery_end_ignore
 
 # %%
 # The part of one rank
@@ -174,6 +176,8 @@ plt.show()
 # no rank holds an array with a row for every node of the mesh.
 
 # sphinx_gallery_start_ignore
+from matplotlib.collections import LineCollection
+
 METHOD, RANK = "metis", 1
 owner = owners(METHOD)
 own, halo, _ = parts[RANK][METHOD]
@@ -205,8 +209,8 @@ ax.legend(
 )
 ax.set_aspect("equal")
 ax.axis("off")
-# sphinx_gallery_end_ignore
 plt.show()
+# sphinx_gallery_end_ignore
 
 # %%
 # Predict the cost

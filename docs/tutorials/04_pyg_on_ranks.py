@@ -18,7 +18,6 @@ know how a PyTorch model is trained and which layers PyTorch Geometric has.
 import difflib
 import inspect
 
-import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 from scipy.spatial import Delaunay
@@ -164,6 +163,8 @@ print(f"equal on all ranks:   {all(r[0] == losses_of_ranks for r in results)}")
 # --------
 
 # sphinx_gallery_start_ignore
+import matplotlib.pyplot as plt
+
 COLOURS = vc._figures.RANKS[:3]
 plt.rcParams |= vc._figures.style()
 figure, axes = plt.subplots(2, 2, figsize=(7.2, 6), layout="constrained")

@@ -19,7 +19,6 @@ results with one process. It takes 15 minutes. You need ``torch.autograd.grad`` 
 # the matrix of second derivatives, by a direction ``d``. The second ``grad`` differentiates the
 # backward of the exchange, which is itself an exchange.
 
-import matplotlib.pyplot as plt
 import torch
 from torch_geometric.data import Data
 
@@ -235,6 +234,8 @@ print(f"sum of all forces: {forces.sum(0).abs().max():.1e} eV/Å")
 # forces in black. The lower pictures show all components of the forces, and the loss.
 
 # sphinx_gallery_start_ignore
+import matplotlib.pyplot as plt
+
 COLOURS = vc._figures.RANKS[:2]
 INK, PALE = vc._figures.INK, vc._figures.PALE
 plt.rcParams |= vc._figures.style()

@@ -16,7 +16,6 @@ padding. It takes 15 minutes. You need to know the layers of a transformer block
 
 from functools import partial
 
-import matplotlib.pyplot as plt
 import torch
 from torch import nn
 
@@ -37,6 +36,8 @@ for name, n in WHOLE.items():
 # Each bar is the share of one rank. The hatched area is the padding that other libraries would add:
 
 # sphinx_gallery_start_ignore
+import matplotlib.pyplot as plt
+
 COLOURS = vc._figures.RANKS
 INK, PALE = vc._figures.INK, vc._figures.PALE
 plt.rcParams |= vc._figures.style()
@@ -64,8 +65,8 @@ def draw_sizes(sizes):
         ax.set_title(f"{counts.total} {name}", weight="bold")
 
 
-# sphinx_gallery_end_ignore
 draw_sizes(sizes)
+# sphinx_gallery_end_ignore
 
 # %%
 # Two linear layers
@@ -248,8 +249,8 @@ ax.set(
 )
 ax.set_title("The same loss at every step", weight="bold")
 ax.legend(frameon=False)
-# sphinx_gallery_end_ignore
 plt.show()
+# sphinx_gallery_end_ignore
 
 # %%
 # Summary

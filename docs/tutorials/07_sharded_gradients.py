@@ -20,7 +20,6 @@ It takes 15 minutes. You need to know ``torch.optim`` and ``state_dict``.
 import tempfile
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import torch
 from torch import nn
 
@@ -182,6 +181,8 @@ for name, found in differences.items():
     print(f"{name:21} {steps}: losses within {max(found.values()):.0e}")
 
 # sphinx_gallery_start_ignore
+import matplotlib.pyplot as plt
+
 INK, PALE = vc._figures.INK, vc._figures.PALE
 LOOKS = {
     "three ranks": (vc._figures.CURVES[0], "o", 0),

@@ -99,7 +99,6 @@ The :ref:`batch scripts <batch-scripts>` come first.
 # uses two engines.
 
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -107,11 +106,6 @@ import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
-
-import matplotlib.pyplot as plt
-from matplotlib.patches import FancyBboxPatch
-
-from varcomm import _figures as figures
 
 SCRIPT = """
 import sys
@@ -189,6 +183,13 @@ found = lines(*hosts)
 print("\n".join(found))
 
 # sphinx_gallery_start_ignore
+import re
+
+import matplotlib.pyplot as plt
+from matplotlib.patches import FancyBboxPatch
+
+from varcomm import _figures as figures
+
 COLOURS = figures.RANKS
 INK, PALE = figures.INK, figures.PALE
 plt.rcParams |= figures.style()

@@ -35,9 +35,7 @@ import textwrap
 from datetime import timedelta
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import torch
-from matplotlib.patches import FancyBboxPatch
 
 import varcomm as vc
 
@@ -123,6 +121,9 @@ show(an_exception[0][1])
 # Calls of each rank, in order; the call that differs has a red frame:
 
 # sphinx_gallery_start_ignore
+import matplotlib.pyplot as plt
+from matplotlib.patches import FancyBboxPatch
+
 COLOURS = {
     "all_gather_v": "#d7e3f4",
     "all_reduce": "#fbe7cf",
@@ -162,8 +163,8 @@ runs = {
 figure, axes = plt.subplots(len(runs), 1, figsize=(7.2, 6.6), layout="constrained")
 for ax, (title, found) in zip(axes, runs.items(), strict=True):
     draw(ax, title, [log for log, _ in found])
-# sphinx_gallery_end_ignore
 plt.show()
+# sphinx_gallery_end_ignore
 
 # %%
 # A skipped call without debug()

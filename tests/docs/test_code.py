@@ -199,6 +199,20 @@ def test_tutorials_import_installed_packages(tutorial):
     assert [root for root in roots if importlib.util.find_spec(root) is None] == []
 
 
+@pytest.mark.parametrize(
+    "tutorial", sorted(DOCS.glob("tutorials/*.py")), ids=lambda page: page.stem
+)
+def test_tutorials_show_only_imports_that_shown_code_uses(tutorial):
+    """Imports and ``plt.show()`` of pictures are hidden with the code that draws them."""
+    hidden = r"# sphinx_gallery_start_ignore\n.*?# sphinx_gallery_end_ignore\n"
+    shown = ast.parse(re.sub(hidden, "", tutorial.read_text(), flags=re.DOTALL))
+    imports = [each for each in shown.body if isinstance(each, ast.Import | ast.ImportFrom)]
+    names = {(a.asname or a.name).partition(".")[0] for each in imports for a in each.names}
+    used = {each.id for each in ast.walk(shown) if isinstance(each, ast.Name)}
+    assert names <= used
+    assert "plt" not in used
+
+
 def output_of(script):
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
