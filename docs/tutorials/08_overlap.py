@@ -20,15 +20,13 @@ import tempfile
 import time
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import torch
-from matplotlib.patches import Patch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import varcomm as vc
 
-SIZES = [3000, 2000]  # rows of 256 numbers
-READING = 0.03  # seconds
+SIZES = [4000, 1000]  # rows of 256 numbers
+READING = 0.1  # seconds
 
 
 def make_shard(rank):
@@ -39,7 +37,7 @@ def make_shard(rank):
 
 
 def own_rows(x, weight):
-    for _ in range(4):
+    for _ in range(8):
         x = torch.tanh(x @ weight)
     return x
 
@@ -103,7 +101,8 @@ def step(rank, x, weight, overlap):
 # - ``own rows``, ``backward`` and others: computations of the program.
 #
 # A barrier makes ranks begin together, because the profiler may start later on one rank. Ranks on
-# one host share a clock.
+# one host share a clock. Other programs of the machine disturb a single measurement. The code below
+# therefore measures both versions five times, in turn, and shows the pair with the median gain.
 
 NAMES = {"reading", "own rows", "all rows", "backward", "_Wait"}
 
@@ -130,12 +129,26 @@ def traced(rank, overlap):
     ]
 
 
-versions = {
-    "wait at once": ranks.run(traced, False),
-    "compute, then wait": ranks.run(traced, True),
-}
-ranks.close()
+def duration_of(found):
+    """Return the duration of a step on its slowest rank."""
+    return max(
+        last for entries in found for name, _, last in entries if name == "step"
+    )
 
+
+def saved(pair):
+    return duration_of(pair[0]) - duration_of(pair[1])
+
+
+pairs = [(ranks.run(traced, False), ranks.run(traced, True)) for _ in range(5)]
+ranks.close()
+pair = sorted(pairs, key=saved)[2]  # the median of five
+print(f"overlap saves {1000 * saved(pair):.0f} ms")
+# sphinx_gallery_start_ignore
+assert saved(pair) > 0
+# sphinx_gallery_end_ignore
+
+versions = dict(zip(["wait at once", "compute, then wait"], pair, strict=True))
 for name, found in versions.items():
     for rank, entries in enumerate(found):
         whole = sum(duration for what, _, duration in entries if what == "step")
@@ -148,6 +161,9 @@ for name, found in versions.items():
 # In the picture each rank has two lanes: its program and its engine.
 
 # sphinx_gallery_start_ignore
+import matplotlib.pyplot as plt
+from matplotlib.patches import Patch
+
 INK, PALE = vc._figures.INK, vc._figures.PALE
 LOOKS = {
     "reading": ("reading", vc._figures.LAND),
@@ -196,8 +212,8 @@ axes[1].set_xlim(0, None)
 patches = [Patch(color=colour, label=label) for label, colour in LOOKS.values()]
 patches.append(Patch(color=ENGINE, label="in flight"))
 figure.legend(handles=patches, loc="outside lower center", ncols=3)
-# sphinx_gallery_end_ignore
 plt.show()
+# sphinx_gallery_end_ignore
 
 # %%
 # Read the trace
