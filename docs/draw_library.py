@@ -21,16 +21,16 @@ from dark import save
 ROOT = Path(__file__).parent.parent
 
 ROOMS = {
-    "cli": "doctor, bench, partition, inspect, simulate",
+    "cli": "doctor, partition, check, inspect, simulate, bench",
     "simulate": "messages, memory and time of thousands of ranks",
     "ase": "ASE calculator",
     "models": "MeshGraphNet, PaiNN, GPT, graph transformer",
     "graph": "partitions, halos, PyG models",
     "grid": "fields that are split",
-    "tensor_parallel": "layers that do not divide",
+    "tensor_parallel": "layers of uneven sizes",
     "data_parallel": "gradients, summed or sharded",
     "checkpoint": "saved on P ranks, loaded on Q",
-    "testing": "dot test and gradcheck across ranks",
+    "testing": "same_as_one_process; dot test and gradcheck across ranks",
     "plan": "ExchangePlan: the rows that go to each rank, checked once",
     "sharding": "layouts of shards; DTensor",
     "ops": "one file per collective, with its adjoint",

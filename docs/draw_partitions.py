@@ -3,6 +3,8 @@
 python docs/draw_partitions.py
 """
 
+import contextlib
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -37,18 +39,18 @@ def with_twin(figure, path, savefig=Figure.savefig):
         save(figure, path)
 
 
-def draw(points, cells, nodes, ranks, method, name):
-    with tempfile.TemporaryDirectory() as folder:
-        file = f"{folder}/mesh.vtu"
-        meshio.Mesh(points, {"quad": cells}).write(file)
-        mesh = vc.graph.read_mesh(file, nodes=nodes)
+def draw(file, nodes, ranks, method, name):
+    mesh = vc.graph.read_mesh(file, nodes=nodes)
     with patch.object(Figure, "savefig", with_twin):
         vc.simulate.partition(mesh.data, ranks, method).plot(IMAGES / name, mesh)
 
 
 if __name__ == "__main__":
-    # the example of the page about the command line
-    across, up = np.meshgrid(np.arange(40) / 20, np.arange(20) / 20, indexing="ij")
-    draw(*squares(across.ravel(), up.ravel(), 1 / 20), "points", 4, "rcb", "command_line.png")
     lat, lon = ocean.load(2).pos.numpy().T
-    draw(*squares(lon - 1, lat - 1, 2), "cells", 6, "rcb", "partition.png")
+    points, cells = squares(lon - 1, lat - 1, 2)
+    page = (ROOT / "docs" / "reference" / "command_line.md").read_text()
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], {})
+        draw("channel.vtu", "points", 4, "rcb", "command_line.png")
+        meshio.Mesh(points, {"quad": cells}).write("ocean.vtu")
+        draw("ocean.vtu", "cells", 6, "rcb", "partition.png")

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.colors import ListedColormap, to_rgb, to_rgba_array
+from matplotlib.text import Text
 
 from varcomm._figures import CURVES, INK, LAND, LINES, PALE, RANKS, WRONG
 
@@ -26,11 +27,14 @@ def twin(path: Path) -> Path:
 def save(figure: Any, path: Path, fills: Mapping[str, str] | None = None) -> None:
     """Save a figure of this style, and its twin for dark pages beside it.
 
-    `fills` are further colours, and those of the twin.
+    `fills` are further colours, and those of the twin. The files keep the words of the picture as
+    their description, which tests compare with pages.
     """
-    figure.savefig(path)
+    texts = (artist.get_text() for artist in figure.findobj(Text))
+    words = {"Description": "\n".join(filter(None, texts))}
+    figure.savefig(path, metadata=words)
     darken(figure, fills)
-    figure.savefig(twin(path))
+    figure.savefig(twin(path), metadata=words)
 
 
 def darken(figure: Any, fills: Mapping[str, str] | None = None) -> None:

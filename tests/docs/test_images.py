@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
+from PIL import Image
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -14,6 +15,7 @@ PAGES = [
     *(page for page in (ROOT / "docs").rglob("*.md") if "generated" not in page.parts),
     *(ROOT / "examples").rglob("README.md"),
 ]
+COMMANDS = (ROOT / "docs" / "reference" / "command_line.md").read_text()
 MARKDOWN = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)[^)]*\)")
 DIRECTIVE = re.compile(r"```+\{(?:image|figure)\} (\S+)\n((?::.*\n)*)")
 HTML = re.compile(r"<img\b[^>]*>")
@@ -49,9 +51,35 @@ def test_pictures_have_a_dark_twin():
         assert light[0, 0, 0] > 0.9 > 0.1 > dark[0, 0, 0], path
 
 
+def words_of(name):
+    """Return the words of a picture and of its twin, as `dark.save` wrote them into the files."""
+    paths = [ROOT / "docs" / "images" / f"{name}{part}.png" for part in ("", "-dark")]
+    light, dark = (Image.open(path).text["Description"] for path in paths)
+    assert light == dark
+    return light
+
+
+def test_pictures_of_partitions_have_the_numbers_of_their_pages():
+    words = words_of("command_line")
+    (nodes, cut, share), *_ = re.findall(
+        r"^([\d,]+ nodes) and .*? by rcb$.*?^edges between ranks: (\d+) \((\S+ %)\)",
+        COMMANDS,
+        re.DOTALL | re.MULTILINE,
+    )
+    assert nodes in words
+    assert f"{cut} edges between ranks ({share})" in words
+    page = (ROOT / "docs" / "meshes.md").read_text()
+    ranks, share = re.search(r"on (\d+) ranks: (\S+ %) of the edges are cut", page).groups()
+    words = words_of("partition")
+    assert f"{ranks} ranks" in words
+    assert f"({share})" in words
+
+
 def test_picture_of_the_library_has_each_layer():
     drawn = runpy.run_path(str(ROOT / "docs" / "draw_library.py"))
     assert sorted(chain.from_iterable(drawn["layers"]())) == sorted(drawn["ROOMS"])
+    listed = re.search(r"\n  COMMAND\n(.*?)\n\n", COMMANDS, re.DOTALL)[1]
+    assert ", ".join(re.findall(r"^ +(\w+)", listed, re.MULTILINE)) in words_of("library")
 
 
 def test_pictures_of_collectives_show_a_run(worlds):
