@@ -221,10 +221,10 @@ def _page(
     if {"Gloo", "MPI"} <= seconds.keys():
         yield "\nall_gather_v on 2 ranks:\n"
         rows = [
-            (f"{size // 1024} KiB", f"{a * 1e6:.0f} us", f"{b * 1e6:.0f} us", f"{a / b:.1f} times")
+            (f"{size // 1024} KiB", f"{a * 1e6:.0f} us", f"{b * 1e6:.0f} us", f"{a / b:.1f}")
             for size, a, b in zip(SIZES, seconds["Gloo"], seconds["MPI"], strict=True)
         ]
-        yield from table(["bytes", "Gloo", "MPI", "MPI is faster"], rows)
+        yield from table(["bytes", "Gloo", "MPI", "Gloo / MPI"], rows)
     yield ""
     summary, reasons = [], []
     for e, failures in results.items():
