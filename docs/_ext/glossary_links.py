@@ -20,6 +20,14 @@ TERMS = {
     "replicated": "replicated",
     "primitive": "primitives?",
 }
+# pages on which a term has another meaning: SLURM's partitions, plans of tensor parallelism
+OTHER_MEANINGS = {
+    "partition": ("how_to/run_on_slurm", "generated/tutorials/09_cluster"),
+    "plan": (
+        *("how_to/shard_a_transformers_model", "how_to/shard_uneven_heads", "tensor_parallel"),
+        "generated/tutorials/06_nothing_divides",
+    ),
+}
 FLOWING = (nodes.paragraph, nodes.section, nodes.document, nodes.list_item, nodes.bullet_list)
 
 
@@ -40,6 +48,8 @@ def link_first_uses(app, document):
     if app.env.docname in (GLOSSARY, "generated/changelog"):
         return
     for term, words in TERMS.items():
+        if app.env.docname in OTHER_MEANINGS.get(term, ()):
+            continue
         for text in texts_of(document):
             if found := re.search(rf"(?<![-\w])(?:{words})(?![-\w])", text):
                 link = pending_xref(
