@@ -24,6 +24,8 @@ The :ref:`batch scripts <batch-scripts>` come first.
 #
 #     #!/bin/bash
 #     #SBATCH --job-name=train
+#     #SBATCH --partition=gpu
+#     #SBATCH --account=my_project
 #     #SBATCH --nodes=4
 #     #SBATCH --ntasks-per-node=8
 #     #SBATCH --gpus-per-node=8
@@ -44,6 +46,8 @@ The :ref:`batch scripts <batch-scripts>` come first.
 #
 #     #!/bin/bash
 #     #SBATCH --job-name=train
+#     #SBATCH --partition=gpu
+#     #SBATCH --account=my_project
 #     #SBATCH --nodes=4
 #     #SBATCH --ntasks-per-node=1
 #     #SBATCH --gpus-per-node=8
@@ -69,6 +73,8 @@ The :ref:`batch scripts <batch-scripts>` come first.
 #
 #     #!/bin/bash
 #     #SBATCH --job-name=train
+#     #SBATCH --partition=gpu
+#     #SBATCH --account=my_project
 #     #SBATCH --nodes=4
 #     #SBATCH --ntasks-per-node=16
 #     #SBATCH --cpus-per-task=4
