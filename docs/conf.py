@@ -79,6 +79,7 @@ sphinx_gallery_conf = {
     "download_all_examples": False,
     "remove_config_comments": True,
     "capture_repr": (),
+    "thumbnail_size": (800, 560),
     "image_scrapers": (scraper,),
 }
 

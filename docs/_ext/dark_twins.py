@@ -6,6 +6,7 @@ from pathlib import Path
 from dark import darken, twin
 from matplotlib import pyplot as plt
 from sphinx_gallery.scrapers import matplotlib_scraper
+from sphinx_gallery.utils import scale_image
 
 _IMAGE = re.compile(r'<img\b[^>]*\bsrc="([^"]*)"[^>]*>')
 _GALLERY = "generated/tutorials/images"
@@ -21,6 +22,14 @@ def scraper(block, block_vars, gallery_conf):
         darken(figure)
         figure.savefig(twin(Path(path)))
     return rst
+
+
+def shrink(app):
+    """Make the dark twins of the gallery's thumbnails, which show the first pictures."""
+    size = app.config.sphinx_gallery_conf["thumbnail_size"]
+    for thumb in Path(app.srcdir, _GALLERY, "thumb").glob("*_thumb.png"):
+        drawn = thumb.parents[1] / thumb.name.replace("_thumb", "_001-dark")
+        scale_image(drawn, twin(thumb), *size)
 
 
 def pair(app, page, template, context, doctree):
@@ -48,5 +57,6 @@ def _classed(tag, name):
 
 
 def setup(app):
+    app.connect("builder-inited", shrink, priority=900)  # after the gallery
     app.connect("html-page-context", pair)
     return {"parallel_read_safe": True, "parallel_write_safe": False}
