@@ -27,9 +27,10 @@ def scraper(block, block_vars, gallery_conf):
 def shrink(app):
     """Make the dark twins of the gallery's thumbnails, which show the first pictures."""
     size = app.config.sphinx_gallery_conf["thumbnail_size"]
-    for thumb in Path(app.srcdir, _GALLERY, "thumb").glob("*_thumb.png"):
-        drawn = thumb.parents[1] / thumb.name.replace("_thumb", "_001-dark")
-        scale_image(drawn, twin(thumb), *size)
+    images = Path(app.srcdir, _GALLERY)
+    for drawn in images.glob("*_001-dark.png"):
+        name = drawn.name.replace("_001-dark", "_thumb-dark")
+        scale_image(drawn, images / "thumb" / name, *size)
 
 
 def pair(app, page, template, context, doctree):
