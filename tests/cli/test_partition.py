@@ -194,6 +194,12 @@ BAD |= {
     "notes.txt": ".vtu",
     "cut.pt": "cut.pt",
     "cut.npz": "zip",
+    "notes.vtu": "notes.vtu is not an XML file. Write",
+    "empty.pvd": "empty.pvd is empty. Write",
+    "cut.vtu": "cut.vtu is cut off or damaged: its XML ends at line 2. Write",
+    "cut.pvtu": "cut.vtu is cut off or damaged",
+    "notes.su2": "not in the format of .su2 files. Write",
+    "empty.ply": "it is empty, cut off",
 }
 
 
@@ -203,7 +209,13 @@ def write_bad_files(folder):
     for name, (arrays, _) in ARRAYS.items():
         np.savez(folder / name, **arrays)
     torch.save({"edge_index": RING, "x": Runs(folder / "ran")}, folder / "code.pt")
-    (folder / "notes.txt").write_text("no mesh")
+    for name in ("notes.txt", "notes.vtu", "notes.su2"):
+        (folder / name).write_text("This is no mesh.\n")
+    for name in ("empty.pvd", "empty.ply"):
+        (folder / name).touch()
+    (folder / "cut.vtu").write_text('<VTKFile type="UnstructuredGrid">\n<UnstructuredGrid>')
+    part = '<PUnstructuredGrid><Piece Source="cut.vtu"/></PUnstructuredGrid>'
+    (folder / "cut.pvtu").write_text(f'<VTKFile type="PUnstructuredGrid">{part}</VTKFile>')
     os.mkfifo(folder / "pipe.npz")
     for whole in ("list.pt", "no_edges.npz"):
         content = (folder / whole).read_bytes()

@@ -230,8 +230,10 @@ def _checked(path: Path, read: Callable[[], Any]) -> Any:
             f"{path} needs {error.name}: pip install {error.name}."
         ) from error
     except (Exception, SystemExit) as error:
+        fault = f"it is empty, cut off, damaged, or not in the format of {path.suffix} files"
         cure = "Write the file again, or convert it to VTU, as with ParaView."
         if path.is_dir() or path.suffix == ".foam":
+            fault = "it is not the case of a mesh"
             cure = "Pass a file, or the folder of a case, in which constant/polyMesh exists."
         elif path.suffix.lower() == ".msh":
             cure = (
@@ -239,4 +241,4 @@ def _checked(path: Path, read: Callable[[], Any]) -> Any:
             )
         elif path.suffix.lower() in _OF_VTK and not _is_of_vtk(path):
             cure = "Install PyVista, which reads all files of VTK: pip install pyvista."
-        raise ArgumentError(f"read_mesh: {path} cannot be read. {cure}") from error
+        raise ArgumentError(f"read_mesh: {path} cannot be read: {fault}. {cure}") from error

@@ -114,7 +114,15 @@ class _File:
             self._appended = memoryview(content)[begin.end() :]
             self._is_raw = b"base64" not in begin[0]
             content = content[: begin.start()] + b"</VTKFile>"
-        self.root = ElementTree.fromstring(content)
+        try:
+            self.root = ElementTree.fromstring(content)
+        except ElementTree.ParseError as error:
+            fault = "is empty" if not content.strip() else "is not an XML file"
+            if b"<" in content[:8]:
+                fault = f"is cut off or damaged: its XML ends at line {error.position[0]}"
+            raise ArgumentError(
+                f"{path.name} {fault}. Write the file again, or pass the file of a mesh."
+            ) from error
         self._order: Any = ">" if self.root.get("byte_order") == "BigEndian" else "<"
         compressor = self.root.get("compressor")
         self._unpack = _UNPACK.get(compressor) if compressor else None
