@@ -30,7 +30,10 @@ def test_table_and_file(worlds, operations, engine, tmp_path, capsys):
     chosen = ["--world", worlds, "--operations", operations, "--engine", engine]
     tiny = ["--sizes", "15360", "--skews", "even,1:2", "--repeat", "1", "--dtypes", "float32"]
     assert main(["bench", *chosen, *tiny, "--json", str(file)]) == 0
-    head, *lines = capsys.readouterr().out.splitlines()
+    head, *lines, blank, last = capsys.readouterr().out.splitlines()
+    assert blank == ""
+    assert last.startswith(f"{len(lines)} cases: busbw ")
+    assert last.endswith(f" {len(lines)} of {len(lines)} send the fewest possible bytes")
     assert head.split() == COLUMNS.split()
     assert [line.split()[:3] for line in lines] == [
         [name, direction, size]

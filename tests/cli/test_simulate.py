@@ -28,7 +28,9 @@ def test_graphs(tmp_path, capsys):
 def test_verdict_and_machines(capsys):
     assert main([*SMALL, "--grid", "20x36", "--ranks", "1,16"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("verdict: efficient up to 1 rank; on 16 ranks, starting kernels takes")
+    assert last.startswith(
+        "verdict, relative to 1 rank: efficient up to 1 rank; on 16 ranks, starting"
+    )
     assert main(["simulate", "--machines"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == [*vc.simulate.MACHINES]

@@ -101,11 +101,27 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
                 cells += [microseconds(result["seconds"]), f"{result['algbw']:.3g}"]
                 cells += [f"{result['busbw']:.3g}", f"{result['wire']:.2f}"]
                 print(_LINE.format(*cells), flush=True)
+        if speaks:
+            print(f"\n{_in_all(results)}")
     finally:
         if speaks and options.json is not None:
             record = {"command": sys.argv[1:], "torch": torch.__version__, "results": results}
             options.json.write_text(json.dumps(record, indent=1) + "\n")
     return 0
+
+
+def _in_all(results: Sequence[Mapping[str, Any]]) -> str:
+    """Return the last line: the range of the rates, and the cases without a needless byte.
+
+    >>> _in_all([{"busbw": 0.5, "wire": 1.0}, {"busbw": 2.0, "wire": 1.25}])
+    '2 cases: busbw 0.5 to 2 GB/s; 1 of 2 send the fewest possible bytes'
+    """
+    rates = [result["busbw"] for result in results]
+    exact = sum(result["wire"] == 1.0 for result in results)
+    ends = f"{min(rates):.3g} to {max(rates):.3g} GB/s"
+    return (
+        f"{len(rates)} cases: busbw {ends}; {exact} of {len(rates)} send the fewest possible bytes"
+    )
 
 
 def check_options(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:

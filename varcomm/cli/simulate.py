@@ -36,8 +36,9 @@ of a machine. One process does all of this.
 Counts and bytes are the maximum over ranks. The graph is a mesh file, or a grid
 of latitudes and longitudes, cut along a Hilbert curve.
 
-The last line is the verdict: the largest number of ranks whose efficiency is
-at least 0.8, and the part of the step that dominates on more ranks.
+The last line is the verdict for MeshGraphNet: the largest number of ranks whose
+efficiency, relative to the first line, is at least 0.8, and the part of the
+step that dominates on more ranks.
 
 example:
   %(prog)s --grid 360x720 --ranks 1,4,16
@@ -152,17 +153,21 @@ def table(columns: Mapping[str, Sequence[float]], machine: simulate.Machine) -> 
 
 
 def verdict(columns: Mapping[str, Sequence[float]]) -> str:
-    """Return one line: how far a step scales, and its largest part on more ranks.
+    r"""Return one line: how far a step scales, and its largest part on more ranks.
 
     >>> columns = {"ranks": [1, 8], "efficiency": [1.0, 0.4], "busy": [8e-3, 1e-3]}
     >>> columns |= {"launching": [1e-3, 2e-3], "halos": [0.0, 1e-4], "sums": [0.0, 1e-4]}
-    >>> verdict(columns)
-    'verdict: efficient up to 1 rank; on 8 ranks, starting kernels takes the most time'
+    >>> print(verdict(columns).replace("; ", "\n"))
+    verdict, relative to 1 rank: efficient up to 1 rank
+    on 8 ranks, starting kernels takes the most time
     """
     scales = [efficiency >= _EFFICIENT for efficiency in columns["efficiency"]]
     place = scales.index(False) if False in scales else len(scales)
-    ranks = int(columns["ranks"][place - 1])
-    found = f"verdict: efficient up to {ranks} rank{'s' * (ranks != 1)}"
+    first, last = (
+        f"{ranks:.0f} rank{'s' * (ranks != 1)}"
+        for ranks in (columns["ranks"][0], columns["ranks"][place - 1])
+    )
+    found = f"verdict, relative to {first}: efficient up to {last}"
     if place == len(scales):
         return f"{found}, the most that were asked for"
     parts = {
