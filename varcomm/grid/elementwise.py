@@ -39,7 +39,7 @@ Func = Callable[..., Any]
     "masked_fill nan_to_num heaviside hypot sinc xlogy relu relu6 gelu silu elu selu celu mish",
     "softplus softsign leaky_relu rrelu hardtanh hardsigmoid hardswish hardshrink softshrink",
     "tanhshrink threshold log_sigmoid dropout alpha_dropout clone detach contiguous float double",
-    "half bfloat16 int long bool cpu cuda real imag conj angle complex polar",
+    "half bfloat16 byte int long bool cpu cuda real imag conj angle complex polar",
     "zeros_like ones_like empty_like full_like rand_like randn_like randint_like bernoulli",
     "isclose signbit positive deg2rad rad2deg copysign resolve_conj resolve_neg",
     several=True,
