@@ -1,10 +1,12 @@
 """Each picture of a page exists, and has an alternative text and a twin for dark pages."""
 
+import json
 import re
 import runpy
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import pytest
 from matplotlib.image import imread
 from PIL import Image
@@ -95,3 +97,16 @@ def test_picture_of_grids_shows_a_run(worlds):
     assert {file: file.read_text() for file in expected} == expected, (
         "run: python docs/draw_grids.py"
     )
+
+
+def test_picture_of_equality_shows_a_run(worlds):
+    drawn = runpy.run_path(str(ROOT / "docs" / "draw_equality.py"))
+    shown = json.loads(Image.open(drawn["PICTURE"]).text["numbers"])
+    assert drawn["difference"](shown) < 1e-14  # one curve, as the picture says
+    found = drawn["numbers"](lambda fn, size: worlds.run(size, fn))
+    for world, run in shown.items():
+        again = found.pop(world)
+        np.testing.assert_allclose(again["losses"], run.pop("losses"), rtol=1e-9)
+        assert {name: list(again[name]) for name in run} == run, "run: python docs/draw_equality.py"
+        assert sum(run["sent"]) == drawn["fewest"](sum(run["halo"]))
+    assert found == {}
