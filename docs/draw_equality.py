@@ -7,6 +7,7 @@ The picture contains its numbers. A test runs the training again and compares th
 
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,7 @@ from dark import save, twin
 PICTURE = Path(__file__).parent / "images" / "equality.png"
 WORLDS = 1, 2, 3
 STEPS = 60
-WIDTHS = 4, 32, 32  # features that each layer reads
+WIDTHS = 4, 32, 32, 2  # features before and after each of three layers
 BYTES = 8  # of a number
 RADIUS = 0.2
 
@@ -70,7 +71,7 @@ def train(rank):
     """Return this rank's losses, and the nodes, halo rows and bytes per step of all ranks."""
     data = flow()
     torch.manual_seed(0)
-    model = GraphSAGE(WIDTHS[0], WIDTHS[1], num_layers=len(WIDTHS), out_channels=2).double()
+    model = GraphSAGE(4, 32, num_layers=3, out_channels=2).double()
     graph = vc.graph.partition(data, method="rcb")
     model = vc.graph.distribute(model, graph)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -100,7 +101,8 @@ def numbers(launch=vc.launch):
 
 def fewest(halo):
     """Return the bytes of a step that sends each halo row, and its gradient back, once."""
-    return halo * BYTES * (sum(WIDTHS) + sum(WIDTHS[1:]))  # the input needs no gradient
+    rows = [min(pair) for pair in pairwise(WIDTHS)]  # before or after the linear map of a layer
+    return halo * BYTES * (sum(rows) + sum(rows[1:]))  # the input needs no gradient
 
 
 def difference(found):

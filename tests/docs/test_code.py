@@ -15,19 +15,17 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from torch.nn import functional
-from torch_geometric.data import Data
-from torch_geometric.nn import SAGEConv
 
 import varcomm as vc
-from tests.worlds import on_ranks
+from tests.docs.test_how_to import on_page
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 EXPLANATIONS = [
     *(page for page in sorted(DOCS.glob("explanation/*.md")) if "```python" in page.read_text()),
     *(page for page in sorted(DOCS.glob("coming_from/*.md")) if page.stem not in ("index", "mace")),
-    *(DOCS / "ase.md", DOCS / "sampling.md", DOCS / "sharp_bits.md"),
+    *(DOCS / f"{page}.md" for page in ("ase", "faq", "install", "sampling", "sharp_bits", "why")),
+    DOCS / "reference" / "environment_variables.md",
 ]
 
 
@@ -35,7 +33,7 @@ def blocks_of(page):
     return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 
 
-FIVE_LINES, TRAINING, SCRIPT, PARALLEL = blocks_of(ROOT / "README.md")
+TRAINING, CHECKED, SCRIPT, PARALLEL = blocks_of(ROOT / "README.md")
 
 
 def comments_of(block):
@@ -241,18 +239,19 @@ def test_readme_as_scripts():
     check_readme(output_of)
 
 
-@on_ranks(2)
-def test_first_lines_of_the_readme(rank):
-    """Check that the first lines of the README give the gradients of one process."""
-    nodes = torch.arange(20)
-    x = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
-    data = Data(x=x, edge_index=torch.stack([nodes, (nodes + 1) % 20]), y=x[:, :1])
-    torch.manual_seed(0)
-    model = SAGEConv(3, 1)
-    alone = functional.mse_loss(model(x, data.edge_index), data.y)
-    gradients = torch.autograd.grad(alone, list(model.parameters()))
-    names = {"vc": vc, "F": functional, "data": data, "model": model}
-    exec(FIVE_LINES, names)
-    torch.testing.assert_close(names["loss"], alone, rtol=1e-6, atol=0)
-    for parameter, expected in zip(model.parameters(), gradients, strict=True):
-        torch.testing.assert_close(parameter.grad, expected)
+def test_first_pages():
+    """The first page of the site has the README's block, and the README is short."""
+    assert blocks_of(DOCS / "index.md") == [TRAINING]
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.slow
+def test_check_of_the_readme(tmp_path):
+    shown = re.search(
+        r"```text\n\$ (varcomm [^\n]*)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+    )
+    (tmp_path / "model.py").write_text(CHECKED)
+    command = [sys.executable, "-m", *shown[1].split()]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ran.returncode == 1, ran.stderr
+    assert on_page(ran.stdout, tmp_path) == shown[2].strip()

@@ -99,6 +99,7 @@ def test_picture_of_grids_shows_a_run(worlds):
     )
 
 
+@pytest.mark.slow
 def test_picture_of_equality_shows_a_run(worlds):
     drawn = runpy.run_path(str(ROOT / "docs" / "draw_equality.py"))
     shown = json.loads(Image.open(drawn["PICTURE"]).text["numbers"])
