@@ -77,6 +77,16 @@ def test_pictures_of_partitions_have_the_numbers_of_their_pages():
     assert f"({share})" in words
 
 
+def test_picture_of_the_halo_has_the_nodes_of_its_page():
+    page = (ROOT / "docs" / "explanation" / "halo.md").read_text()
+    rows = re.findall(r"^# \[(.*?)\] \[(.*?)\] \[\[", page, re.MULTILINE)
+    words, numbers = words_of("halo"), []
+    for owned, halo in rows:
+        numbers += [*owned.split(", "), *halo.split(", ")]
+    # the graph, the parts of ranks, and their rows
+    assert sorted(re.findall(r"^\d$", words, re.MULTILINE)) == sorted([*"012345", *numbers * 2])
+
+
 def test_picture_of_the_library_has_each_layer():
     drawn = runpy.run_path(str(ROOT / "docs" / "draw_library.py"))
     assert sorted(chain.from_iterable(drawn["layers"]())) == sorted(drawn["ROOMS"])
