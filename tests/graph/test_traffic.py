@@ -67,6 +67,19 @@ def test_a_propagation_is_one_exchange_of_the_bytes_of_the_report(rank):
 
 
 @on_ranks(3)
+def test_autocast_sums_rows_before_it_rounds(rank):
+    graph = graph_of(wild())
+    torch.manual_seed(0)
+    layer = distribute(pyg.SAGEConv(4, 3, aggr="sum"), graph)
+    exact = layer(graph.x.float(), graph.edge_index)
+    with torch.autocast("cpu", torch.bfloat16), varcomm.trace() as calls:
+        out = layer(graph.x.float(), graph.edge_index)
+    assert out.dtype == torch.bfloat16
+    assert calls.total.sent == 4 * graph.report().nbytes(1, itemsize=4)[rank]
+    torch.testing.assert_close(out.float(), exact, rtol=0.02, atol=0.02)
+
+
+@on_ranks(3)
 def test_several_rows_travel_at_once(rank):
     graph = graph_of(wild())
     with varcomm.trace() as calls:

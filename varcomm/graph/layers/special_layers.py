@@ -220,11 +220,13 @@ def _map_first(
 ) -> torch.Tensor:
     """Apply the linear layer behind a sum or mean before it, if its rows are the shorter ones.
 
-    Sums and means over edges commute with linear maps, so the shorter rows travel.
+    Sums and means over edges commute with linear maps, so the shorter rows travel. Under autocast
+    they would be summed in the narrow dtype, and the longer rows are not.
     """
     after = getattr(self, name)
     narrows = type(after) is pyg.Linear and after.out_channels < after.in_channels
     commutes = type(self) is kind and self.aggr in ("add", "sum", "mean")
+    commutes = commutes and not torch.is_autocast_enabled(after.weight.device.type)
     edges = edge_index.of if isinstance(edge_index, PartitionedIndex) else None
     exchanges = isinstance(edges, EdgeRules) and edges.exchanges
     if not (narrows and commutes and exchanges) or _has_hooks(after):
