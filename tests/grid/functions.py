@@ -7,6 +7,8 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import varcomm as vc
+
 N, M = "rows", "columns"
 IMAGE = (2, 4, N, M)
 LINE = (2, 4, N)
@@ -43,8 +45,12 @@ def only(function):
 
 
 def with_rows_last(x):
-    """Let a gradient lie in memory with the rows last: torch's batch norm is else wrong for one."""
-    if x.requires_grad:
+    """Let a gradient lie in memory with the rows last: torch's batch norm is else wrong for one.
+
+    A value that every rank has takes no hook, because each rank has a part of its gradient.
+    """
+    is_whole = isinstance(x, vc.grid.Field) and not x.grid_layout.splits
+    if x.requires_grad and not is_whole:
         x.register_hook(lambda g: g.contiguous())
     return x
 
