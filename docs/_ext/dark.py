@@ -1,5 +1,6 @@
 """Pictures of varcomm's style for dark pages: ``NAME-dark.png`` beside ``NAME.png``."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,16 @@ def twin(path: Path) -> Path:
     return path.with_stem(f"{path.stem}-dark")
 
 
-def save(figure: Any, path: Path, fills: Mapping[str, str] | None = None) -> None:
+def save(
+    figure: Any, path: Path, fills: Mapping[str, str] | None = None, numbers: object = None
+) -> None:
     """Save a figure of this style, and its twin for dark pages beside it.
 
     `fills` are further colours, and those of the twin. The files keep the words of the picture as
-    their description, which tests compare with pages.
+    their description and the `numbers` as JSON, which tests compare with pages.
     """
     texts = (artist.get_text() for artist in figure.findobj(Text))
-    words = {"Description": "\n".join(filter(None, texts))}
+    words = {"Description": "\n".join(filter(None, texts)), "numbers": json.dumps(numbers)}
     figure.savefig(path, metadata=words)
     darken(figure, fills)
     figure.savefig(twin(path), metadata=words)

@@ -94,6 +94,13 @@ def test_picture_of_the_library_has_each_layer():
     assert ", ".join(re.findall(r"^ +(\w+)", listed, re.MULTILINE)) in words_of("library")
 
 
+def test_picture_of_calls_has_the_ratios_of_its_page():
+    drawn = runpy.run_path(str(ROOT / "docs" / "draw_calls.py"))
+    shown = json.loads(Image.open(ROOT / "docs" / "images" / "calls.png").text["numbers"])
+    assert len(shown) == 64
+    assert shown == [list(line) for line in drawn["ratios"]()], "run: python docs/draw_calls.py"
+
+
 def test_pictures_of_collectives_show_a_run(worlds):
     drawn = runpy.run_path(str(ROOT / "docs" / "draw_collectives.py"))
     expected = drawn["pictures"](lambda fn, *args: worlds.run(3, fn, *args))
