@@ -148,8 +148,10 @@ def all_reduce(
         The same shape and dtype on all ranks; bool is refused. The input is not changed.
     use_fp32 : bool
         Sum floats narrower than 4 bytes in fp32 and round once.
-    group, async_op
-        As in :func:`all_gather_v`.
+    group : ProcessGroup or DeviceMesh, optional
+        Ranks that take part; None means the whole world.
+    async_op : bool
+        Return a :class:`~varcomm.Handle`; call its ``wait()``.
 
     Returns
     -------

@@ -92,8 +92,10 @@ def all_to_all_v(
         Rows from each rank; zeros are allowed.
     dim : int
         The dimension that is split and concatenated.
-    group, async_op
-        As in :func:`all_gather_v`.
+    group : ProcessGroup or DeviceMesh, optional
+        Ranks that take part; None means the whole world.
+    async_op : bool
+        Return a :class:`~varcomm.Handle`; call its ``wait()``.
 
     Returns
     -------
@@ -198,8 +200,10 @@ def transpose_v(
         Rows per rank along `split_dim`; zeros are allowed. Identical on all ranks.
     concat_sizes : sequence of int
         Rows per rank along `concat_dim`; zeros are allowed. Identical on all ranks.
-    group, async_op
-        As in :func:`all_gather_v`.
+    group : ProcessGroup or DeviceMesh, optional
+        Ranks that take part; None means the whole world.
+    async_op : bool
+        Return a :class:`~varcomm.Handle`; call its ``wait()``.
 
     Returns
     -------

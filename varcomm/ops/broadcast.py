@@ -95,8 +95,12 @@ def broadcast(
         its gradient is zeros.
     src : int
         The rank, within `group`, that has the tensor.
-    use_fp32, group, async_op
-        As in :func:`all_gather_v`.
+    use_fp32 : bool
+        In the adjoint, sum floats narrower than 4 bytes in fp32 and round once.
+    group : ProcessGroup or DeviceMesh, optional
+        Ranks that take part; None means the whole world.
+    async_op : bool
+        Return a :class:`~varcomm.Handle`; call its ``wait()``.
     like : torch.Tensor, optional
         A tensor with the shape, dtype, device type and ``requires_grad`` of the tensor on `src`,
         passed on all ranks or on none. It is not read, and on other ranks its gradient is zeros.
@@ -183,8 +187,10 @@ def reduce(
         The rank, within `group`, that gets the sum.
     use_fp32 : bool
         Sum floats narrower than 4 bytes in fp32 and round once.
-    group, async_op
-        As in :func:`all_gather_v`.
+    group : ProcessGroup or DeviceMesh, optional
+        Ranks that take part; None means the whole world.
+    async_op : bool
+        Return a :class:`~varcomm.Handle`; call its ``wait()``.
 
     Returns
     -------

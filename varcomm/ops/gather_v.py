@@ -135,12 +135,20 @@ def gather_v(
 
     Parameters
     ----------
-    tensor, sizes
-        As in :func:`all_gather_v`, which also describes calls without `sizes`.
+    tensor : torch.Tensor
+        This rank's shard, with ``sizes[rank]`` rows along `dim`; any dtype. If `sizes` is None,
+        also a nested value, as :func:`all_gather_v` describes.
+    sizes : sequence of int, optional
+        Rows per rank along `dim`, identical on all ranks; zeros are allowed. If None, ranks
+        exchange their sizes first.
     dst : int
         The rank, within `group`, that receives the result.
-    dim, group, async_op
-        As in :func:`all_gather_v`.
+    dim : int
+        Sharded dimension.
+    group : ProcessGroup or DeviceMesh, optional
+        Ranks that take part; None means the whole world.
+    async_op : bool
+        Return a :class:`~varcomm.Handle`; call its ``wait()``.
 
     Returns
     -------
@@ -210,8 +218,14 @@ def scatter_v(
         and may be None, and its gradient is zeros.
     src : int
         The rank, within `group`, that has the full tensor.
-    sizes, dim, group, async_op
-        As in :func:`all_gather_v`.
+    sizes : sequence of int
+        Rows per rank along `dim`, identical on all ranks; zeros are allowed.
+    dim : int
+        Sharded dimension.
+    group : ProcessGroup or DeviceMesh, optional
+        Ranks that take part; None means the whole world.
+    async_op : bool
+        Return a :class:`~varcomm.Handle`; call its ``wait()``.
     like : torch.Tensor, optional
         A tensor with the dtype, device type, ``requires_grad`` and other dimensions of the tensor
         on `src`, such as ``torch.empty(0, 64)``, passed on all ranks or on none. It is not read,

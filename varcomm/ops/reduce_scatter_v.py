@@ -30,8 +30,14 @@ def reduce_scatter_v(
         ``sum(sizes)`` rows along `dim`; the same shape and dtype on all ranks, any but bool.
     use_fp32 : bool
         Sum floats narrower than 4 bytes in fp32 and round once.
-    sizes, dim, group, async_op
-        As in :func:`all_gather_v`.
+    sizes : sequence of int
+        Rows per rank along `dim`, identical on all ranks; zeros are allowed.
+    dim : int
+        Sharded dimension.
+    group : ProcessGroup or DeviceMesh, optional
+        Ranks that take part; None means the whole world.
+    async_op : bool
+        Return a :class:`~varcomm.Handle`; call its ``wait()``.
 
     Returns
     -------

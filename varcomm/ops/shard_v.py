@@ -24,8 +24,12 @@ def shard_v(
     ----------
     tensor : torch.Tensor
         ``sum(sizes)`` rows along `dim`; any dtype.
-    sizes, dim, group
-        As in :func:`all_gather_v`.
+    sizes : sequence of int
+        Rows per rank along `dim`, identical on all ranks; zeros are allowed.
+    dim : int
+        Sharded dimension.
+    group : ProcessGroup or DeviceMesh, optional
+        Ranks that take part; None means the whole world.
 
     Returns
     -------

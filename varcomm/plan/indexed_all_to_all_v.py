@@ -42,8 +42,12 @@ def indexed_all_to_all_v(
         ``sizes[i][j]``: rows that rank i sends to rank j; the same on all ranks.
     dim : int
         The dimension that `indices` count along.
-    use_fp32, group, async_op
-        As in :func:`all_gather_v`.
+    use_fp32 : bool
+        In the adjoint, sum floats narrower than 4 bytes in fp32 and round once.
+    group : ProcessGroup or DeviceMesh, optional
+        Ranks that take part; None means the whole world.
+    async_op : bool
+        Return a :class:`~varcomm.Handle`; call its ``wait()``.
 
     Returns
     -------
