@@ -33,7 +33,7 @@ _TYPE = re.compile(r"(?<![\w.`~])[A-Za-z][\w.]*")
 def _own_types():
     """Return the documented classes of varcomm by their names."""
     found = {}
-    for page in (Path(__file__).parents[1] / "reference").glob("*.rst"):
+    for page in (Path(__file__).parents[1] / "reference").rglob("*.rst"):
         text = page.read_text()
         module = re.search(r"^\.\. currentmodule:: (\S+)$", text, re.MULTILINE)
         for name in re.findall(r"^\.\. autoclass:: (\w+)$", text, re.MULTILINE):

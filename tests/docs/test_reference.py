@@ -49,7 +49,7 @@ WITHOUT_EXAMPLE = {
 def documented():
     """Return the documented names, and those that a page refers to another page, with it."""
     found, again = [], {}
-    for page in REFERENCE.glob("*.rst"):
+    for page in REFERENCE.rglob("*.rst"):
         text = page.read_text()
         module = re.search(r"^\.\. currentmodule:: (\S+)$", text, re.MULTILINE)
         for name in re.findall(r"^\.\. (?:auto\w+|py:data):: (\S+)$", text, re.MULTILINE):
