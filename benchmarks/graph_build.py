@@ -8,9 +8,11 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pymetis
 import torch
 from measuring import Measured, arguments, median, table
 from torch_geometric.data import Data
+from torch_geometric.loader import ClusterData
 
 import varcomm as vc
 
@@ -90,9 +92,64 @@ def weak(rank, ranks, nodes, repeats):
     )
 
 
+def pieces(rank, ranks, side, method):
+    """Build from half of the rows of a grid on each rank; return the cost and the edges cut."""
+    torch.set_num_threads(1)
+    first, last = (side * at // ranks for at in (rank, rank + 1))
+    sizes = [side * (r + 1) // ranks * side - side * r // ranks * side for r in range(ranks)]
+    edges = grid(side, side, range(first, last))
+    row, column = torch.meshgrid(torch.arange(first, last), torch.arange(side), indexing="ij")
+    pos = torch.stack([row, column], -1).view(-1, 2).float()
+    del row, column
+    vc.graph.from_edges(edges[:, :0], sizes)  # imports, and the first messages
+    with Measured() as cost:
+        graph = vc.graph.from_edges(edges, sizes, node_attrs={"pos": pos}, method=method)
+    return cost.wall, cost.high, len(graph.boundary)
+
+
+def metis(rank, ranks, side):
+    """Let METIS assign the nodes of the whole grid, as its users call it from Python."""
+    torch.set_num_threads(1)
+    source, target = grid(side, side, range(side))
+    first = torch.zeros(side * side + 1, dtype=torch.int64)
+    with Measured() as cost:
+        first[1:] = torch.bincount(target, minlength=side * side).cumsum(0)
+        others = source[target.argsort(stable=True)]
+        adjacency = pymetis.CSRAdjacency(first.numpy(), others.numpy())
+        cut, _ = pymetis.part_graph(ranks, adjacency)
+    return cost.wall, cost.high, 2 * cut
+
+
+def cluster_data(rank, ranks, side):
+    """Let PyG cut the whole grid into clusters."""
+    torch.set_num_threads(1)
+    data = Data(edge_index=grid(side, side, range(side)), num_nodes=side * side)
+    with Measured() as cost:
+        found = ClusterData(data, ranks, log=False).partition.partptr
+    return cost.wall, cost.high, len(found)
+
+
+def large(side, ranks):
+    """Yield a line for each way to cut a grid that is too large to partition in seconds."""
+    ways = [(f"from_edges, {method}", pieces, method) for method in ("block", "hilbert", "rcb")]
+    for name, way, *more in [*ways, ("METIS alone", metis), ("ClusterData", cluster_data)]:
+        count = ranks if way is pieces else 1
+        try:
+            parts = vc.launch(way, count, ranks, side, *more)
+        except vc.LaunchError as error:
+            yield [name, "", "", str(error).strip().splitlines()[-1][:60]]
+            continue
+        wall, high, cut = zip(*parts, strict=True)
+        yield [name, f"{max(wall):.1f}", f"{sum(high) / 1e9:.1f}", f"{sum(cut):,}"]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options = arguments(parser, side=1000, ranks=8, nodes=20_000, weak=[2, 4, 8, 16], repeats=5)
+    options = arguments(parser, side=1000, ranks=8, nodes=20_000, weak=[2, 4, 8, 16], repeats=5, large=0)
+    if options.large:
+        print(f"{options.large**2:,} nodes with 8 neighbours, for 2 ranks; peaks with the edges")
+        head = ["way", "s", "peak GB of all ranks", "edges between parts"]
+        return table(head, list(large(options.large, 2)))
     side, ranks = options.side, options.ranks
     print(f"partition({side} x {side} grid, 8 neighbours, method=given), {ranks} ranks")
     parts = vc.launch(build, ranks, side, ranks, options.repeats)
