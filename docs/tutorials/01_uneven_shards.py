@@ -4,9 +4,10 @@ Uneven shards and the primitives
 
 .. index:: ! uneven all_gather, ! all gather different sizes, ! all_gather, ! gather rows
 
-This tutorial shows which rows each collective of varcomm moves between ranks, forward and backward.
-The drawings come from real runs. You need PyTorch and its autograd, and about 15 minutes. You need
-no MPI and no second processor: the ranks are processes on this machine.
+You have data that doesn't divide evenly over your processes, and you need gradients through their
+communication. This tutorial shows which rows each collective of varcomm moves between ranks,
+forward and backward. The drawings come from real runs. You need PyTorch and its autograd, and about
+15 minutes. You need no MPI and no second processor: the ranks are processes on this machine.
 """
 
 # %%

@@ -4,10 +4,10 @@ Your first halo exchange
 
 .. index:: ! halo exchange, ! halo, ! ghost exchange
 
-This tutorial solves the heat equation on a rod that is split over three ranks. Ranks exchange the
-rows at their borders with an :class:`varcomm.ExchangePlan`, and gradients flow through all time
-steps. It takes 10 minutes. You need to know PyTorch, and :doc:`ranks and shards
-<01_uneven_shards>`.
+You split a simulation over ranks, and at each border a rank needs its neighbour's values. This
+tutorial solves the heat equation on a rod that is split over three ranks. Ranks exchange the rows
+at their borders with an :class:`varcomm.ExchangePlan`, and gradients flow through all time steps.
+It takes 10 minutes. You need to know PyTorch, and :doc:`ranks and shards <01_uneven_shards>`.
 """
 
 # %%

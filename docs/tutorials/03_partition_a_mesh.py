@@ -2,9 +2,10 @@
 Partition a mesh and draw the parts
 ===================================
 
-This tutorial reads a mesh from a file, partitions it over four ranks with several methods, draws
-the parts and their halos, and prints the communication that a partition causes. It takes 10
-minutes. You need to know a mesh or a graph, and the halo of the :doc:`second tutorial
+Your mesh doesn't fit on one GPU, so you have to cut it, and each cut costs communication. This
+tutorial reads a mesh from a file, partitions it over four ranks with several methods, draws the
+parts and their halos, and prints the communication that a partition causes. It takes 10 minutes.
+You need to know a mesh or a graph, and the halo of the :doc:`second tutorial
 <02_first_halo_exchange>`.
 """
 

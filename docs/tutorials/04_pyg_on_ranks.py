@@ -2,9 +2,10 @@
 Train a PyG model on several ranks
 ==================================
 
-This tutorial changes a training script of PyTorch Geometric so that three ranks train on one graph,
-and compares losses, parameters and predictions with one process. It takes 10 minutes. You need to
-know how a PyTorch model is trained and which layers PyTorch Geometric has.
+You have a training script of PyTorch Geometric, and its graph has become too large for one process.
+This tutorial changes such a script so that three ranks train on one graph, and compares losses,
+parameters and predictions with one process. It takes 10 minutes. You need to know how a PyTorch
+model is trained and which layers PyTorch Geometric has.
 """
 
 # %%

@@ -2,9 +2,11 @@
 Second derivatives and forces
 =============================
 
-This tutorial computes forces between atoms on two ranks, trains a network on them, and compares all
-results with one process. It takes 15 minutes. You need ``torch.autograd.grad`` with
-``create_graph=True``, and plans from the :doc:`second tutorial <02_first_halo_exchange>`.
+You want to train a potential on forces. They are derivatives of the energy, so training needs
+second derivatives, and these must stay exact across ranks. This tutorial computes forces between
+atoms on two ranks, trains a network on them, and compares all results with one process. It takes 15
+minutes. You need ``torch.autograd.grad`` with ``create_graph=True``, and plans from the
+:doc:`second tutorial <02_first_halo_exchange>`.
 """
 
 # %%

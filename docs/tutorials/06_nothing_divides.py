@@ -2,9 +2,10 @@
 Tensor parallelism with indivisible sizes
 =========================================
 
-This tutorial shards the layers of a transformer over three ranks. Its numbers of heads, features
-and tokens are not divisible by three. The losses and gradients equal those of one process, without
-padding. It takes 15 minutes. You need to know the layers of a transformer block.
+You have a transformer with 5 attention heads, and you have three GPUs. This tutorial shards its
+layers over three ranks, although three doesn't divide the numbers of heads, features and tokens.
+The losses and gradients equal those of one process, without padding. It takes 15 minutes. You need
+to know the layers of a transformer block.
 """
 
 # %%

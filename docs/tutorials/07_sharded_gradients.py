@@ -2,9 +2,11 @@
 Sharded gradients and checkpoints
 =================================
 
-This tutorial trains with gradients and optimizer states that are sharded over ranks. Three ranks
-save a checkpoint. Two ranks, and then one process without ranks, continue on the same loss curve.
-It takes 15 minutes. You need to know ``torch.optim`` and ``state_dict``.
+With Adam, gradients and optimizer states take three times the memory of your parameters, and your
+next job may get fewer GPUs. This tutorial trains with gradients and optimizer states that are
+sharded over ranks. Three ranks save a checkpoint. Two ranks, and then one process without ranks,
+continue on the same loss curve. It takes 15 minutes. You need to know ``torch.optim`` and
+``state_dict``.
 """
 
 # %%

@@ -2,6 +2,7 @@
 Overlap communication with computation
 ======================================
 
+Your program waits for data from other ranks, although it could already compute with its own rows.
 This tutorial counts the messages of a program, sends data while the program computes, and checks
 the overlap in a trace of torch's profiler. It takes 15 minutes. You need to know that a collective
 returns when its data has arrived (:doc:`first tutorial <01_uneven_shards>`).

@@ -2,9 +2,10 @@
 Run on SLURM, on MPI and on several hosts
 =========================================
 
-This tutorial starts one script with torchrun, with SLURM's ``srun`` and with MPI's ``mpiexec``, on
-one host and on several. It takes 15 minutes. You need to know how to submit a job on your cluster.
-The :ref:`batch scripts <batch-scripts>` come first.
+Your script runs on your own machine, and now you want the same script to run on a cluster. This
+tutorial starts one script with torchrun, with SLURM's ``srun`` and with MPI's ``mpiexec``, on one
+host and on several. It takes 15 minutes. You need to know how to submit a job on your cluster. The
+:ref:`batch scripts <batch-scripts>` come first.
 """
 
 # %%

@@ -2,10 +2,11 @@
 Find the rank that hangs
 ========================
 
-This tutorial runs a program in which one rank does something else than the others: it passes
-another size, skips a call, or raises an exception. It shows the error of each mistake with
-:func:`varcomm.debug` and without it. It takes 15 minutes. You need to know that all ranks must make
-the same calls (:doc:`first tutorial <01_uneven_shards>`).
+Your job hangs, and you don't know which rank is the cause. This tutorial runs a program in which
+one rank does something else than the others: it passes another size, skips a call, or raises an
+exception. You see the error of each mistake with :func:`varcomm.debug` and without it. The tutorial
+takes 15 minutes. You need to know that all ranks must make the same calls (:doc:`first tutorial
+<01_uneven_shards>`).
 """
 
 # %%
