@@ -145,7 +145,9 @@ def large(side, ranks):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options = arguments(parser, side=1000, ranks=8, nodes=20_000, weak=[2, 4, 8, 16], repeats=5, large=0)
+    options = arguments(
+        parser, side=1000, ranks=8, nodes=20_000, weak=[2, 4, 8, 16], repeats=5, large=0
+    )
     if options.large:
         print(f"{options.large**2:,} nodes with 8 neighbours, for 2 ranks; peaks with the edges")
         head = ["way", "s", "peak GB of all ranks", "edges between parts"]
