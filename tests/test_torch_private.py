@@ -243,16 +243,6 @@ def test_a_module_notices_new_parameters():
     assert copy.deepcopy(model).double()[0].noticed == ["cpu", "cpu"]
 
 
-def test_hooks_of_a_call_are_seen():
-    for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
-        module = torch.nn.Linear(2, 2)
-        assert not private.has_hooks(module)
-        handle = getattr(module, f"register_{kind}_hook")(lambda *_: None)
-        assert private.has_hooks(module)
-        handle.remove()
-        assert not private.has_hooks(module)
-
-
 def test_groups():
     """A group made by its members has its name and timeout, and exists until it is destroyed."""
     with world() as everyone:

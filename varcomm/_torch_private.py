@@ -151,16 +151,6 @@ class Module(nn.Module):
         return self
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Return whether a call of a module does more than its forward; torch has no function for it.
-
-    A module keeps each kind of hooks in an attribute, all of which begin with these words.
-    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/module.py
-    """
-    of_calls = ("_forward_", "_backward_")
-    return any(value for name, value in vars(module).items() if name.startswith(of_calls))
-
-
 # --- Process groups.
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/distributed_c10d.py
 

@@ -105,10 +105,6 @@ for aggr in ("add", "mean", "max"):
 for aggr in ("mul", "powermean"):
     layer(f"GraphConv {aggr}", aggr=aggr)
 layer("GraphConv plain")
-# the linear map comes before the exchange
-layer("SAGEConv narrow", args=(NODE, 3), normalize=True, project=True)
-layer("SAGEConv narrow sum", args=((NODE, 2), 3), pair=True, aggr="sum", bias=False)
-layer("GraphConv narrow", "edge_weight", args=(NODE, 3), aggr="mean")
 layer("GraphConv pair", "edge_weight", pair=True)
 
 for name in ("GATConv", "GATv2Conv"):

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.functional import dropout, linear
+from torch.nn.functional import dropout
 from torch.nn.parameter import is_lazy
 from torch_geometric import nn as pyg
 from torch_geometric.nn.models.attentive_fp import GATEConv
@@ -21,7 +21,6 @@ from torch_geometric.utils import (
     scatter,
 )
 
-from varcomm._torch_private import has_hooks
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.graph.index.edges import EdgeRules
 from varcomm.graph.index.node_groups import extreme, largest
@@ -205,44 +204,6 @@ def _gcn_scale(
     return edge_index, edge_weight, scale.masked_fill(scale == float("inf"), 0).unsqueeze(1)
 
 
-_has_hooks = torch.compiler.assume_constant_result(has_hooks)
-
-
-def _map_first(
-    self: Any,
-    running: Running,
-    x: Any,
-    edge_index: Any,
-    *args: Any,
-    kind: type[pyg.MessagePassing],
-    name: str,
-    **more: Any,
-) -> torch.Tensor:
-    """Apply the linear layer behind a sum or mean before it, if its rows are the shorter ones.
-
-    Sums and means over edges commute with linear maps, so the shorter rows travel. Under autocast
-    they would be summed in the narrow dtype, and the longer rows are not.
-    """
-    after = getattr(self, name)
-    narrows = type(after) is pyg.Linear and after.out_channels < after.in_channels
-    commutes = type(self) is kind and self.aggr in ("add", "sum", "mean")
-    commutes = commutes and not torch.is_autocast_enabled(after.weight.device.type)
-    edges = edge_index.of if isinstance(edge_index, PartitionedIndex) else None
-    exchanges = isinstance(edges, EdgeRules) and edges.exchanges
-    if not (narrows and commutes and exchanges) or _has_hooks(after):
-        return kind.forward(self, x, edge_index, *args, **more)  # type: ignore[no-any-return]
-
-    def propagate(edge_index: Any, x: Any, **values: Any) -> torch.Tensor:
-        shorter = linear(x[0], after.weight), x[1]
-        return self.propagate(edge_index, x=shorter, **values)  # type: ignore[no-any-return]
-
-    def add_bias(out: torch.Tensor) -> torch.Tensor:
-        return out if after.bias is None else out + after.bias
-
-    layer = _WithMethods(self, propagate=propagate, **{name: add_bias})
-    return kind.forward(layer, x, edge_index, *args, **more)  # type: ignore[no-any-return]
-
-
 def _gps_forward(
     self: Any,
     running: Running,
@@ -417,10 +378,6 @@ def _these(names: str) -> dict[str, Callable[..., Any]]:
 _METHODS: dict[type[torch.nn.Module], dict[str, Callable[..., Any]]] = {
     **{kind: {"forward": _attend} for kind in (pyg.GATConv, pyg.GATv2Conv, GATEConv)},
     pyg.GCNConv: {"forward": _gcn_forward},
-    **{
-        kind: {"forward": partial(_map_first, kind=kind, name=name)}
-        for kind, name in [(pyg.SAGEConv, "lin_l"), (pyg.GraphConv, "lin_rel")]
-    },
     pyg.GPSConv: {"forward": _gps_forward},
     pyg.HANConv: {"forward": _han_forward},
     pyg.HGTConv: {"forward": _hgt_forward},
