@@ -333,3 +333,15 @@ def gradients(function, x, weights):
     given = torch.autograd.grad((out * numbers).sum(), leaves, allow_unused=True)
     pairs = zip(given, leaves, strict=True)
     return [out.detach(), *(torch.zeros_like(x) if g is None else g for g, x in pairs)]
+
+
+@on_ranks(3)
+def test_reshapes_without_elements(rank):
+    def empty(shape, *sizes):
+        grid = vc.grid.Grid(shape, sizes=sizes)
+        return grid.field(torch.zeros([len(part) for part in grid.ranges]))
+
+    assert empty((1, 0), None, [0, 0, 0]).reshape(-1).shape == (0,)
+    assert empty((2, 0, 3), None, None, [1, 0, 2]).reshape(0, 3).shape == (0, 3)
+    with pytest.raises(vc.ArgumentError, match="without elements"):
+        empty((3, 1, 0, 1), [1, 0, 2], None, None, None).reshape(2, 0, 1)

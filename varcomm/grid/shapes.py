@@ -197,8 +197,11 @@ def _new_shape(
 def _equal(old: Sequence[int], new: Sequence[int], left_out: int | None) -> tuple[int, int]:
     """Return the numbers of equal dimensions at the beginning and at the end.
 
-    A dimension of one row is then joined to others only if the number of dimensions falls: to the
-    one whose length the caller left out, if there is one.
+    If the number of dimensions falls, a dimension of one row joins the one that the caller wrote as
+    -1, or else the last.
+
+    >>> _equal([2, 1, 3], [2, 3], 0), _equal([2, 1, 3], [2, 3], 1), _equal([2, 1, 3], [2, 3], None)
+    ((0, 1), (1, 0), (1, 0))
     """
     most = min(len(old), len(new))
     tail = next((n for n in range(most) if old[-1 - n] != new[-1 - n]), most)
@@ -236,7 +239,11 @@ def _reshaped(
         outer = prod(old[olds.start : dim]) * split.repeats
         inner = prod(old[dim + 1 : olds.stop])
         at, before = _place(news, shape, outer, split.rows * inner)
-        repeats, behind = outer // before, prod(shape[at + 1 : news.stop])
+        behind = prod(shape[at + 1 : news.stop])
+        fits = before * behind > 0 and outer * split.rows * inner == prod(shape[n] for n in news)
+        if not fits:  # products of no elements say nothing
+            raise refused(f"a reshape of {tuple(old)} to {tuple(shape)} without elements")
+        repeats = outer // before
         if split.rows * inner % behind:
             raise refused(f"a reshape of {tuple(old)} to {tuple(shape)}, which parts split rows,")
         if any(n * inner % behind for n in split.sizes):
@@ -278,15 +285,15 @@ def _runs(
 
 def _place(news: range, shape: Sequence[int], outer: int, elements: int) -> tuple[int, int]:
     """Return the new dimension that is split, and the number of elements in those before it."""
-    before = 1
+    before = outside = 1
     for at in news:
-        n = shape[at]
-        if outer % (before * n) or before * n > outer:
+        n, outside = shape[at], before
+        if not before * n or outer % (before * n) or before * n > outer:
             return at, before
         if before * n == outer and elements == 1:
             return at, before
         before *= n
-    return news.stop - 1, before // shape[news.stop - 1]
+    return news.stop - 1, outside
 
 
 def _multiples(split: Split, of: int) -> list[int]:
