@@ -199,7 +199,10 @@ UNPACKED = {
 }
 
 
-@pytest.mark.parametrize("form", ["raw", "base64", "binary"])
+CUT_OFF = {"raw": "cut off, damaged", "base64": "cut off, damaged", "binary": "cut off or damaged"}
+
+
+@pytest.mark.parametrize("form", CUT_OFF)
 def test_encodings(tmp_path, form):
     points, blocks = box((3, 2, 2), ["tetra"])
     tetra = np.concatenate([block for _, block in blocks])
@@ -208,7 +211,7 @@ def test_encodings(tmp_path, form):
         path = encoded(tmp_path / "mesh.vtu", expected, form, compressor, order, wide)
         assert_same_graphs(path, expected, ["h"])
         path.write_bytes(path.read_bytes()[:-600])
-        with pytest.raises(vc.ArgumentError, match=r"cut off(,| or) damaged|incomplete\. Write"):
+        with pytest.raises(vc.ArgumentError, match=CUT_OFF[form]):
             read_mesh(path)
 
 

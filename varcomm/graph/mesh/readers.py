@@ -229,11 +229,13 @@ def _checked(path: Path, read: Callable[[], Any]) -> Any:
         raise MissingPackageError(
             f"{path} needs {error.name}: pip install {error.name}."
         ) from error
+    except (PermissionError, MemoryError):
+        raise
     except (Exception, SystemExit) as error:
-        fault = f"it is empty, cut off, damaged, or not in the format of {path.suffix} files"
+        fault = f"it is empty, cut off, damaged, or not in the format of its suffix"
         cure = "Write the file again, or convert it to VTU, as with ParaView."
         if path.is_dir() or path.suffix == ".foam":
-            fault = "it is not the case of a mesh"
+            fault = "it is no OpenFOAM case"
             cure = "Pass a file, or the folder of a case, in which constant/polyMesh exists."
         elif path.suffix.lower() == ".msh":
             cure = (

@@ -118,11 +118,16 @@ class _File:
             self.root = ElementTree.fromstring(content)
         except ElementTree.ParseError as error:
             fault = "is empty" if not content.strip() else "is not an XML file"
-            if b"<" in content[:8]:
-                fault = f"is cut off or damaged: its XML ends at line {error.position[0]}"
+            if content.lstrip().startswith(b"<"):
+                fault = f"is cut off or damaged: an error in its XML is at line {error.position[0]}"
             raise ArgumentError(
                 f"{path.name} {fault}. Write the file again, or pass the file of a mesh."
             ) from error
+        if self.root.tag != "VTKFile":
+            raise ArgumentError(
+                f"{path.name} is no file of VTK: its XML begins with <{self.root.tag}>. Pass the "
+                "file of a mesh."
+            )
         self._order: Any = ">" if self.root.get("byte_order") == "BigEndian" else "<"
         compressor = self.root.get("compressor")
         self._unpack = _UNPACK.get(compressor) if compressor else None
