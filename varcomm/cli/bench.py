@@ -101,8 +101,8 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
                 cells += [microseconds(result["seconds"]), f"{result['algbw']:.3g}"]
                 cells += [f"{result['busbw']:.3g}", f"{result['wire']:.2f}"]
                 print(_LINE.format(*cells), flush=True)
-        if speaks:
-            print(f"\n{_in_all(results)}")
+        if speaks and results:
+            print(f"\n{_summary(results)}")
     finally:
         if speaks and options.json is not None:
             record = {"command": sys.argv[1:], "torch": torch.__version__, "results": results}
@@ -110,10 +110,10 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     return 0
 
 
-def _in_all(results: Sequence[Mapping[str, Any]]) -> str:
-    """Return the last line: the range of the rates, and the cases without a needless byte.
+def _summary(results: Sequence[Mapping[str, Any]]) -> str:
+    """Return the last line: the range of busbw, and the number of cases with the fewest bytes.
 
-    >>> _in_all([{"busbw": 0.5, "wire": 1.0}, {"busbw": 2.0, "wire": 1.25}])
+    >>> _summary([{"busbw": 0.5, "wire": 1.0}, {"busbw": 2.0, "wire": 1.25}])
     '2 cases: busbw 0.5 to 2 GB/s; 1 of 2 send the fewest possible bytes'
     """
     rates = [result["busbw"] for result in results]

@@ -194,7 +194,7 @@ def _begun(
         word = None
         if place == 0 and not in_graph(bucket[0]):
             word = word_with(total.group, dtype, device, trained, name_of)
-        # only the message holds the sent values, and frees them before the sum arrives
+        # no name of this function holds the sent values, so they are freed before the sum arrives
         message = send_in_rule(total, _flat(bucket, word), False)
         if word is not None:
             values = sum(p.numel() for p in bucket) + len(bucket)

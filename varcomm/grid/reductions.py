@@ -70,12 +70,12 @@ def mean(func: Func, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: A
 
 @rule("any all")
 def _any(func: Func, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
-    kind = torch.uint8 if x.dtype == torch.uint8 else torch.bool  # as torch returns
+    dtype = torch.uint8 if x.dtype == torch.uint8 else torch.bool
     if dim is not None and dim in ((), []):
-        return x.bool().to(kind)  # unlike other reductions
+        return x.bool().to(dtype)  # torch reduces nothing here
     holds = x.bool() if func.__name__ == "any" else ~x.bool()
     found = _sum(torch.sum, holds, dim, keepdim, dtype=torch.int64) > 0
-    return (found if func.__name__ == "any" else ~found).to(kind)
+    return (found if func.__name__ == "any" else ~found).to(dtype)
 
 
 @rule("prod")

@@ -126,9 +126,10 @@ def forget_destroyed(also_living: bool = False) -> None:
     """Drop the groups that torch.distributed has destroyed, so that their threads end."""
     for group in [*_groups.values()]:
         if also_living or not group.exists():
-            group.calls.clear()  # they hold the group in a cycle
-            group.auxiliary.clear()  # so do readings of a grid
-            group.in_flight = []  # and so do these
+            # calls, plans of grids among the auxiliary values, and messages hold it in a cycle
+            group.calls.clear()
+            group.auxiliary.clear()
+            group.in_flight = []
             del _groups[group.process_group]
 
 
