@@ -232,7 +232,7 @@ def _checked(path: Path, read: Callable[[], Any]) -> Any:
     except (PermissionError, MemoryError):
         raise
     except (Exception, SystemExit) as error:
-        fault = f"it is empty, cut off, damaged, or not in the format of its suffix"
+        fault = "it is empty, cut off, damaged, or not in the format of its suffix"
         cure = "Write the file again, or convert it to VTU, as with ParaView."
         if path.is_dir() or path.suffix == ".foam":
             fault = "it is no OpenFOAM case"
