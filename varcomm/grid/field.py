@@ -473,7 +473,9 @@ def _aligned(x: Tensor, split: Split, target: Split) -> Tensor:
         return span(x, split, [(0, min(rows, 1)) for rows in target.sizes])
     if split.total != target.total:
         raise ArgumentError(
-            f"fields of {split.total} and {target.total} rows along dimension {split.dim} meet."
+            f"fields of {split.total} and {target.total} rows along dimension {split.dim} meet. "
+            "Pad, slice or interpolate one of them to the size of the other: "
+            "torch.nn.functional.interpolate(x, size=y.shape[2:])."
         )
     if split.repeats != target.repeats:
         raise refused("an operation on rows of several images in one dimension, split differently")

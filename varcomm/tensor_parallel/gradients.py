@@ -227,7 +227,8 @@ def _check_replicas(
                 f"their norms are {by_rank[:, whole.index(i), 0].tolist()}. If its module runs on "
                 "parts of heads or of a sequence, set its style to 'sequence' in the plan of "
                 "parallelize, or call sequence_parallel(module). If it is beside a sharded layer, "
-                "as in LoRA, call copy_to_tensor_model_parallel_region on its input or output."
+                "as in LoRA, call copy_to_tensor_model_parallel_region on its input or output. "
+                "torch.nn.utils.clip_grad_norm_ before this call has the same effect: omit it."
             )
 
 
