@@ -33,7 +33,7 @@ def draw(found):
     calls = list(dict.fromkeys(call for _, call, _, _ in found))
     ratio = {tuple(key): float(value) for *key, value in found}
     figure, panels = plt.subplots(1, 2, sharex=True, sharey=True, figsize=(figures.WIDTH, 4.2))
-    colours = [figures.RANKS[0], figures.LINES[0], figures.RANKS[1], figures.LINES[1]]
+    colours = [figures.RANKS[at] for at in (0, 1, 3, 7)]
     for axes, (engine, name) in zip(panels, ENGINES.items(), strict=True):
         axes.axvline(1, color=figures.PALE, lw=1)
         for at, (size, words) in enumerate(SIZES.items()):
