@@ -58,10 +58,10 @@ def _pointwise(in_channels: int, wide: int, out_channels: int) -> nn.Sequential:
 
 
 class FNO(nn.Module):
-    """Predict a field from a field by filters of its lowest frequencies [1]_.
+    """Predict a field from a field by filters of its lowest frequencies.
 
-    The model has no code for ranks: on a field of :class:`varcomm.grid.Grid` it is exact for any
-    rows per rank. Trained at one resolution, it runs at others.
+    The model [1]_ has no code for ranks: on a field of :class:`varcomm.grid.Grid` it is exact for
+    any rows per rank. Trained at one resolution, it runs at others.
 
     Parameters
     ----------

@@ -69,10 +69,10 @@ class ImageAttention(nn.Module):
 
 
 class UNet(nn.Module):
-    """Predict an image from an image, at several resolutions [1]_.
+    """Predict an image from an image, at several resolutions.
 
-    The model has no code for ranks: on a field of :class:`varcomm.grid.Grid` it is exact for any
-    rows per rank. Images may have any size. Each level has half the rows and columns of the one
+    The model [1]_ has no code for ranks: on a field of :class:`varcomm.grid.Grid` it is exact for
+    any rows per rank. Images may have any size. Each level has half the rows and columns of the one
     above, rounded up, and is interpolated back to the size that was there.
 
     Parameters
