@@ -196,7 +196,7 @@ BAD |= {
     "cut.npz": "zip",
     "notes.vtu": "notes.vtu is not an XML file. Write",
     "empty.pvd": "empty.pvd is empty. Write",
-    "cut.vtu": "cut.vtu is cut off or damaged: its XML ends at line 2. Write",
+    "cut.vtu": "cut.vtu is cut off or damaged: an error in its XML is at line 2. Write",
     "cut.pvtu": "cut.vtu is cut off or damaged",
     "notes.su2": "not in the format of .su2 files. Write",
     "empty.ply": "it is empty, cut off",
