@@ -198,7 +198,7 @@ BAD |= {
     "empty.pvd": "empty.pvd is empty. Write",
     "cut.vtu": "cut.vtu is cut off or damaged: an error in its XML is at line 2. Write",
     "cut.pvtu": "cut.vtu is cut off or damaged",
-    "notes.su2": "not in the format of .su2 files. Write",
+    "notes.su2": "not in the format of its suffix. Write",
     "empty.ply": "it is empty, cut off",
 }
 
