@@ -88,10 +88,11 @@ def data_of(name, nodes):
     if name != "hetero SAGE":
         return Data(x=x, edge_index=edges, edge_attr=attributes)
     data = HeteroData()
+    # torch.compile fails to say why it compiles again if two arguments are one tensor
     for kind in ("cell", "node"):
-        data[kind].x = x
+        data[kind].x = x.clone()
     for kind in KINDS:
-        data[kind].edge_index = edges
+        data[kind].edge_index = edges.clone()
     return data
 
 
