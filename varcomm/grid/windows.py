@@ -233,7 +233,8 @@ class _Inner:
         rank = split.group.rank
         (a, b), (i, j) = self.out.spans[rank], self.inner[rank]
         low, high = window.reads(i, j)
-        inner = outputs(x.narrow(dim, low - split.start, high - low))
+        own = x if high - low == x.shape[dim] else x.narrow(dim, low - split.start, high - low)
+        inner = outputs(own)  # narrow() of all rows copies its gradient
         rows = handle.wait()
         if not borders[rank]:  # no outputs, by which this rank takes part in backward
             nothing = rows.sum().to(inner.dtype).expand(inner.narrow(dim, 0, 0).shape)
