@@ -10,11 +10,20 @@ of the peak of a new process. ``mpiexec -n 2 python benchmarks/grids.py`` times 
 import argparse
 import os
 import time
-from itertools import accumulate
 
 import torch
 import torch.distributed as dist
-from measuring import Measured, arguments, median, ms, slowest, spread, table, turns_of
+from measuring import (
+    Measured,
+    arguments,
+    median,
+    ms,
+    peak_of_tensors,
+    slowest,
+    spread,
+    table,
+    turns_of,
+)
 from torch.nn import GroupNorm
 
 import varcomm as vc
@@ -107,11 +116,7 @@ def memory(rank, kind, size):
     with Measured() as cost:
         step()
         step()
-    with torch.profiler.profile(profile_memory=True) as profile:
-        step()
-    found = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    found.sort(key=lambda event: event.start_ns())
-    return max(accumulate(event.nbytes() for event in found)), cost.rise
+    return peak_of_tensors(step), cost.rise
 
 
 def exchange(rank, size, turns, count=20):

@@ -4,6 +4,7 @@ import platform
 import statistics
 import time
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -46,6 +47,15 @@ def status(field):
     """Return the resident bytes: now (VmRSS), or the peak since reset_peak (VmHWM)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(dict(line.split(":", 1) for line in lines)[field].split()[0]) * 1024
+
+
+def peak_of_tensors(step):
+    """Return the largest total of the tensors that a call makes and has not freed, in bytes."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        step()
+    changes = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    changes.sort(key=lambda event: event.start_ns())
+    return max(accumulate(event.nbytes() for event in changes))
 
 
 def turns_of(names, turn):

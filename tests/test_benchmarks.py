@@ -47,6 +47,10 @@ SLOW_RUNS = [
         "times as fast",
     ),
     ("agreement.py --ranks 3 --turns 2 --count 2", "a call in the log"),
+    (
+        "halo_peers.py --columns 9 --height 4 --width 4 --blocks 1 --turns 2 --count 1",
+        "the same, interior edges first",
+    ),
     ("linears.py --rows 21 --inputs 8 --outputs 6 --repeats 2", "ratio, all ranks"),
     (
         "scaling.py --rows 20 --ranks 1 2 4 16 --width 8 --blocks 1 --plot {folder}/a.png",

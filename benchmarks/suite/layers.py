@@ -10,7 +10,7 @@ entropy has eight times as many classes as tokens. The floors are the same produ
 torch, into new memory, and bare collectives, in sequence.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from zlib import crc32
 
@@ -60,13 +60,8 @@ def build_graph(case, peers, device):
     own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
     into = torch.nonzero((edges[1] >= own.start) & (edges[1] < own.stop)).view(-1)
     graph = vc.graph.from_edges(edges[:, into], sizes)
-    matrix = [[0] * world for _ in range(world)]
-    matrix[rank] = list(graph.plan.send_counts)
-    for peer, rows in enumerate(graph.plan.recv_counts):
-        matrix[peer][rank] = rows
-    layout = Halo(rank, sizes, matrix, width, dtype, device)
-    vars(layout)["plan"] = graph.plan
-    back = Halo(rank, sizes, layout.transposed().matrix, width, dtype, device)
+    layout = halo_of(graph, sizes, width, dtype, device)
+    back = replace(layout, matrix=layout.transposed().matrix)
     vars(back)["plan"] = graph.plan
     x = made("x", (sum(sizes), width), dtype, device)
     y = made("y", (sum(sizes), width), dtype, device) if case.backward else None
@@ -92,6 +87,17 @@ def build_graph(case, peers, device):
         (back if case.backward else layout).fewest(),
         cannot,
     )
+
+
+def halo_of(graph, sizes, width, dtype, device):
+    """Return the layout of a graph's plan: this rank's row and column of its counts."""
+    rank, matrix = dist.get_rank(), [[0] * len(sizes) for _ in sizes]
+    matrix[rank] = list(graph.plan.send_counts)
+    for peer, rows in enumerate(graph.plan.recv_counts):
+        matrix[peer][rank] = rows
+    layout = Halo(rank, sizes, matrix, width, dtype, device)
+    vars(layout)["plan"] = graph.plan
+    return layout
 
 
 def bare(case, layout, back):

@@ -5,7 +5,7 @@ import importlib.metadata
 import importlib.util
 import sys
 from functools import cache, partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,11 @@ from torch.nn.functional import pad
 
 from varcomm.cli.workload import ROOT
 
-PACKAGES = {"anemoi": "anemoi-models", "physicsnemo": "nvidia-physicsnemo"}
+PACKAGES = {
+    "anemoi": "anemoi-models",
+    "fairchem": "fairchem-core",
+    "physicsnemo": "nvidia-physicsnemo",
+}
 
 
 class CannotError(Exception):
@@ -191,24 +195,41 @@ class WithAllToAll:
 
 @cache
 def physicsnemo_modules():
-    """Import its modules without dependencies that are not installed."""
-    found = importlib.util.find_spec("physicsnemo")
+    """Import its collectives without the dependencies of the package."""
+    names = ("distributed.autograd", "distributed.utils")
+    tree = {"treelib": {"Tree": object}}  # which only other parts use
+    return modules("physicsnemo", ("", "core", "distributed"), names, tree)
+
+
+@cache
+def fairchem_modules():
+    """Import its exchange of atoms without the dependencies of the package."""
+    names = ("gp_utils", "parallelism.graph_parallel_a2a")
+    folders = ("", "core", "core.common", "core.common.parallelism")
+    stubs = {"omegaconf": {"OmegaConf": object}}
+    return modules("fairchem", folders, [f"core.common.{name}" for name in names], stubs)
+
+
+def modules(package, folders, names, stubs):
+    """Import modules of a package, without the __init__ of folders if they need other packages."""
+    found = importlib.util.find_spec(package)
     if found is None or not found.submodule_search_locations:
-        raise CannotError("nvidia-physicsnemo is not installed")
-    names = ("physicsnemo.distributed.autograd", "physicsnemo.distributed.utils")
+        raise CannotError(f"{PACKAGES[package]} is not installed")
+    names = [f"{package}.{name}" for name in names]
     try:
         return tuple(map(importlib.import_module, names))
     except ImportError:
-        for name in [name for name in sys.modules if name.split(".")[0] == "physicsnemo"]:
+        for name in [name for name in sys.modules if name.split(".")[0] == package]:
             del sys.modules[name]
-    # packages whose __init__ does not run, and a class that only other parts use
-    folder = found.submodule_search_locations[0]
-    for name in ("physicsnemo", "physicsnemo.core", "physicsnemo.distributed"):
+    for folder in folders:
+        name = f"{package}.{folder}".rstrip(".")
         sys.modules[name] = ModuleType(name)
-        sys.modules[name].__path__ = ["/".join([folder, *name.split(".")[1:]])]
-    if importlib.util.find_spec("treelib") is None:
-        sys.modules["treelib"] = ModuleType("treelib")
-        sys.modules["treelib"].Tree = object
+        path = next(iter(found.submodule_search_locations))
+        sys.modules[name].__path__ = ["/".join([path, *folder.split(".")]).rstrip("/")]
+    for name, members in stubs.items():
+        if importlib.util.find_spec(name) is None:
+            sys.modules[name] = ModuleType(name)
+            vars(sys.modules[name]).update(members)
     try:
         return tuple(map(importlib.import_module, names))
     except ImportError as error:
@@ -216,3 +237,53 @@ def physicsnemo_modules():
 
 
 PEERS = {"padded": padded, "torch.nn": torch_nn, "anemoi": anemoi, "physicsnemo": physicsnemo}
+
+
+def gathered_halo(layout, halo_ids):
+    """torch.distributed.nn: all rows of all ranks, padded."""
+    starts, most = torch.tensor(layout.sizes).cumsum(0), max(layout.sizes)
+    owners = torch.bucketize(halo_ids, starts, right=True)
+    at = halo_ids - (starts - torch.tensor(layout.sizes))[owners] + owners * most
+    rows = torch.cat([torch.arange(layout.mine) + layout.rank * most, at])
+    return lambda x: torch.cat(nn.all_gather(fill(x, layout))), rows
+
+
+def anemoi_rows(layout, halo_ids):
+    """anemoi's exchange returns own rows and the halo."""
+    return anemoi_halo(layout), torch.arange(layout.mine + len(halo_ids))
+
+
+def physicsnemo_halo(layout, halo_ids):
+    """nvidia-physicsnemo: the one message of its DistributedGraph, which carries own rows too."""
+    autograd, utils = physicsnemo_modules()
+    if dist.get_backend() == "gloo" and not isinstance(utils.dist, WithAllToAll):
+        utils.dist = WithAllToAll()
+    rank, mine, indices = layout.rank, layout.mine, layout.indices(layout.rank)
+    matrix = [list(row) for row in layout.matrix]
+    matrix[rank][rank], indices[rank] = mine, torch.arange(mine)
+    before, total = sum(layout.recv[:rank]), mine + len(halo_ids)
+    rows = torch.arange(total)
+    own = (rows >= before) & (rows < before + mine)
+    rows = torch.cat([rows[own], rows[~own]])
+    return lambda x: autograd.indexed_all_to_all_v(x, indices, matrix), rows
+
+
+def fairchem_halo(layout, halo_ids):
+    """fairchem-core: the exchange of its all-to-all mode, after which layers append own rows."""
+    gp_utils, a2a = fairchem_modules()
+    gp_utils._GRAPH_PARALLEL_GROUP = dist.group.WORLD
+    send, recv = list(layout.send), list(layout.recv)
+    index = torch.cat(layout.indices(layout.rank))
+    context = SimpleNamespace(send_indices=index, send_splits=send, recv_splits=recv)
+    rows = torch.arange(layout.mine + len(halo_ids))
+    return lambda x: torch.cat([x, a2a.all_to_all_collect(x, context)]), rows
+
+
+# From a layout and the global ids of the halo, a function of own rows, and the places of own rows
+# and of the halo in its result.
+HALOS = {
+    "all-gather of torch.distributed.nn": gathered_halo,
+    "anemoi": anemoi_rows,
+    "fairchem": fairchem_halo,
+    "physicsnemo": physicsnemo_halo,
+}
