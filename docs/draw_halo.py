@@ -5,7 +5,6 @@ python docs/draw_halo.py
 The graph and its parts are those of the code on docs/explanation/halo.md.
 """
 
-import re
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from varcomm import _figures as figures
 
 sys.path.append(str(Path(__file__).parent / "_ext"))
 from dark import save
+from page_code import blocks_of, run
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "explanation" / "halo.md"
@@ -30,8 +30,7 @@ FILL = {"#f1f3f5": "#1e2126"}  # of a rank's panel
 def parts():
     """Return owned ids, halo ids and local edges of each rank."""
     names = {}
-    code = re.search(r"```python\n(.*?)\nfor found in", PAGE.read_text(), re.DOTALL)[1]
-    exec(code, names)
+    run(blocks_of(PAGE)[0].partition("\nfor found in")[0], names)
     return [(owned, halo, edges) for owned, halo, edges, _ in vc.launch(names["fn"], 3)]
 
 

@@ -4,7 +4,6 @@ python docs/draw_partitions.py
 """
 
 import contextlib
-import re
 import sys
 import tempfile
 from pathlib import Path
@@ -18,6 +17,7 @@ import varcomm as vc
 
 sys.path.append(str(Path(__file__).parent / "_ext"))
 from dark import save
+from page_code import blocks_of, run
 
 ROOT = Path(__file__).parent.parent
 IMAGES = ROOT / "docs" / "images"
@@ -48,9 +48,9 @@ def draw(file, nodes, ranks, method, name):
 if __name__ == "__main__":
     lat, lon = ocean.load(2).pos.numpy().T
     points, cells = squares(lon - 1, lat - 1, 2)
-    page = (ROOT / "docs" / "reference" / "command_line.md").read_text()
+    (code,) = blocks_of(ROOT / "docs" / "reference" / "command_line.md")
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], {})
+        run(code, {})
         draw("channel.vtu", "points", 4, "rcb", "command_line.png")
         meshio.Mesh(points, {"quad": cells}).write("ocean.vtu")
         draw("ocean.vtu", "cells", 6, "rcb", "partition.png")

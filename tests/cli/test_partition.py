@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from page_code import blocks_of, run
 from torch_geometric.data import Batch, Data, HeteroData
 
 import varcomm as vc
@@ -17,7 +18,7 @@ from varcomm.cli.main import main
 from varcomm.graph.graph_file import read_graph
 
 RING = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
-PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "command_line.md").read_text()
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "command_line.md"
 
 
 LEGEND = {"owned", "halo", "edges", "sent", "neighbours", "imbalance"}
@@ -38,9 +39,9 @@ def channel(path, rows=9, columns=5):
 def test_the_example_of_the_page(monkeypatch, tmp_path, capsys):
     pytest.importorskip("meshio")
     monkeypatch.chdir(tmp_path)
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    exec(compile(code, "command_line.md", "exec"), {})
-    shown = re.findall(r"```console\n\$ varcomm (.*?)\n(.*?)```", PAGE, re.DOTALL)
+    (code,) = blocks_of(PAGE)
+    run(code, {})
+    shown = re.findall(r"```console\n\$ varcomm (.*?)\n(.*?)```", PAGE.read_text(), re.DOTALL)
     same = [(line, text) for line, text in shown if "channel" in line and "differs" not in text]
     assert [line.split()[0] for line, _ in same] == ["partition", "inspect"]
     for line, text in same:

@@ -4,9 +4,7 @@ The first tier runs the README and the start page, the second tier all pages.
 """
 
 import ast
-import contextlib
 import importlib.util
-import io
 import re
 import subprocess
 import sys
@@ -14,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from page_code import blocks_of, run
 from torch.distributed.tensor import DTensor
 
 import varcomm as vc
@@ -22,15 +21,11 @@ from tests.docs.test_how_to import on_page
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 EXPLANATIONS = [
-    *(page for page in sorted(DOCS.glob("explanation/*.md")) if "```python" in page.read_text()),
+    *(page for page in sorted(DOCS.glob("explanation/*.md")) if blocks_of(page)),
     *(page for page in sorted(DOCS.glob("coming_from/*.md")) if page.stem not in ("index", "mace")),
     *(DOCS / f"{page}.md" for page in ("ase", "faq", "install", "sampling", "sharp_bits", "why")),
     DOCS / "reference" / "environment_variables.md",
 ]
-
-
-def blocks_of(page):
-    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 
 
 TRAINING, CHECKED, SCRIPT, PARALLEL = blocks_of(ROOT / "README.md")
@@ -46,14 +41,6 @@ def comments_of(block):
         else:
             printing = line.startswith(("print(", "    print(")) or (printing and not line)
     return "\n".join(lines)
-
-
-def run(block, names):
-    """Run one block, and return the text that it prints in this process."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(block, "page", "exec"), names)
-    return printed.getvalue().strip()
 
 
 def test_start(worlds, monkeypatch):
@@ -82,8 +69,7 @@ def run_page(rank, page, folder):
     """Return the tensors that the blocks of a page make."""
     names = {"rank": rank, "folder": folder}
     for block in blocks_of(DOCS / page):
-        # as a module does, so that classes defined there have a module
-        exec(compile(block, page, "exec"), names)
+        run(block, names)
     tensors = {key: value for key, value in names.items() if isinstance(value, torch.Tensor)}
     special = DTensor, vc.grid.Field
     return {key: value for key, value in tensors.items() if not isinstance(value, special)}

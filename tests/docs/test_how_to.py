@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from page_code import blocks_of
 
 PAGES = sorted((Path(__file__).parents[2] / "docs" / "how_to").glob("*.md"))
 
@@ -19,11 +20,11 @@ def parts_of(page):
     """Return the extra packages of a page, its script, the command, and the printed lines."""
     text = page.read_text()
     needs = re.match(r"<!-- needs: (.*?) -->", text)
-    script = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    scripts = blocks_of(page)
     shown = re.search(r"```text\n\$ (.*?)\n(.*?)```", text, re.DOTALL)
-    assert script, f"{page.name} needs a script"
+    assert scripts, f"{page.name} needs a script"
     assert shown, f"{page.name} needs a text block that begins with its command"
-    return needs[1].split() if needs else [], script[1], shown[1], shown[2].strip()
+    return needs[1].split() if needs else [], scripts[0], shown[1], shown[2].strip()
 
 
 def on_page(printed, folder):

@@ -9,6 +9,7 @@ import meshio
 import numpy as np
 import pytest
 import torch
+from page_code import blocks_of, run
 
 import varcomm
 from tests.graph.parts import same
@@ -355,16 +356,14 @@ def test_without_meshio(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_page_in_the_docs(tmp_path, monkeypatch, capsys):
+def test_the_page_in_the_docs(tmp_path, monkeypatch):
     """Its code runs as it stands, and prints what it says there."""
-    page = (Path(__file__).parents[2] / "docs" / "meshes.md").read_text()
-    code = "".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    page = Path(__file__).parents[2] / "docs" / "meshes.md"
     monkeypatch.chdir(tmp_path)
-    exec(code, {"__name__": "__main__"})
+    printed = run("".join(blocks_of(page)), {"__name__": "__main__"})
     assert meshio.read("out.vtu").point_data["prediction"].shape == (126, 1)
     assert Path("parts.png").exists()
-    printed = capsys.readouterr().out
     assert printed.startswith("126 nodes and 594 edges on 2 ranks by ")
-    _, *told = re.search(r"```text\n(.*?)```", page, re.DOTALL)[1].splitlines()
+    _, *told = blocks_of(page, "text")[0].splitlines()
     assert told[0] in printed.splitlines()
     assert re.sub(r"\d+\.\d", "", told[1]) == re.sub(r"\d+\.\d", "", printed.splitlines()[-1])
