@@ -5,7 +5,6 @@ python docs/draw_equality.py
 The picture contains its numbers. A test runs the training again and compares them.
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -16,8 +15,6 @@ from matplotlib import pyplot as plt
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.tri import Triangulation
-from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 from torch_geometric.data import Data
 from torch_geometric.nn import GraphSAGE
 
@@ -25,7 +22,7 @@ import varcomm as vc
 from varcomm import _figures as figures
 
 sys.path.append(str(Path(__file__).parent / "_ext"))
-from dark import save, twin
+from dark import save
 
 PICTURE = Path(__file__).parent / "images" / "equality.png"
 WORLDS = 1, 2, 3
@@ -170,11 +167,6 @@ def draw(found):
 if __name__ == "__main__":
     found = numbers()
     with plt.rc_context(figures.style()):
-        save(draw(found), PICTURE)
-    kept = PngInfo()
-    kept.add_text("numbers", json.dumps(found))
-    for path in (PICTURE, twin(PICTURE)):  # 64 colours: a fifth of the bytes
-        small = Image.open(path).convert("RGB").quantize(64, dither=0)
-        small.save(path, optimize=True, pnginfo=kept)
+        save(draw(found), PICTURE, numbers=found, colours=64)
     print("largest difference of a loss from that of one rank:", difference(found))
     print("last losses:", [found[str(world)]["losses"][-1] for world in WORLDS])
