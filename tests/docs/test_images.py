@@ -17,6 +17,11 @@ PAGES = [
     *(page for page in (ROOT / "docs").rglob("*.md") if "generated" not in page.parts),
     *(ROOT / "examples").rglob("README.md"),
 ]
+BENCHMARKS = [
+    page
+    for page in sorted((ROOT / "docs" / "benchmarks").glob("*.md"))
+    if page.stem not in ("index", "gpu")
+]
 COMMANDS = (ROOT / "docs" / "reference" / "command_line.md").read_text()
 MARKDOWN = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)[^)]*\)")
 DIRECTIVE = re.compile(r"```+\{(?:image|figure)\} (\S+)\n((?::.*\n)*)")
@@ -94,11 +99,14 @@ def test_picture_of_the_library_has_each_layer():
     assert ", ".join(re.findall(r"^ +(\w+)", listed, re.MULTILINE)) in words_of("library")
 
 
-def test_picture_of_calls_has_the_ratios_of_its_page():
-    drawn = runpy.run_path(str(ROOT / "docs" / "draw_calls.py"))
-    shown = json.loads(Image.open(ROOT / "docs" / "images" / "calls.png").text["numbers"])
-    assert len(shown) == 64
-    assert shown == [list(line) for line in drawn["ratios"]()], "run: python docs/draw_calls.py"
+@pytest.mark.parametrize("page", BENCHMARKS, ids=lambda page: page.stem)
+def test_charts_of_benchmarks_have_the_numbers_of_their_pages(page):
+    drawn = runpy.run_path(str(ROOT / "docs" / "draw_benchmarks.py"))
+    path, _ = next(pictures(page.read_text()))
+    assert path == f"../images/benchmarks/{page.stem}.png"
+    shown = json.loads(Image.open(drawn["IMAGES"] / f"{page.stem}.png").text["numbers"])
+    assert len(shown) == 64 if page.stem == "calls" else len(shown) > 2
+    assert shown == drawn["numbers"](page.stem), f"run: python docs/draw_benchmarks.py {page.stem}"
 
 
 def test_pictures_of_collectives_show_a_run(worlds):
