@@ -364,6 +364,9 @@ def test_the_page_in_the_docs(tmp_path, monkeypatch):
     assert meshio.read("out.vtu").point_data["prediction"].shape == (126, 1)
     assert Path("parts.png").exists()
     assert printed.startswith("126 nodes and 594 edges on 2 ranks by ")
+    losses = re.findall(r"^# (.*loss.*)$", blocks_of(page)[1], re.MULTILINE)
+    assert len(losses) == 2
+    assert set(losses) <= set(printed.splitlines())
     _, *told = blocks_of(page, "text")[0].splitlines()
     assert told[0] in printed.splitlines()
     assert re.sub(r"\d+\.\d", "", told[1]) == re.sub(r"\d+\.\d", "", printed.splitlines()[-1])
