@@ -171,37 +171,6 @@ def explain(figure):
     )
 
 
-MARKS = 16  # at least the number of rows
-
-
-def marked(shape, first):
-    """Return a tensor of this shape, with one more dimension for marks."""
-    count = torch.Size(shape).numel()
-    return torch.eye(MARKS)[first : first + count].view(*shape, MARKS)
-
-
-def follow(rank, primitive, shapes):
-    """Run forward and backward on marked rows; None is a rank without input."""
-    inputs = vc.ShardSizes(
-        0 if shape is None else torch.Size(shape).numel() for shape in shapes
-    )
-    x = None
-    if shapes[rank] is not None:
-        x = marked(shapes[rank], inputs.offsets[rank]).requires_grad_()
-    result = primitive(rank, x)
-    results = vc.ShardSizes.from_local(result[..., 0].numel())
-    gradient = marked(result.shape[:-1], results.offsets[rank])
-    result.backward(gradient)
-    nothing = torch.empty(0, 1, MARKS)
-    before, back = (nothing, nothing) if x is None else (x.detach(), x.grad)
-    return {
-        "input": (before, inputs),
-        "result": (result.detach(), inputs),
-        "result gradient": (gradient, results),
-        "input gradient": (back, results),
-    }
-
-
 # sphinx_gallery_end_ignore
 
 SIZES = [3, 0, 1]
@@ -236,9 +205,45 @@ for rank, lists in enumerate(ranks.run(first_run)):
 # ``all_gather_v`` copies the rows of all ranks to every rank. ``reduce_scatter_v`` sums full
 # tensors of all ranks and leaves each rank its own rows of the sum.
 #
-# The drawings come from runs of ``follow``, a hidden function that marks each row and finds the
-# marks in the results. In each drawing, the upper half shows the forward pass from left to right.
-# The lower half shows backward from right to left. The colour of a row is the rank that held the
+# To see which rows a collective moves, mark each entry with a vector of its own: a one in one
+# place, and zeros elsewhere. A copy keeps its mark, and a sum has the marks of all its terms.
+# ``follow`` marks the input of a collective and, for backward, the gradient of its result.
+# ``shapes`` has the shape of each rank's input, or None for a rank without input.
+
+MARKS = 16  # at least the number of entries on all ranks
+
+
+def marked(shape, first):
+    """Return a tensor of this shape, and one more dimension with the marks."""
+    count = torch.Size(shape).numel()
+    return torch.eye(MARKS)[first : first + count].view(*shape, MARKS)
+
+
+def follow(rank, primitive, shapes):
+    """Run forward and backward on marked rows; None is a rank without input."""
+    inputs = vc.ShardSizes(
+        0 if shape is None else torch.Size(shape).numel() for shape in shapes
+    )
+    x = None
+    if shapes[rank] is not None:
+        x = marked(shapes[rank], inputs.offsets[rank]).requires_grad_()
+    result = primitive(rank, x)
+    results = vc.ShardSizes.from_local(result[..., 0].numel())
+    gradient = marked(result.shape[:-1], results.offsets[rank])
+    result.backward(gradient)
+    nothing = torch.empty(0, 1, MARKS)
+    before, back = (nothing, nothing) if x is None else (x.detach(), x.grad)
+    return {
+        "input": (before, inputs),
+        "result": (result.detach(), inputs),
+        "result gradient": (gradient, results),
+        "input gradient": (back, results),
+    }
+
+
+# %%
+# The drawings show what ``follow`` returns. The upper half is the forward pass, from left to right.
+# The lower half is backward, from right to left. The colour of a row is the rank that held the
 # row at the start of the arrow, and the number is the row's place on that rank. A row with several
 # fields is a sum.
 

@@ -21,13 +21,16 @@ import tempfile
 from pathlib import Path
 
 import meshio
-import numpy as np
 import torch
 
 import varcomm as vc
 
+folder = Path(tempfile.mkdtemp())
+file = folder / "channel.vtu"
+
 # sphinx_gallery_start_ignore
 # isort: split
+import numpy as np
 from scipy.spatial import Delaunay
 
 CYLINDERS = np.array([[1.2, 0.9], [2.4, 1.3]])  # centres
@@ -71,13 +74,11 @@ def make_mesh():
     return points, triangles
 
 
-# sphinx_gallery_end_ignore
 points, triangles = make_mesh()
-folder = Path(tempfile.mkdtemp())
-file = folder / "channel.vtu"
 in_space = np.column_stack([points, np.zeros(len(points))])
 meshio.Mesh(in_space, {"triangle": triangles}).write(file)
-print(f"{len(points):,} points, {len(triangles):,} triangles")
+# sphinx_gallery_end_ignore
+print(meshio.read(file))
 
 # %%
 # Partition the mesh

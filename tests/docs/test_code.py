@@ -4,6 +4,7 @@ The first tier runs the README and the start page, the second tier all pages.
 """
 
 import ast
+import builtins
 import importlib.util
 import re
 import subprocess
@@ -186,14 +187,23 @@ def test_tutorials_import_installed_packages(tutorial):
 @pytest.mark.parametrize(
     "tutorial", sorted(DOCS.glob("tutorials/*.py")), ids=lambda page: page.stem
 )
-def test_tutorials_show_only_imports_that_shown_code_uses(tutorial):
-    """Imports and ``plt.show()`` of pictures are hidden with the code that draws them."""
+def test_tutorials_show_the_code_that_shown_code_uses(tutorial):
+    """No shown line uses a hidden name; imports and ``plt.show()`` of pictures are hidden."""
     hidden = r"# sphinx_gallery_start_ignore\n.*?# sphinx_gallery_end_ignore\n"
     shown = ast.parse(re.sub(hidden, "", tutorial.read_text(), flags=re.DOTALL))
     imports = [each for each in shown.body if isinstance(each, ast.Import | ast.ImportFrom)]
-    names = {(a.asname or a.name).partition(".")[0] for each in imports for a in each.names}
-    used = {each.id for each in ast.walk(shown) if isinstance(each, ast.Name)}
-    assert names <= used
+    imported = {(a.asname or a.name).partition(".")[0] for each in imports for a in each.names}
+    used, defined = set(), imported | set(dir(builtins))
+    for node in ast.walk(shown):
+        match node:
+            case ast.Name(name, ast.Load()):
+                used.add(name)
+            case ast.Name(name) | ast.arg(name) | ast.ExceptHandler(name=str(name)):
+                defined.add(name)
+            case ast.FunctionDef(name) | ast.ClassDef(name):
+                defined.add(name)
+    assert imported <= used
+    assert used <= defined
     assert "plt" not in used
 
 
