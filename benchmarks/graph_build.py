@@ -8,11 +8,9 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import pymetis
 import torch
 from measuring import Measured, arguments, median, table
 from torch_geometric.data import Data
-from torch_geometric.loader import ClusterData
 
 import varcomm as vc
 
@@ -109,6 +107,8 @@ def pieces(rank, ranks, side, method):
 
 def metis(rank, ranks, side):
     """Let METIS assign the nodes of the whole grid, as its users call it from Python."""
+    import pymetis
+
     torch.set_num_threads(1)
     source, target = grid(side, side, range(side))
     first = torch.zeros(side * side + 1, dtype=torch.int64)
@@ -122,6 +122,8 @@ def metis(rank, ranks, side):
 
 def cluster_data(rank, ranks, side):
     """Let PyG cut the whole grid into clusters."""
+    from torch_geometric.loader import ClusterData
+
     torch.set_num_threads(1)
     data = Data(edge_index=grid(side, side, range(side)), num_nodes=side * side)
     with Measured() as cost:
