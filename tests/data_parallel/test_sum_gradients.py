@@ -5,6 +5,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import varcomm
 from tests.data_parallel.cases import CASES, DOUBLE, assert_same_gradients, backward, twins
@@ -109,6 +111,37 @@ def test_messages(rank, ranks):
         sum_gradients([large], bucket_bytes=2**20)
     assert large.grad.unique().tolist() == [3.0]
     assert abs(sum(call.sent for call in calls) - 2 * 2 / 3 * 90_003 * 4) <= 2 * 4 * 2
+
+
+class Sent(TorchDispatchMode):
+    """Records whether the buffer of each gradient is freed when its sum replaces the gradient."""
+
+    def __init__(self, parameters):
+        super().__init__()
+        self.gradients = {p.grad.data_ptr(): n for n, p in enumerate(parameters)}
+        self.parameters = {p.data_ptr(): n for n, p in enumerate(parameters)}
+        self.buffers, self.freed = {}, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.cat.default and args[0][0].data_ptr() in self.gradients:
+            number = self.gradients[args[0][0].data_ptr()]
+            self.buffers[number] = StorageWeakRef(out.untyped_storage())
+        if func is torch.ops.aten.empty_like.default and args[0].data_ptr() in self.parameters:
+            number = self.parameters[args[0].data_ptr()]
+            self.freed[number] = self.buffers[number].expired()
+        return out
+
+
+@on_ranks(3)
+def test_large_sent_buffers_are_freed_before_their_sums_are_used(rank, ranks):
+    """In two rounds; a message of one round, of up to 16 KiB, keeps this rank's part."""
+    for count in (1, 2):
+        given = [parameter((9_000,), grad=1.0) for _ in range(count)]
+        with Sent(given) as sent:
+            sum_gradients(given, bucket_bytes=36_000)
+        assert sent.freed == dict.fromkeys(range(count), True), count
+        assert [p.grad.unique().tolist() for p in given] == [[3.0]] * count
 
 
 @on_ranks(3)

@@ -194,20 +194,24 @@ def _begun(
         word = None
         if place == 0 and not in_graph(bucket[0]):
             word = word_with(total.group, dtype, device, trained, name_of)
-        # no name of this function holds the sent values, so they are freed before the sum arrives
-        message = send_in_rule(total, _flat(bucket, word), False)
+        # `_sum` starts the next bucket before it waits, so this name is of other values by then
+        flat, count = _flat(bucket, word)
+        message = send_in_rule(total, flat, False)
         if word is not None:
-            values = sum(p.numel() for p in bucket) + len(bucket)
-            message = carried(message, total.group, (values,), word, total.divisor)
+            message = carried(message, total.group, (count,), word, total.divisor)
         yield bucket, message
 
 
-def _flat(bucket: Sequence[torch.nn.Parameter], word: Word | None) -> torch.Tensor:
-    """Return all gradients in a row, and a flag for each, by which others learn of its use."""
+def _flat(bucket: Sequence[torch.nn.Parameter], word: Word | None) -> tuple[torch.Tensor, int]:
+    """Return gradients, a flag for each and the word in a row, and the length without the word.
+
+    By their flags, other ranks learn which gradients are used.
+    """
     gradients = [None if p.grad is None else p.grad.reshape(-1) for p in bucket]
     empty = bucket[0].new_empty(0, dtype=gradient_dtype(bucket[0]))
     parts = with_flags(gradients, [p.numel() for p in bucket], empty)
-    return torch.cat([*parts, *([] if word is None else [word.values])])
+    count = sum(map(len, parts))
+    return torch.cat([*parts, *([] if word is None else [word.values])]), count
 
 
 class _Unused(NamedTuple):
