@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 import torch
 from common import Cost, Parser, Record, differences, one_answer, one_cycle, say, training
 from mesh import FiniteElements, load
-from physics import Solver, relative_residual, right_hand_side
+from physics import Solver, loads, relative_residual, right_hand_side
 from picture import draw
 from torch import Tensor
 from torch_geometric.data import Data
@@ -25,20 +25,21 @@ from varcomm.graph import PartitionedGraph
 
 HELD_OUT = range(10**6, 10**6 + 16)  # seeds of held-out right-hand sides; training counts from 0
 LEARNED = range(64)  # right-hand sides whose mean solution is a baseline
+BATCH, RATE, FUNCTIONS = 32, 3e-3, 64
 
 
 def fit(
     solver: Solver,
-    loss: Callable[[int], Tensor],
+    loss: Callable[[range], Tensor],
     complete_gradients: Callable[[torch.nn.Module], object],
     steps: int,
 ) -> Iterator[float]:
-    """Train on a new right-hand side in every step; yield the loss before each step."""
-    optimizer = torch.optim.AdamW(solver.parameters(), lr=2e-3, weight_decay=1e-4)
-    schedule = one_cycle(optimizer, 2e-3, steps, rise=0.15)
+    """Train on new right-hand sides in every step; yield the loss before each step."""
+    optimizer = torch.optim.AdamW(solver.parameters(), lr=RATE, weight_decay=1e-4)
+    schedule = one_cycle(optimizer, RATE, steps, rise=0.15)
     for step in range(steps):
         optimizer.zero_grad()
-        value = loss(step)
+        value = loss(range(BATCH * step, BATCH * (step + 1)))
         value.backward()
         complete_gradients(solver)
         yield value.item()
@@ -48,14 +49,12 @@ def fit(
 
 
 def fit_on_ranks(solver: Solver, graph: PartitionedGraph, steps: int) -> Iterator[float]:
-    """Train on ranks: sums are over the nodes of all ranks, and gradients are summed."""
+    """Train on ranks: `all_reduce` sums over ranks, and gradients of parameters are summed."""
     vc.graph.distribute(solver, graph)
 
-    def total(values: Tensor) -> Tensor:  # per column, while graph.sum adds all columns
-        return vc.graph.replicated(vc.all_reduce(values.sum(dim=0)), graph)
-
-    def loss(seed: int) -> Tensor:
-        return relative_residual(solver, graph, right_hand_side(graph.pos, seed), total)
+    def loss(seeds: range) -> Tensor:
+        found = relative_residual(solver, graph, loads(graph, seeds), vc.all_reduce)
+        return vc.graph.replicated(found, graph)  # the same on all ranks: it counts once
 
     return fit(solver, loss, vc.data_parallel.sum_gradients, steps)
 
@@ -63,11 +62,8 @@ def fit_on_ranks(solver: Solver, graph: PartitionedGraph, steps: int) -> Iterato
 def fit_alone(solver: Solver, data: Data, steps: int) -> Iterator[float]:
     """Train in one process, without varcomm."""
 
-    def total(values: Tensor) -> Tensor:
-        return values.sum(dim=0)
-
-    def loss(seed: int) -> Tensor:
-        return relative_residual(solver, data, right_hand_side(data.pos, seed), total)
+    def loss(seeds: range) -> Tensor:
+        return relative_residual(solver, data, loads(data, seeds), lambda values: values)
 
     return fit(solver, loss, lambda solver: None, steps)
 
@@ -75,27 +71,23 @@ def fit_alone(solver: Solver, data: Data, steps: int) -> Iterator[float]:
 def new_solver(hidden: int, blocks: int, seed: int) -> Solver:
     """Return a model with equal weights on all ranks, which draw them from one seed."""
     torch.manual_seed(seed)
-    return Solver(hidden, blocks)
+    return Solver(hidden, blocks, FUNCTIONS)
 
 
 def record(solver: Solver, losses: Iterator[float]) -> Record:
-    """Run a training; return its losses, and the gradients of its first step.
-
-    Gradients are one vector, because at u = 0 only the decoder has a gradient.
-    """
+    """Run a training; return its losses, and the gradients of its first step."""
     first = next(losses)
-    gradients = torch.cat([parameter.grad.flatten() for parameter in solver.parameters()])
-    return [first, *losses], [gradients]
+    return [first, *losses], [parameter.grad.clone() for parameter in solver.parameters()]
 
 
 def precise(data: Data, dtype: torch.dtype) -> Data:
     return data.clone().apply(lambda x: x.to(dtype) if x.is_floating_point() else x)
 
 
-def found_by(solver: Solver, graph: PartitionedGraph, seed: int) -> Tensor | None:
-    """Return the network's solution on all nodes, on the first rank."""
+def found_by(solver: Solver, graph: PartitionedGraph, seeds: range) -> Tensor | None:
+    """Return the network's solutions (N, S) on all nodes, on the first rank."""
     with torch.no_grad():
-        return graph.gather(solver(graph, right_hand_side(graph.pos, seed)), dst=0)
+        return graph.gather(solver(graph, loads(graph, seeds), vc.all_reduce), dst=0)
 
 
 def relative_error(found: Tensor, true: Tensor) -> float:
@@ -132,7 +124,7 @@ def main(arguments: list[str] | None = None) -> int:
         pass
     say(f"\n{cost.report()}")
 
-    found = [found_by(solver, graph, seed) for seed in HELD_OUT]
+    found = found_by(solver, graph, HELD_OUT)
     rank = graph.gather(torch.full((graph.num_owned,), graph.group.rank), dst=0)
     if graph.group.rank == 0:
         classical, steps = FiniteElements(whole), options.blocks
@@ -140,7 +132,7 @@ def main(arguments: list[str] | None = None) -> int:
         true = torch.cat([classical.solution(f) for f in fields], dim=1)
         known = [classical.solution(right_hand_side(whole.pos, seed)) for seed in LEARNED]
         mean = torch.cat(known, dim=1).mean(dim=1, keepdim=True)
-        learned = torch.cat(found, dim=1).double()
+        learned = found.double()
         iterated = torch.cat([classical.iterate(f, steps) for f in fields], dim=1)
         say(f"\nRelative error of {len(HELD_OUT)} held-out solutions, in per cent:")
         for name, guess in {
