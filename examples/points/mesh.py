@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from scipy import sparse
-from scipy.sparse.csgraph import connected_components
-from scipy.sparse.linalg import cg, splu
+from scipy.sparse.csgraph import connected_components, dijkstra
+from scipy.sparse.linalg import cg, eigsh, splu
 from scipy.spatial import ConvexHull, cKDTree
 from torch_geometric.data import Data
 
@@ -26,6 +26,8 @@ FILE = Path(__file__).parents[1] / "ocean" / "data" / "ocean_1deg.npz"
 RADIUS, GRAVITY = 6371.0, 9.81e-3 * 3600**2
 DEEP = 4.0  # km: from this depth on, nodes have the largest spacing
 HELD_OUT, HELD_OUT_SEED = 32, 10**6
+COARSEST = 32  # degrees between nodes of the coarsest mesh, at most
+MODES = 32  # slowest waves, as features of points
 
 
 def cells() -> tuple[np.ndarray, np.ndarray]:
@@ -114,6 +116,38 @@ class Ocean:
         solved = [cg(matrix, one, rtol=0, maxiter=steps, M=scale)[0] for one in load.T]
         return np.stack(solved, axis=1)
 
+    def modes(self, count: int) -> np.ndarray:
+        """Return the `count` slowest standing waves (N, count) between the coasts, of size 1."""
+        mass = sparse.diags(self.area / self.area.sum())
+        _, waves = eigsh(self.stiffness / self.area.sum(), count + 1, mass, sigma=-1e-4)
+        return waves[:, 1:] * np.sign(waves[0, 1:])  # without the constant
+
+    def multi_mesh(self, spacing: float) -> tuple[np.ndarray, np.ndarray]:
+        """Return edges (2, E) of this mesh and of coarser ones, and the level (E,) of each.
+
+        Each coarser mesh has nodes that are about twice as far apart, and edges between those that
+        are near each other by sea.
+        """
+        sides = np.concatenate([self.triangle[:, [a, b]] for a, b in ((0, 1), (1, 2), (2, 0))])
+        edges = [np.unique(np.concatenate([sides, sides[:, ::-1]]), axis=0).T]
+        source, target = edges[0]
+        length = np.linalg.norm(self.pos[target] - self.pos[source], axis=1)
+        sea = sparse.csr_matrix((length, (source, target)), (len(self.pos),) * 2)
+        kept, reach = np.arange(len(self.pos)), np.deg2rad(spacing) * RADIUS
+        while (spacing := 2 * spacing) <= COARSEST:
+            reach *= 2
+            free, near = np.isin(np.arange(len(self.pos)), kept), {}
+            for node in kept:
+                if free[node]:
+                    away = dijkstra(sea, indices=node, limit=1.7 * reach)
+                    free[away < 0.8 * reach] = False
+                    near[node] = np.flatnonzero(away < np.inf)
+            kept = np.array([*near])
+            pairs = [(other, node) for node in kept for other in near[node] if other in near]
+            edges.append(np.array([pair for pair in pairs if pair[0] != pair[1]]).T)
+        level = np.repeat(np.arange(len(edges)), [found.shape[1] for found in edges])
+        return np.concatenate(edges, axis=1), level
+
     def disturbances(self, count: int, seed: int) -> np.ndarray:
         """Return random sea levels (N, count) in m: one hump in deep water each, with zero mean."""
         draws, share = np.random.default_rng(seed), self.area / self.area.sum()
@@ -127,30 +161,30 @@ class Ocean:
 def load(ocean: Ocean, hours: list[float], samples: int, seed: int, spacing: float) -> Data:
     """Return the ocean as a graph, in float64.
 
-    - ``x`` (N, 5): position on the unit sphere, depth / 4 km, logarithm of the node's area.
-    - ``edge_index`` (2, E): the sides of the triangles, in both directions; ``edge_attr`` (E, 3):
-      displacement to the east and to the north, and length, in spacings.
+    - ``x`` (N, 2): depth / 4 km, logarithm of the node's area.
+    - ``place`` (N, 3 + MODES): position on the unit sphere, slowest waves.
+    - ``edge_index`` (2, E) of all meshes, fine and coarse; ``edge_attr`` (E, 4): displacement to
+      the east and to the north, and length, in spacings of the edge's mesh; the mesh, from 0.
     - ``area`` (N,): the node's share of the ocean; the sum is 1.
-    - ``disturbance`` (N, samples) and ``level`` (N, hours, samples) after each step, in m.
+    - ``disturbance`` (N, samples) and ``level`` (N, samples, hours) after each step, in m.
     """
-    sides = np.concatenate([ocean.triangle[:, [0, 1]], ocean.triangle[:, [1, 2]]])
-    sides = np.concatenate([sides, ocean.triangle[:, [2, 0]]])
-    source, target = edge_index = np.unique(np.concatenate([sides, sides[:, ::-1]]), axis=0).T
+    (source, target), mesh = ocean.multi_mesh(spacing)
     step = (ocean.pos[target] - ocean.pos[source]) / (np.deg2rad(spacing) * RADIUS)
+    step /= 2 ** mesh[:, None]
     unit = ocean.pos / RADIUS
     east = np.stack([-unit[:, 1], unit[:, 0], np.zeros(len(unit))], axis=1)
     east /= np.linalg.norm(east, axis=1, keepdims=True)
     north = np.cross(unit, east)
     along = [(step * frame[target]).sum(axis=1) for frame in (east, north)]
-    size = np.log(ocean.area / ocean.area.mean())
     fields = [ocean.disturbances(HELD_OUT, HELD_OUT_SEED), ocean.disturbances(samples, seed)]
     disturbance = np.concatenate(fields, axis=1)
     arrays = {
-        "x": np.column_stack([unit, ocean.depth / DEEP, size]),
-        "edge_index": edge_index,
-        "edge_attr": np.column_stack([*along, np.linalg.norm(step, axis=1)]),
+        "x": np.column_stack([ocean.depth / DEEP, np.log(ocean.area / ocean.area.mean())]),
+        "place": np.column_stack([unit, ocean.modes(MODES)]),
+        "edge_index": np.stack([source, target]),
+        "edge_attr": np.column_stack([*along, np.linalg.norm(step, axis=1), mesh]),
         "area": ocean.area / ocean.area.sum(),
         "disturbance": disturbance,
-        "level": np.stack([ocean.after(disturbance, each) for each in hours], axis=1),
+        "level": np.stack([ocean.after(disturbance, each) for each in hours], axis=2),
     }
     return Data(**{name: torch.from_numpy(values) for name, values in arrays.items()})

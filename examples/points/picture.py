@@ -29,7 +29,7 @@ def draw(
     rank: np.ndarray,
     data: Data,
     errors: dict[tuple[float, str], float],
-    found: dict[tuple[float, str], Tensor],
+    found: dict[str, Tensor],
 ) -> None:
     """Save a picture of the first held-out field after the last of the steps."""
     lat = np.rad2deg(np.arcsin(ocean.pos[:, 2] / RADIUS))
@@ -37,7 +37,7 @@ def draw(
     around = np.ptp(lon[ocean.triangle], axis=1) > 180  # over the edge of the map
     mesh = Triangulation(lon, lat, ocean.triangle[~around])
     hours = [*errors][-1][0]
-    before, true = data.disturbance[:, 0].numpy(), data.level[:, -1, 0].numpy()
+    before, true = data.disturbance[:, 0].numpy(), data.level[:, 0, -1].numpy()
     with rc_context(figures.style()):
         figure = Figure((figures.WIDTH, 7.2))
         panels = figure.subplots(3, 2)
@@ -45,7 +45,7 @@ def draw(
         partition(panels[0, 0], mesh, rank)
         world_map(panels[0, 1], mesh, before, np.abs(before).max(), "Disturbance, held out")
         maps = {f"Exact, after {hours:g} hours": true}
-        maps |= {name: field.numpy() for (step, name), field in found.items() if step == hours}
+        maps |= {name: field.numpy() for name, field in found.items()}
         for panel, (title, values) in zip(panels.flat[2:], maps.items(), strict=False):
             world_map(panel, mesh, values, np.abs(true).max(), title)
         for panel in panels.flat[2 + len(maps) :]:
