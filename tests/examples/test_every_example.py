@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from PIL import Image
 
 from tests.examples.loading import EXAMPLES, example
 
@@ -31,6 +32,27 @@ def test_each_folder_is_an_example():
     assert all(f"]({folder}/README.md)" in named for folder in FOLDERS)
 
 
+def words_of(folder):
+    """Return the words of an example's picture and of its twin, as `dark.save` wrote them."""
+    paths = [EXAMPLES / folder / f"{folder}{part}.png" for part in ("", "-dark")]
+    light, dark = (Image.open(path).text["Description"].splitlines() for path in paths)
+    assert light == dark
+    return light
+
+
+def test_pictures_have_the_errors_of_their_pages():
+    page = (EXAMPLES / "poisson" / "README.md").read_text()
+    (error,) = re.findall(r"^ +([\d.]+)  network$", page, re.MULTILINE)
+    assert f"16 solutions: {error} % (dashed)" in words_of("poisson")
+    page = (EXAMPLES / "points" / "README.md").read_text()
+    row = r"^ +(\d+) +([\d.]+)  (?:MeshGraphNet|Transolver)$"
+    hours, errors = zip(*re.findall(row, page, re.MULTILINE), strict=True)
+    assert len(errors) == 4
+    words = words_of("points")
+    assert {f"{step} h" for step in hours} <= {*words}
+    assert sorted(errors) == sorted(word for word in words if re.fullmatch(r"\d+\.\d", word))
+
+
 def run_main(rank, folder, arguments):
     with (
         contextlib.redirect_stdout(io.StringIO()) as printed,
@@ -47,7 +69,7 @@ CHECKED = ["atoms --smoke --cells 4 --check", "ocean --smoke --steps 1 --check 5
 CHECKED += ["poisson --smoke --check", TEXT, "adaptive --smoke --check"]
 CHECKED += ["dynamics --smoke --cells 2 --network --check"]
 CHECKED += ["weather_grid --smoke --check"]
-CHECKED += ["points --smoke --spacing 10 --hours 8 --steps 1 --check"]
+CHECKED += ["points --smoke --spacing 10 --hours 1 3 --steps 1 --check"]
 NODES = "nodes --smoke --models gcn --check"
 SAMPLED = "nodes --smoke --models sage --sampled --cache 0 --check"
 FIRST = ["poisson --smoke --check", TEXT, "adaptive --smoke --check", "ocean_3d --smoke"]
