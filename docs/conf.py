@@ -40,12 +40,22 @@ exclude_patterns = ["_build", "_ext", "tutorials", "generated/tutorials/sg_execu
 nitpicky = True
 # Without inventories of other projects, only varcomm's names are checked.
 nitpick_ignore_regex = [("py:.*", r"(?!varcomm\.).*")]
+# types of attributes, which have no page
+PRIVATE = (
+    *("data_parallel.sharded.shard.Piece", "graph.directory.Directory"),
+    *("plan.routes.Routes", "transport.group.Group"),
+)
+nitpick_ignore = [("py:class", f"varcomm.{name}") for name in PRIVATE]
 suppress_warnings = ["config.cache"]  # sphinx_gallery_conf has a function
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
-autodoc_typehints = "none"  # docstrings have the types, in words
+autodoc_typehints = "signature"  # docstrings have the types in words, too
+# names of types, which docstrings explain; without this their members would be shown
+autodoc_type_aliases = {name: name for name in ("GroupLike", "TensorOrHandle")}
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88  # longer ones have one argument per line
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autosummary_generate = False

@@ -26,6 +26,7 @@ _ELSEWHERE = {
     "DeviceMesh": f"{_TORCH}/distributed.html#torch.distributed.device_mesh.DeviceMesh",
 }
 _ELSEWHERE["Tensor"] = _ELSEWHERE["torch.Tensor"]
+_PATH = re.compile(r"~?(varcomm(?:\.\w+)+)")
 _TYPE = re.compile(r"(?<![\w.`~])[A-Za-z][\w.]*")
 
 
@@ -96,8 +97,22 @@ def prepare(app, what, name, obj, options, lines):
     lines[1:1] = _picture(name, lines)
 
 
+def shorten(app, what, name, obj, options, signature, returns):
+    """Return a signature whose types have no path if the reference does not document them."""
+    documented = {path for paths in _own_types().values() for path in paths}
+
+    def short(text):
+        text = re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", text or "")
+        return _PATH.sub(
+            lambda found: found[0] if found[1] in documented else found[1].rpartition(".")[2], text
+        )
+
+    return short(signature) or signature, short(returns) or returns
+
+
 def setup(app):
     app.setup_extension("sphinx.ext.autodoc")
     # before napoleon, which makes the sections
     app.connect("autodoc-process-docstring", prepare, priority=100)
+    app.connect("autodoc-process-signature", shorten)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
