@@ -49,10 +49,21 @@ KINDS = {
     "others": ("Conversions, new tensors, derivatives", "new tensors are whole on every rank."),
 }
 OTHERS = {"_converted", "_ordinary", "_backward", "_grad"}
+BY_NAME = {  # of functions that share a rule with others
+    **dict.fromkeys(("lp_pool1d", "lp_pool2d", "lp_pool3d"), "windows"),
+    "channel_shuffle": "resample",
+    "local_response_norm": "norms",
+    "multi_head_attention_forward": "contractions",
+    "normalize": "reductions",
+    "index_select": "shapes",
+    "prelu": "elementwise",
+}
 
 
 def kind_of(name):
     """Return the key of a function's kind."""
+    if name in BY_NAME:
+        return BY_NAME[name]
     rule = RULES[name]
     if rule.__name__ in OTHERS:
         return "others"

@@ -488,6 +488,7 @@ FUNCTIONS = {
     "avg_pool2d divided": (IMAGE, *only(lambda x: F.avg_pool2d(x, 2, divisor_override=3))),
     "avg_pool3d": (BOX, *only(lambda x: F.avg_pool3d(x, (1, 2, 2), ceil_mode=True))),
     "lp_pool2d": (IMAGE, *only(lambda x: F.lp_pool2d(x.abs() + 1, 3.0, 2))),
+    "lp_pool2d of the largest": (IMAGE, *only(lambda x: F.lp_pool2d(x, math.inf, 2))),
     "adaptive_avg_pool2d": (IMAGE, *only(lambda x: F.adaptive_avg_pool2d(x, (4, 3)))),
     "adaptive_max_pool2d": (IMAGE, *only(lambda x: F.adaptive_max_pool2d(x, (3, 2)))),
     "global pool": (IMAGE, *only(lambda x: F.adaptive_avg_pool2d(x, 1).flatten(1) ** 2)),

@@ -123,7 +123,7 @@ REFUSED = {
     "an index of tensors along or beside a split dimension": lambda rows, columns, channels: rows[
         0, 0
     ][torch.tensor([[3, -1], [3, 8]])],
-    "index_select along a split dimension": lambda rows, columns, channels: rows.index_select(
+    "index_select along the split dimension": lambda rows, columns, channels: rows.index_select(
         2, torch.tensor([1])
     ),
     # test_select.py: an index that is split; index.gather() is enough

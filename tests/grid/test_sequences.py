@@ -50,6 +50,12 @@ LAYERS = {
     ),
     "decoder": (decoder, lambda m, x: m(x, x[:, :5].sin(), tgt_mask=CAUSAL, tgt_is_causal=True)),
     "shown weights": (attention, lambda m, x: torch.cat([*m(x, x.sin(), x)], -1)),
+    "further keys": (
+        lambda: nn.MultiheadAttention(
+            16, 4, batch_first=True, add_bias_kv=True, add_zero_attn=True
+        ),
+        lambda m, x: torch.cat([*m(x, x.sin(), x)], -1),
+    ),
     "no weights": (attention, lambda m, x: m(x, x, x, need_weights=False)[0]),
     "grouped queries": (lambda: nn.Linear(16, 32), grouped),
 }

@@ -7,10 +7,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from varcomm.grid.fetch import span
-from varcomm.grid.field import Field, fields, placed, plain, refused, rule, whole, wrap
+from varcomm.grid.field import (
+    Field,
+    by_body,
+    fields,
+    filled,
+    placed,
+    plain,
+    refused,
+    rule,
+    split_of,
+    wrap,
+)
 from varcomm.grid.layout import Layout, Split
 from varcomm.grid.reductions import sum_over
 
@@ -149,11 +159,8 @@ def _attention(
 ) -> Any:
     """Attend from this rank's queries to keys and values of all ranks, or to those before them."""
     layout = _batches(query, key, value)
-    split = query.grid_layout.by_dim.get(-2) if isinstance(query, Field) else None
-    if split is not None:
-        layout = layout.having(layout.by_dim | {-2: split}, 0)
-    if any(s.dim == -1 for s in layout.splits) or (split is not None and split.repeats > 1):
-        raise refused("attention of split channels")
+    split = split_of(query, -2, "attention") if isinstance(query, Field) else None
+    layout = layout if split is None else layout.replacing(split)
     others = layout.unsplit(-2)
     q, ends = placed(query, layout), split if is_causal else None
     k, v = _tokens(key, others, ends), _tokens(value, others, ends)
@@ -161,14 +168,9 @@ def _attention(
         start, count = (0, q.shape[-2]) if split is None else (split.start, split.own)
         attn_mask = q.new_ones(count, k.shape[-2], dtype=torch.bool).tril(start)
     elif attn_mask is not None:
-        if isinstance(attn_mask, Field) and -1 in attn_mask.grid_layout.by_dim:
-            attn_mask = wrap(
-                whole(plain(attn_mask), attn_mask.dim() - 1, attn_mask.grid_layout.by_dim[-1]),
-                attn_mask.grid_layout.unsplit(-1),
-            )
         attn_mask = placed(attn_mask, layout)
     if split is not None and not split.own:  # one row of zeros, so that this rank takes part
-        q = F.pad(q, [0, 0, 0, 1])
+        q = filled(q, [-2])
         attn_mask = None
     out = func(q, k, v, attn_mask, dropout_p, False, **kwargs)
     out = out if split is None else out.narrow(-2, 0, split.own)
@@ -187,96 +189,15 @@ def _batches(*given: Any) -> Layout:
 
 def _tokens(x: Any, layout: Layout, queries: Split | None) -> Tensor:
     """Return keys or values of all ranks; or with `queries`, up to the last of this rank."""
-    split = x.grid_layout.by_dim.get(-2) if isinstance(x, Field) else None
-    if split is not None:
-        local = plain(x)
-        if queries is not None and queries.group == split.group and split.repeats == 1:
-            # a rank without queries attends to one row of zeros
-            spans = [(0, min(b, split.rows)) if a < b else (-1, 0) for a, b in queries.spans]
-            local = span(local, split, spans)
-        else:
-            local = whole(local, x.dim() - 2, split)
-        x = wrap(local, x.grid_layout.unsplit(-2))
-    found: Tensor = placed(x, layout)
     if queries is None:
-        return found
+        return placed(x, layout)  # type: ignore[no-any-return]
+    split = x.grid_layout.by_dim.get(-2) if isinstance(x, Field) else None
+    if split is not None and queries.group == split.group and split.repeats == 1:
+        # a rank without queries attends to one row of zeros
+        spans = [(0, min(b, split.rows)) if a < b else (-1, 0) for a, b in queries.spans]
+        x = wrap(span(plain(x), split, spans), x.grid_layout.unsplit(-2))
+    found: Tensor = placed(x, layout)
     return found[..., : queries.start + queries.own if queries.own else 1, :]
 
 
-@rule("multi_head_attention_forward", several=True)
-def _multi_head_attention(
-    func: Func,
-    query: Any,
-    key: Any,
-    value: Any,
-    embed_dim_to_check: int,
-    num_heads: int,
-    in_proj_weight: Any,
-    in_proj_bias: Any,
-    bias_k: Any,
-    bias_v: Any,
-    add_zero_attn: bool,
-    dropout_p: float,
-    out_proj_weight: Any,
-    out_proj_bias: Any,
-    training: bool = True,
-    key_padding_mask: Any = None,
-    need_weights: bool = True,
-    attn_mask: Any = None,
-    use_separate_proj_weight: bool = False,
-    q_proj_weight: Any = None,
-    k_proj_weight: Any = None,
-    v_proj_weight: Any = None,
-    static_k: Any = None,
-    static_v: Any = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> Any:
-    """Project, attend and project; tokens are along the first dimension, samples may be missing."""
-    if bias_k is not None or add_zero_attn or static_k is not None or static_v is not None:
-        raise refused("MultiheadAttention with further keys (bias_k, add_zero_attn, static_k)")
-    batched = query.dim() == 3
-    if not batched:
-        query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-    if not use_separate_proj_weight:
-        q_proj_weight, k_proj_weight, v_proj_weight = in_proj_weight.chunk(3)
-    biases = [None] * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
-    weights = q_proj_weight, k_proj_weight, v_proj_weight
-    heads = []
-    for x, w, b in zip((query, key, value), weights, biases, strict=True):
-        projected = F.linear(x, w, b)
-        heads.append(projected.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3))
-    q, k, v = heads
-    mask = _mask(attn_mask, key_padding_mask, q, k, num_heads, batched)
-    if is_causal and mask is None:
-        raise refused("MultiheadAttention with is_causal=True and no attn_mask")
-    p, shown = dropout_p if training else 0.0, None
-    if need_weights:
-        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
-        shown = (scores if mask is None else scores + mask).softmax(-1)
-        shown = F.dropout(shown, p) if p else shown
-        out = shown @ v
-        shown = shown.mean(1) if average_attn_weights else shown
-        shown = shown if batched else shown.squeeze(0)
-    else:
-        out = F.scaled_dot_product_attention(q, k, v, mask, p)
-    out = F.linear(out.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
-    return (out if batched else out.squeeze(1)), shown
-
-
-def _mask(attn_mask: Any, padding: Any, q: Any, k: Any, heads: int, batched: bool) -> Any:
-    """Return one mask of floats to add, for samples, heads, queries and keys."""
-
-    def floats(mask: Any) -> Any:
-        if mask.dtype != torch.bool:
-            return mask
-        return torch.zeros_like(mask, dtype=q.dtype).masked_fill(mask, float("-inf"))
-
-    if padding is not None:
-        padding = padding.gather() if isinstance(padding, Field) else padding
-        padding = floats(padding if batched else padding.unsqueeze(0))[:, None, None]
-    if attn_mask is None:
-        return padding
-    mask = floats(attn_mask)
-    mask = mask.unflatten(0, (-1, heads)) if mask.dim() == 3 else mask
-    return mask if padding is None else mask + padding
+rule("multi_head_attention_forward", several=True)(by_body)

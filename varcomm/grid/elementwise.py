@@ -23,7 +23,6 @@ from varcomm.grid.field import (
 )
 from varcomm.grid.reductions import without
 from varcomm.ops.all_reduce import all_reduce
-from varcomm.ops.broadcast import broadcast
 
 Func = Callable[..., Any]
 
@@ -66,13 +65,6 @@ def _cross(func: Func, x: Any, other: Any, dim: int | None = None) -> Any:
     if dim % x.dim() - x.dim() in common([x, other]).by_dim:
         raise refused(f"{func.__name__} along a split dimension")
     return elementwise(func, x, other, dim=dim)
-
-
-@rule("prelu")
-def _prelu(func: Func, x: Any, weight: Tensor) -> Any:
-    if x.grid_layout.at(x.dim()).get(1):
-        raise refused("prelu of split channels")
-    return wrap(func(plain(x), plain(weight)), x.grid_layout)
 
 
 def _attribute(func: Func, x: Any) -> Any:
@@ -120,14 +112,10 @@ def _feature_dropout(
     func: Func, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Any:
     """Drop whole channels, on all ranks those of the first."""
-    dims = x.dim()
-    features = plain(x).new_ones([*plain(x).shape[:2], *[1] * (dims - 2)])
-    if x.grid_layout.at(dims).keys() & {0, 1}:
+    if x.grid_layout.at(x.dim()).keys() & {0, 1}:
         raise refused(func.__name__)
-    mask = func(features, p, training)
-    for group in x.grid_layout.groups:
-        mask = broadcast(mask.detach(), group=group.process_group)
-    return x * mask
+    features = x.new_ones([*x.shape[:2], *[1] * (x.dim() - 2)])
+    return x * func(wrap(features, x.grid_layout.having({}, 0)), p, training)
 
 
 _LOSSES = (

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache, cached_property
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from varcomm._torch_private import WithoutDispatch
 from varcomm.errors import ArgumentError
@@ -50,6 +54,21 @@ def rule(*names: str, several: bool = False) -> Callable[[Rule], Rule]:
         return of
 
     return register
+
+
+def by_body(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a function of torch that is written in Python: the functions that it calls have rules."""
+    return _body(func)(*args, **kwargs)
+
+
+@cache
+def _body(func: Any) -> Callable[..., Any]:
+    """Return a function that does not ask its arguments how to run it."""
+    asked = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    space = func.__globals__ | dict.fromkeys(asked, lambda *_: False)
+    body = FunctionType(func.__code__, space, func.__name__, func.__defaults__)
+    body.__kwdefaults__ = func.__kwdefaults__
+    return body
 
 
 class Field(torch.Tensor):
@@ -94,7 +113,7 @@ class Field(torch.Tensor):
         """The rows of this rank as an ordinary tensor, in the same memory and autograd graph."""
         return plain(self)  # type: ignore[no-any-return]
 
-    @property
+    @cached_property
     def shape(self) -> torch.Size:  # type: ignore[override]
         """The shape on one process."""
         return torch.Size(self.grid_layout.shape(plain(self).shape))
@@ -125,13 +144,7 @@ class Field(torch.Tensor):
         x = self.local
         roots = ranks_of(self.grid_layout, 0 if dst is None else dst)
         for split in reversed(self.grid_layout.splits):
-            group, dim = split.group, x.dim() + split.dim
-            if dst is None:
-                x = whole(x, dim, split)
-                continue
-            x = x.unflatten(dim, (split.repeats, split.own))
-            to, at = roots[group], group.process_group
-            x = gather_v(x, split.sizes, dim=dim + 1, dst=to, group=at).flatten(dim, dim + 1)
+            x = whole(x, x.dim() + split.dim, split, None if dst is None else roots[split.group])
         return x
 
     def sharded(self) -> Sharded:
@@ -271,10 +284,10 @@ _OF_THE_TENSOR = {
 _WORDS = {"axis": "dim", "keepdims": "keepdim"}  # which torch accepts for NumPy's sake
 # names of parameters that rules take by their place, in the order of places
 _PLACES = (
-    "dims", "size", "shape", "sizes", "repeats", "dim0", "dim1", "axis0", "axis1", "source",
-    "destination", "split_size_or_sections", "split_size", "split_sizes", "chunks",
+    "dims", "size", "shape", "sizes", "repeats", "split_size_or_sections", "split_size",
+    "split_sizes", "chunks",
     "indices_or_sections", "sections", "indices", "tensor1", "tensor2", "mat1", "mat2", "batch1",
-    "batch2", "vec", "other", "ord", "upscale_factor", "downscale_factor", "groups",
+    "batch2", "vec", "other", "ord", "upscale_factor", "downscale_factor",
 )  # fmt: skip
 
 
@@ -333,7 +346,8 @@ def name_of(func: Callable[..., Any]) -> str:
         of: Any = getattr(func, "__self__", func)
         return f"{name.strip('_')} {of.__name__}"
     of_module = getattr(func, "__module__", None) == "torch.nn.functional"  # _threshold
-    short = name.strip("_") if name.startswith("__") or of_module else name
+    private = name.startswith("__") or of_module or "upsample" in name
+    short = name.strip("_") if private else name
     return (
         name if short in ("float", "int", "bool", "complex", "index") and short != name else short
     )
@@ -484,13 +498,33 @@ def _aligned(x: Tensor, split: Split, target: Split) -> Tensor:
     return span(rows, split, target.spans).flatten(at, at + 1)
 
 
-def whole(x: Tensor, dim: int, split: Split) -> Tensor:
-    """Gather a split dimension of a local tensor on every rank of its group."""
+def whole(x: Tensor, dim: int, split: Split, dst: int | None = None) -> Tensor:
+    """Gather a split dimension of a local tensor on a rank of its group, or on every one."""
     group = split.group.process_group
-    if split.repeats == 1:
+    if split.repeats > 1:
+        rows = x.unflatten(dim, (split.repeats, split.own))
+        once = replace(split, repeats=1)
+        return whole(rows, dim + 1, once, dst).flatten(dim, dim + 1)
+    if dst is None:
         return all_gather_v(x, split.sizes, dim=dim, group=group)
-    rows = x.unflatten(dim, (split.repeats, split.own))
-    return all_gather_v(rows, split.sizes, dim=dim + 1, group=group).flatten(dim, dim + 1)
+    return gather_v(x, split.sizes, dim=dim, dst=dst, group=group)
+
+
+def filled(x: Tensor, dims: Sequence[int]) -> Tensor:
+    """Return a local tensor with a row of zeros along dimensions that have none.
+
+    With it a rank without rows calls torch's functions, and takes part in backward.
+    """
+    empty = [x.shape[dim] == 0 and dim in dims for dim in range(-1, -x.dim() - 1, -1)]
+    return F.pad(x, [n for e in empty for n in (0, int(e))]) if any(empty) else x
+
+
+def split_of(x: Field, dim: int, name: str = "") -> Split | None:
+    """Return the split of a dimension; a function that is named is refused for several images."""
+    split = x.grid_layout.by_dim.get(dim % x.dim() - x.dim())
+    if name and split is not None and split.repeats > 1:
+        raise refused(f"{name} along rows of several images in one dimension")
+    return split
 
 
 def dims_of(value: Any, x: Field) -> list[int]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from varcomm.grid.field import plain, refused, rule, wrap
+from varcomm.grid.field import filled, plain, refused, rule, split_of, wrap
 from varcomm.grid.shapes import roll
 from varcomm.ops.all_to_all_v import transpose_v
 from varcomm.sizes import ShardSizes
@@ -24,16 +22,10 @@ def _fft(func: Func, input: Any, n: int | None = None, dim: int = -1, norm: Any 
     if n is not None:  # rows behind those that are read do not travel
         half = func.__name__ in ("fft_irfft", "fft_hfft")
         input = input.narrow(at, 0, min(input.shape[at], n // 2 + 1 if half else n))
-    x = plain(input)
-    split = input.grid_layout.at(x.dim()).get(at)
+    x, split = plain(input), split_of(input, at, func.__name__)
     if split is None:
         return wrap(_some(func, x, n, at, norm), input.grid_layout)
-    if split.repeats > 1:
-        raise refused(f"{func.__name__} along rows of several images in one dimension")
-    group, others = (
-        split.group,
-        [d for d in range(x.dim()) if d not in input.grid_layout.at(x.dim())],
-    )
+    group, others = split.group, [d for d in range(x.dim()) if split_of(input, d) is None]
     if not others:
         raise refused(f"{func.__name__} of a field without another dimension", "unsqueeze(0) it.")
     other = max(others, key=lambda d: x.shape[d])
@@ -41,11 +33,9 @@ def _fft(func: Func, input: Any, n: int | None = None, dim: int = -1, norm: Any 
     x = transpose_v(x, other, parts, at, split.sizes, group.process_group)
     x = _some(func, x, n, at, norm)
     count = x.shape[at]
-    ends = [end * count // max(split.rows, 1) for end in split.offsets]
-    out = split.resized(b - a for a, b in itertools.pairwise(ends))
+    out = split.ending(end * count // max(split.rows, 1) for end in split.offsets)
     x = transpose_v(x, at, out.sizes, other, parts, group.process_group)
-    splits = input.grid_layout.at(x.dim()) | {at: out}
-    return wrap(x, input.grid_layout.having(splits, x.dim()))
+    return wrap(x, input.grid_layout.replacing(out))
 
 
 def _some(func: Func, x: Tensor, n: int | None, dim: int, norm: Any) -> Tensor:
@@ -53,8 +43,7 @@ def _some(func: Func, x: Tensor, n: int | None, dim: int, norm: Any) -> Tensor:
     if x.numel() or not x.shape[dim]:
         transformed: Tensor = func(x, n, dim, norm)
         return transformed
-    filled = F.pad(x, [m for size in reversed(x.shape) for m in (0, int(size == 0))])
-    out: Tensor = func(filled, n, dim, norm)
+    out: Tensor = func(filled(x, range(-x.dim(), 0)), n, dim, norm)
     for at, size in enumerate(x.shape):
         out = out.narrow(at, 0, 0) if size == 0 else out
     return out

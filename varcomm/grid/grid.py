@@ -224,7 +224,8 @@ def functions() -> list[str]:
     >>> "conv2d" in varcomm.grid.functions(), "grid_sample" in varcomm.grid.functions()
     (True, False)
     """
-    return sorted(name for name in RULES if not name.startswith("get "))
+    below = ("get ", "upsample_")  # the latter are called by torch's interpolate
+    return sorted(name for name in RULES if not name.startswith(below))
 
 
 def _groups(mesh: GroupLike) -> list[Group]:

@@ -10,7 +10,8 @@ from math import prod
 
 from varcomm.transport.group import Group
 
-Spans = tuple[tuple[int, int], ...]  # of rows, one per rank: from the first to behind the last
+Span = tuple[int, int]  # of rows: from the first to behind the last
+Spans = tuple[Span, ...]  # one per rank
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,10 @@ class Split:
         """Return the split of another number of rows."""
         return replace(self, sizes=tuple(sizes), lead=0)
 
+    def ending(self, ends: Iterable[int]) -> Split:
+        """Return the split in which the rows of each rank are those from one end to the next."""
+        return self.resized(b - a for a, b in pairwise(ends))
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -83,6 +88,10 @@ class Layout:
         """Return the layout with these splits of a tensor of `dims` dimensions."""
         placed = [replace(s, dim=dim - dims) for dim, s in splits.items()]
         return Layout(self.groups, tuple(sorted(placed, key=lambda split: split.dim)))
+
+    def replacing(self, split: Split) -> Layout:
+        """Return the layout with this split of its dimension."""
+        return self.having(self.by_dim | {split.dim: split}, 0)
 
     def unsplit(self, dim: int) -> Layout:
         """Return the layout in which each rank has a dimension whole."""

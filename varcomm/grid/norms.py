@@ -138,10 +138,3 @@ def _by_element(
     out = out if weight is None else out * placed(weight, x.grid_layout)
     out = out if bias is None else out + placed(bias, x.grid_layout)
     return wrap(out.to(plain(x).dtype), x.grid_layout)
-
-
-@rule("local_response_norm")
-def _local_response_norm(func: Func, input: Any, *args: Any, **kwargs: Any) -> Any:
-    if input.grid_layout.at(input.dim()).get(1):
-        raise refused("local_response_norm of split channels")
-    return wrap(func(plain(input), *args, **kwargs), input.grid_layout)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from varcomm.grid.fetch import span
-from varcomm.grid.field import dims_of, plain, refused, rule, wrap
+from varcomm.grid.field import by_body, dims_of, filled, plain, refused, rule, split_of, wrap
 from varcomm.grid.layout import Layout, Split
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_reduce import all_reduce
@@ -90,9 +90,11 @@ def _prod(func: Func, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: 
 
 
 def _of_ranks(x: Tensor, split: Split) -> Tensor:
-    """Gather a local result of each rank along a new first dimension."""
+    """Gather a local result along a new first dimension, of each rank that has rows."""
     group = split.group
-    return all_gather_v(x.unsqueeze(0), [1] * group.size, group=group.process_group)
+    x = all_gather_v(x.unsqueeze(0), [1] * group.size, group=group.process_group)
+    having = [rank for rank, n in enumerate(split.sizes) if n]
+    return x if len(having) == group.size else x[having]
 
 
 def _unkept(out: Tensor, x: Any, dims: Sequence[int], keepdim: bool) -> Any:
@@ -114,9 +116,7 @@ def extreme(func: Func, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
     if name == "aminmax":
         return torch.return_types.aminmax(tuple([extreme(f, x, dim, keepdim) for f in _EXTREMES]))
     if pair and dim is not None:
-        at = dim % x.dim()
-        place = _place(x, dim, True, name)
-        split = x.grid_layout.at(x.dim()).get(at)
+        at, place, split = dim % x.dim(), _place(x, dim, True, name), split_of(x, dim)
         first = split.start if split is not None else 0
         rows = torch.arange(plain(x).shape[at], device=x.device) + first
         chosen = rows.view(-1, *[1] * (x.dim() - at - 1)) == plain(place)
@@ -126,13 +126,9 @@ def extreme(func: Func, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
         kind = torch.return_types.max if name == "max" else torch.return_types.min
         return kind((values, index))
     dims, largest = dims_of(dim, x), name in ("max", "amax")
-    splits = reduced_splits(x, dims)
-    if not splits:
-        return _unkept(
-            (torch.amax if largest else torch.amin)(plain(x), dims, True), x, dims, keepdim
-        )
-    out = _extreme_of_all(x, dims, largest)
-    if plain(x).is_floating_point():
+    splits, of = reduced_splits(x, dims), torch.amax if name in ("max", "amax") else torch.amin
+    out = of(plain(x), dims, True) if not splits else _extreme_of_all(x, dims, largest)
+    if splits and x.is_floating_point():
         # the gradient is shared evenly among all elements with the extreme, on all ranks
         equal = (plain(x).detach() == out) | plain(x).detach().isnan()
         count = sum_over(equal.sum(dims, keepdim=True), splits)
@@ -144,29 +140,11 @@ def extreme(func: Func, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
 
 def _extreme_of_all(x: Any, dims: Sequence[int], largest: bool) -> Tensor:
     """Return the extreme over some dimensions, which are kept, without a gradient."""
-    out, splits = plain(x).detach(), reduced_splits(x, dims)
+    of, splits = torch.amax if largest else torch.amin, reduced_splits(x, dims)
+    out = of(filled(plain(x).detach(), [split.dim for split in splits]), [*dims], keepdim=True)
     for split in splits:
-        out = _filled(out, split, largest)
-    out = (torch.amax if largest else torch.amin)(out, [*dims], keepdim=True)
-    for split in splits:
-        gathered = _of_ranks(out, split)
-        out = gathered.amax(0) if largest else gathered.amin(0)
+        out = of(_of_ranks(out, split), 0)
     return out
-
-
-def _filled(x: Tensor, split: Split, largest: bool) -> Tensor:
-    """Give a rank without rows one that is never the extreme."""
-    if split.own:
-        return x
-    if x.dtype == torch.bool:
-        worst: Any = not largest
-    elif x.is_floating_point():
-        worst = -inf if largest else inf
-    else:
-        worst = torch.iinfo(x.dtype).min if largest else torch.iinfo(x.dtype).max
-    shape = list(x.shape)
-    shape[split.dim] = 1
-    return torch.cat([x, x.new_full(shape, worst)], split.dim)
 
 
 @rule("argmax argmin")
@@ -179,16 +157,11 @@ def _arg(func: Func, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
 
 def _place(x: Any, dim: int, keepdim: bool, kind: str) -> Any:
     """Return where the first extreme along a dimension is."""
-    at = dim % x.dim()
-    split = x.grid_layout.at(x.dim()).get(at)
+    at, split = dim % x.dim(), split_of(x, dim, f"arg{kind}")
     of, local = (torch.max if kind == "max" else torch.min), plain(x).detach()
     if split is None:
-        return wrap(
-            of(local, at, keepdim=keepdim)[1], without(x.grid_layout, x.dim(), [at], keepdim)
-        )
-    if split.repeats > 1:
-        raise refused(f"arg{kind} along rows of several images")
-    values, index = of(_filled(local, split, kind == "max"), at, keepdim=True)
+        return _unkept(of(local, at, keepdim=True)[1], x, [at], keepdim)
+    values, index = of(filled(local, [split.dim]), at, keepdim=True)
     values, index = _of_ranks(values, split), _of_ranks(index + split.start, split)
     best = of(values, 0, keepdim=True)[1]
     return _unkept(index.gather(0, best).squeeze(0), x, [at], keepdim)
@@ -273,22 +246,26 @@ def _of_all_ranks(
 
 
 @rule("var std var_mean std_mean")
-def _var(func: Func, x: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
-    name, (unbiased, keepdim) = func.__name__, (*args, None, None)[:2]
+def _var(
+    func: Func,
+    x: Any,
+    dim: Any = None,
+    unbiased: bool | None = None,
+    keepdim: bool = False,
+    *,
+    correction: Any = None,
+) -> Any:
+    name = func.__name__
     if isinstance(dim, bool):
         dim, unbiased = None, dim
-    unbiased = kwargs.get("unbiased", unbiased)
-    correction = kwargs.get("correction")
     if correction is None:
-        correction = 1 if unbiased is None or unbiased else 0
-    keepdim = bool(kwargs.get("keepdim", keepdim))
+        correction = 0 if unbiased is False else 1
     dims = dims_of(dim, x)
     _, _, mean, found, count = moments(x, dims)
     if correction:
         found = found * (count / (count - correction) if count > correction else inf)
     found = _root(found, 0.5) if name.startswith("std") else found
-    dtype = plain(x).dtype
-    parts = [_unkept(one.to(dtype), x, dims, keepdim) for one in (found, mean)]
+    parts = [_unkept(one.to(x.dtype), x, dims, keepdim) for one in (found, mean)]
     return tuple(parts) if name.endswith("mean") else parts[0]
 
 
@@ -340,32 +317,33 @@ def _softmax(func: Func, x: Any, dim: Any = None, *args: Any, dtype: Any = None,
 
 @rule("cumsum")
 def _cumsum(func: Func, x: Any, dim: int, *, dtype: Any = None) -> Any:
-    at = dim % x.dim()
-    split, out = x.grid_layout.at(x.dim()).get(at), func(plain(x), at, dtype=dtype)
-    if split is None:
-        return wrap(out, x.grid_layout)
-    if split.repeats > 1:
-        raise refused("cumsum along rows of several images")
-    own, ranks = plain(x).sum(at, keepdim=True, dtype=out.dtype), split.group.size
-    before = span(own, split.resized([1] * ranks), [(0, rank) for rank in range(ranks)])
-    return wrap(out + before.sum(at, keepdim=True, dtype=out.dtype), x.grid_layout)
+    split, out = split_of(x, dim, "cumsum"), func(plain(x), dim, dtype=dtype)
+    if split is not None:
+        own, ranks = plain(x).sum(dim, keepdim=True, dtype=out.dtype), split.group.size
+        before = span(own, split.resized([1] * ranks), [(0, rank) for rank in range(ranks)])
+        out = out + before.sum(dim, keepdim=True, dtype=out.dtype)
+    return wrap(out, x.grid_layout)
 
 
-@rule("cumprod cummax cummin sort argsort topk kthvalue median nanmedian glu normalize")
+rule("normalize")(by_body)
+
+# the place of the dimension behind the first argument, and the dimension if none is passed
+_ALONG: dict[str, tuple[int, Any]] = {
+    "cumprod": (0, None), "cummax": (0, None), "cummin": (0, None), "sort": (0, -1),
+    "argsort": (0, -1), "topk": (1, -1), "kthvalue": (1, -1), "median": (0, None),
+    "nanmedian": (0, None), "glu": (0, -1), "index_select": (0, None),
+    "prelu": (1, 1), "local_response_norm": (4, 1), "channel_shuffle": (1, -3),
+}  # fmt: skip
+
+
+@rule(*_ALONG)
 def _along(func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Apply a function along a dimension that is not split, which keeps all dimensions."""
-    name = func.__name__
-    first = {"topk": 1, "kthvalue": 1, "normalize": 1, "argsort": 0}.get(name, 0)
-    default = {"normalize": 1, "glu": -1, "sort": -1, "topk": -1, "kthvalue": -1, "argsort": -1}
-    dim = kwargs.get("dim", args[first] if len(args) > first else default.get(name))
-    dims = dims_of(dim, x)
+    """Apply a function along a dimension that is not split."""
+    name = func.__name__.strip("_")
+    place, default = _ALONG[name]
+    dims = dims_of(kwargs.get("dim", args[place] if len(args) > place else default), x)
     if splits := reduced_splits(x, dims):
-        if name == "normalize":
-            p, eps = kwargs.get("p", args[0] if args else 2.0), kwargs.get("eps", 1e-12)
-            return x / _norm(torch.norm, x, p, dims, True).clamp_min(eps)
         raise refused(f"{name} along the split dimension {splits[0].dim}")
     out = func(plain(x), *args, **kwargs)
-    if name in ("kthvalue", "median", "nanmedian"):
-        keepdim = bool(kwargs.get("keepdim", args[first + 1] if len(args) > first + 1 else False))
-        return wrap(out, without(x.grid_layout, x.dim(), dims, keepdim))
-    return wrap(out, x.grid_layout)
+    first = out if isinstance(out, Tensor) else out[0]
+    return wrap(out, without(x.grid_layout, x.dim(), dims, first.dim() == x.dim()))

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from varcomm.grid.fetch import rows, span
-from varcomm.grid.field import plain, refused, rule, wrap
+from varcomm.grid.fetch import rows
+from varcomm.grid.field import by_body, filled, plain, refused, rule, wrap
 from varcomm.grid.layout import Split
-from varcomm.grid.reductions import extreme, mean
 from varcomm.grid.windows import cut, each, in_parts, kept, spatial
 
 Func = Callable[..., Any]
@@ -21,12 +18,20 @@ Func = Callable[..., Any]
 _CUBIC = -0.75
 
 
-def _taps(out: Tensor, rows: int, ratio: float, mode: str, align: bool) -> tuple[Tensor, Tensor]:
+def _taps(
+    out: Tensor, rows: int, count: int, ratio: float, mode: str, align: bool
+) -> tuple[Tensor, Tensor]:
     """Return the rows that outputs read, and the weights of these: (outputs, taps).
 
-    `out` has the outputs in fp64, and `ratio` is the distance in rows between two of them. As
-    torch's ``upsample`` kernels.
+    `out` has some of `count` outputs in fp64, and `ratio` is the distance in rows between two of
+    them. As torch's ``upsample`` kernels, and its adaptive pools: averages ("avg") and "max".
     """
+    if mode in ("avg", "max"):
+        first, end = (out * rows / count).floor(), ((out + 1) * rows / count).ceil()
+        longest = -(-rows // count) + (rows % count > 0)
+        at = first[:, None] + torch.arange(longest, device=out.device)
+        weights = (at < end[:, None]) / (end - first)[:, None]
+        return at.minimum(end[:, None] - 1).long(), weights
     if mode.startswith("nearest"):  # torch has a scale of fp32 for all dtypes
         ratio = torch.tensor(ratio, dtype=torch.float32, device="cpu").item()
         at = out.float() * ratio if mode == "nearest" else ((out + 0.5) * ratio).float()
@@ -52,90 +57,68 @@ def _taps(out: Tensor, rows: int, ratio: float, mode: str, align: bool) -> tuple
 
 
 @rule("interpolate")
-def _interpolate(
-    func: Func,
-    input: Any,
-    size: Any = None,
-    scale_factor: Any = None,
-    mode: str = "nearest",
-    align_corners: bool | None = None,
-    recompute_scale_factor: bool | None = None,
-    antialias: bool = False,
-) -> Any:
-    """Interpolate along split dimensions by weights of rows, along the others by torch."""
-    name = func.__name__
+def _interpolate(func: Func, x: Any, *args: Any, antialias: bool = False, **kwargs: Any) -> Any:
     if antialias:
         raise refused("interpolate with antialias=True")
-    dims = input.dim() - 2
-    old = input.shape[-dims:]
-    scales = each(scale_factor, dims) if scale_factor is not None else [None] * dims
-    new = (
-        [math.floor(n * float(s)) for n, s in zip(old, scales, strict=True)]
-        if size is None
-        else [*each(size, dims)]
-    )
-    if recompute_scale_factor:
-        scales = [None] * dims
-    if mode == "area":
-        return _adaptive(input, new, "avg")
-    kind = {"bilinear": "linear", "trilinear": "linear", "bicubic": "cubic"}.get(mode, mode)
+    return by_body(func, x, *args, **kwargs)
+
+
+@rule(
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_nearest_exact1d",
+    "upsample_nearest_exact2d upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d",
+    "upsample_trilinear3d upsample_bicubic2d",
+)
+def _upsample(func: Func, x: Any, size: Any, *how: Any) -> Any:
+    """Interpolate along split dimensions by weights of rows, along the others by torch."""
+    *align, scales = how
+    dims, name, old = x.dim() - 2, func.__name__, x.shape[2:]
+    kinds = {"nearest_exact": "nearest-exact", "nearest": "nearest", "linear": "linear"}
+    kind = next((kind for word, kind in kinds.items() if word in name), "cubic")
+    scales = [None] * dims if scales is None else [*map(float, scales)]
+    new = [int(n * s) for n, s in zip(old, scales, strict=True)] if size is None else [*size]
     for at, (n, m, scale) in enumerate(zip(old, new, scales, strict=True)):
         if n == m and scale not in (None, 1):
             if kind not in ("linear", "nearest"):
-                raise refused(f"interpolate with mode {mode!r} and a scale that keeps {n} rows")
-            scales[at] = 1  # torch copies rows then
+                raise refused(f"interpolate with mode {kind!r} and a scale that keeps {n} rows")
+            scales[at] = 1.0  # torch copies rows then
     if [*old] == new:
-        return input.clone()
-    align = bool(align_corners)
-    local, splits = plain(input), dict(input.grid_layout.by_dim)
-    later: list[Callable[[Tensor], Tensor]] = []
-    for dim, split in spatial(name, input, dims).items():
+        return x.clone()
+    local, layout, later = plain(x), x.grid_layout, []
+    splits = spatial("interpolate", x, dims)
+    for dim, split in splits.items():
         n, m, scale = old[dim], new[dim], scales[dim]
         if n == m:
             continue
-        if align and kind in ("linear", "cubic"):
+        if any(align):
             ratio = (n - 1) / (m - 1) if m > 1 else 0.0
         else:
-            ratio = n / m if scale is None else 1.0 / float(scale)
-        local, splits[dim], weighted = _fetched(local, split, m, ratio, kind, align)
+            ratio = n / m if scale is None else 1.0 / scale
+        local, out, combined = _fetched(local, split, m, ratio, kind, any(align))
+        layout = layout.replacing(out)
         if m <= n:
-            local = weighted(local)
+            local = combined(local)
         else:  # after the rows of other dimensions have travelled
-            later.append(weighted)
-    for weighted in later:
-        local = weighted(local)
-    left = [dim for dim in range(-dims, 0) if dim not in input.grid_layout.by_dim]
+            later.append(combined)
+    for combined in later:
+        local = combined(local)
+    left = [dim for dim in range(-dims, 0) if dim not in splits]
     if any(new[dim] != old[dim] or scales[dim] not in (None, 1) for dim in left):
-        target = [
-            local.shape[d] if d in input.grid_layout.by_dim else new[d] for d in range(-dims, 0)
-        ]
-        how = {} if align_corners is None else {"align_corners": align_corners}
-        if size is None and not recompute_scale_factor:
-            factors = tuple(
-                1.0 if d in input.grid_layout.by_dim else float(scales[d] or 1)
-                for d in range(-dims, 0)
-            )
-            out = F.interpolate(_one(local, dims), scale_factor=factors, mode=mode, **how)
+        local = filled(local, range(-dims, 0))
+        if size is None:
+            factors = [1.0 if dim in splits else scales[dim] or 1.0 for dim in range(-dims, 0)]
+            local = func(local, None, *align, factors)
         else:
-            target = [max(n, 1) for n in target]
-            out = F.interpolate(_one(local, dims), size=target, mode=mode, **how)
-        local = out
-    return kept(local, input.grid_layout.having(splits, 0))
-
-
-def _one(x: Tensor, dims: int) -> Tensor:
-    """Return a tensor that has a row along the last dimensions, which torch's kernels ask for."""
-    if x.numel():
-        return x
-    return F.pad(x, [n for size in reversed(x.shape[-dims:]) for n in (0, int(size == 0))])
+            target = [local.shape[d] if d in splits else new[d] for d in range(-dims, 0)]
+            local = func(local, target, *align, None)
+    return kept(local, layout)
 
 
 def _fetched(
     x: Tensor, split: Split, count: int, ratio: float, mode: str, align: bool
 ) -> tuple[Tensor, Split, Callable[[Tensor], Tensor]]:
     """Return the rows that outputs read, the split of outputs, and how these are computed."""
-    out = split.resized(cut(split, count, lambda row: -(-row * count // max(split.rows, 1))))
-    how = split.rows, ratio, mode, align
+    out = cut(split, count, lambda row: -(-row * count // max(split.rows, 1)))
+    how = split.rows, count, ratio, mode, align
     ends = torch.tensor(
         [(a, max(a, b - 1)) for a, b in out.spans], dtype=torch.float64, device="cpu"
     )
@@ -154,17 +137,22 @@ def _fetched(
     places, weights = _taps(own + out.start, *how)
     dim = x.dim() + split.dim
 
-    def weighted(local: Tensor) -> Tensor:
-        found = None
+    def combined(local: Tensor) -> Tensor:
+        found: Any = None
         for tap in range(places.shape[1]):
             read = local.index_select(dim, places[:, tap] - low)
+            if mode == "max":
+                larger = read.isnan() if found is None else (read > found) | read.isnan()
+                found = read if found is None else torch.where(larger, read, found)
+                continue
             if places.shape[1] > 1:
-                read = read * weights[:, tap].to(read.dtype).view(-1, *[1] * (-1 - split.dim))
+                weight = weights[:, tap].to(read.dtype).view(-1, *[1] * (-1 - split.dim))
+                read = read * weight
+                read = read.masked_fill(weight == 0, 0) if mode == "avg" else read  # of infinity
             found = read if found is None else found + read
-        assert found is not None
-        return found
+        return found  # type: ignore[no-any-return]
 
-    return local, out, weighted
+    return local, out, combined
 
 
 @rule(
@@ -172,55 +160,34 @@ def _fetched(
     "adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d",
 )
 def _adaptive_pool(func: Func, input: Any, output_size: Any, return_indices: bool = False) -> Any:
+    """Average, or take the largest, over the rows of each output."""
     name = func.__name__
     if return_indices:
         raise refused(f"{name} with return_indices=True")
     dims, kind = int(name[-2]), name[9:12]
-    sizes = [*each(output_size, dims)]
-    old = input.shape[-dims:]
-    return _adaptive(input, [o if n is None else n for n, o in zip(sizes, old, strict=True)], kind)
-
-
-def _adaptive(x: Any, new: list[int], kind: str) -> Any:
-    """Average, or take the largest, over the rows of each of `new` bins."""
-    dims = len(new)
-    for dim, split in spatial("adaptive pooling", x, dims).items():
-        count = new[dim]
-        if count == 1:  # whole on every rank, as a classifier behind it needs
-            average = kind == "avg"
-            x = mean(torch.mean, x, dim, True) if average else extreme(torch.amax, x, dim, True)
+    x, old = input, input.shape[-dims:]
+    new = [n if m is None else m for n, m in zip(old, each(output_size, dims), strict=True)]
+    for dim, split in spatial(name, input, dims).items():
+        if new[dim] == 1:  # whole on every rank, as a classifier behind it needs
+            of = torch.mean if kind == "avg" else torch.amax
+            x = of(x, dim, True)
             continue
-        n = split.rows
-        bins = [(i * n // count, -(-(i + 1) * n // count)) for i in range(count)]
-        firsts = [low for low, _ in bins]
-        out = split.resized(cut(split, count, lambda row, at=firsts: sum(f < row for f in at)))  # type: ignore[misc]
-        spans = tuple((bins[a][0], bins[b - 1][1]) if b > a else (0, 0) for a, b in out.spans)
-        local = span(plain(x), split, spans)
-        (a, b), (start, _) = out.spans[out.group.rank], spans[out.group.rank]
-        parts = [local.narrow(dim, low - start, high - low) for low, high in bins[a:b]]
-        if kind == "avg":
-            parts = [part.mean(dim, keepdim=True) for part in parts]
-        else:
-            parts = [part.max(dim, keepdim=True).values for part in parts]
-        joined = torch.cat(parts, dim) if parts else local.narrow(dim, 0, 0)
-        x = wrap(joined, x.grid_layout.having(x.grid_layout.by_dim | {dim: out}, 0))
-    pool = getattr(F, f"adaptive_{kind}_pool{dims}d")
-    local = plain(x)
-    split_dims = x.grid_layout.by_dim
-    target = [local.shape[d] if d in split_dims else new[d] for d in range(-dims, 0)]
+        how = new[dim], split.rows / new[dim], kind, False
+        local, out, combined = _fetched(plain(x), split, *how)
+        x = wrap(combined(local), x.grid_layout.replacing(out))
+    local, splits = plain(x), x.grid_layout.by_dim
+    target = [local.shape[dim] if dim in splits else new[dim] for dim in range(-dims, 0)]
     if target == [*local.shape[-dims:]]:
         return x
-    out_ = pool(_one(local, dims), [max(n, 1) for n in target])
-    return kept(out_, x.grid_layout)
+    pooled = func(filled(local, range(-dims, 0)), [max(n, 1) for n in target])
+    return kept(pooled, x.grid_layout)
 
 
-@rule("pixel_shuffle pixel_unshuffle channel_shuffle")
+@rule("pixel_shuffle pixel_unshuffle")
 def _shuffle(func: Func, x: Any, factor: int) -> Any:
     """Exchange channels for rows, which stay on their rank."""
     name = func.__name__
     spatial(name, x, 2)
-    if name == "channel_shuffle":
-        return wrap(func(plain(x), factor), x.grid_layout)
     lead = [*range(x.dim() - 3)]
     at = len(lead)
     if name == "pixel_shuffle":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from math import gcd, prod
 from typing import Any
 
@@ -17,18 +18,17 @@ from varcomm.grid.field import (
     RULES,
     Field,
     common,
-    fields,
     map_plain,
-    name_of,
     part,
     placed,
     plain,
     refused,
     rule,
+    split_of,
     whole,
     wrap,
 )
-from varcomm.grid.layout import Layout, Split
+from varcomm.grid.layout import Layout, Span
 
 Func = Callable[..., Any]
 
@@ -38,14 +38,9 @@ def _size(func: Func, x: Any, dim: int | None = None) -> Any:
     return x.shape if dim is None else x.shape[dim]
 
 
-@rule("numel")
-def _numel(func: Func, x: Any) -> int:
-    return prod(x.shape)
-
-
-@rule("len")
-def _length(func: Func, x: Field) -> int:
-    return x.shape[0]
+@rule("numel len")
+def _count(func: Func, x: Any) -> int:
+    return x.shape[0] if func is torch.Tensor.__len__ else prod(x.shape)
 
 
 @rule("format repr")
@@ -58,63 +53,41 @@ def _ints(args: Sequence[Any]) -> list[int]:
     return [*(args[0] if len(args) == 1 and isinstance(args[0], list | tuple | range) else args)]
 
 
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@lru_cache(maxsize=1024)
+def _shape_of(func: Func, shape: Sequence[int], *args: Any, **kwargs: Any) -> torch.Size:
+    """Return the shape that torch's function returns on one process."""
+    try:
+        made: Tensor = func(torch.empty([*shape], device="meta"), *args, **kwargs)
+    except RuntimeError as error:
+        message = f"{func.__name__} of a field of shape {tuple(shape)}: {error}"
+        raise ArgumentError(message) from None
+    return made.shape
+
+
 # --- Whole dimensions
 
 
-@rule("permute")
-def _permute(func: Func, x: Any, *dims: Any) -> Any:
-    order = [dim % x.dim() for dim in _ints(dims)]
-    splits = {order.index(dim): split for dim, split in x.grid_layout.at(x.dim()).items()}
-    return wrap(plain(x).permute(order), x.grid_layout.having(splits, x.dim()))
-
-
-@rule("transpose swapaxes swapdims")
-def _transpose(func: Func, x: Any, one: int, other: int) -> Any:
-    order = [*range(x.dim())]
-    order[one], order[other] = order[other], order[one]
-    return _permute(func, x, order)
-
-
-@rule("t adjoint")
-def _turned(func: Func, x: Any) -> Any:
-    name = name_of(func)
-    turned = _transpose(func, x, -2, -1) if name in ("adjoint", "get mT", "get mH") else None
-    turned = _permute(func, x, range(x.dim())[::-1]) if turned is None else turned
-    return turned.conj() if name in ("adjoint", "get H", "get mH") else turned
+@rule("permute transpose swapaxes swapdims movedim moveaxis t adjoint unsqueeze")
+def _turned(func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Turn dimensions as torch does, which shows their order with lengths that differ."""
+    order = _shape_of(func, range(2, x.dim() + 2), *map(_hashable, args), **kwargs)
+    splits = {order.index(dim + 2): split for dim, split in x.grid_layout.at(x.dim()).items()}
+    return wrap(func(plain(x), *args, **kwargs), x.grid_layout.having(splits, len(order)))
 
 
 RULES.update({f"get {name}": _turned for name in ("T", "mT", "H", "mH")})
 
 
-@rule("movedim moveaxis")
-def _movedim(func: Func, x: Any, source: Any, to: Any) -> Any:
-    places = torch.empty(*range(1, x.dim() + 1), device="meta").movedim(source, to).shape
-    return _permute(func, x, [n - 1 for n in places])
-
-
-@rule("unsqueeze")
-def _unsqueeze(func: Func, x: Any, dim: int) -> Any:
-    at = dim % (x.dim() + 1)
-    splits = {d + (d >= at): split for d, split in x.grid_layout.at(x.dim()).items()}
-    return wrap(plain(x).unsqueeze(at), x.grid_layout.having(splits, x.dim() + 1))
-
-
 @rule("squeeze")
 def _squeeze(func: Func, x: Any, dim: Any = None) -> Any:
     dims = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
-    gone = sorted({d % x.dim() for d in dims if x.shape[d] == 1}, reverse=True)
-    for at in gone:
-        x = (
-            _row(x, at, 0)
-            if at in x.grid_layout.at(x.dim())
-            else _dropped(x, at, plain(x).squeeze(at))
-        )
+    for at in sorted({d % x.dim() for d in dims if x.shape[d] == 1}, reverse=True):
+        x = _row(x, at, 0)
     return x
-
-
-def _dropped(x: Any, at: int, local: Tensor) -> Any:
-    splits = {d - (d > at): split for d, split in x.grid_layout.at(x.dim()).items() if d != at}
-    return wrap(local, x.grid_layout.having(splits, x.dim() - 1))
 
 
 @rule("expand broadcast_to")
@@ -145,53 +118,34 @@ def _repeat(func: Func, x: Any, *times: Any) -> Any:
 def _repeat_interleave(func: Func, x: Any, repeats: Any, dim: int | None = None) -> Any:
     if dim is None or not isinstance(repeats, int):
         raise refused("repeat_interleave of all elements, or by a tensor,")
-    layout = _scaled(x, dim, repeats, 1)
+    layout, split = x.grid_layout, split_of(x, dim)
+    if split is not None:
+        layout = layout.replacing(split.resized(n * repeats for n in split.sizes))
     return wrap(plain(x).repeat_interleave(repeats, dim), layout)
 
 
-def _scaled(x: Field, dim: int, by: int, over: int) -> Layout:
-    """Return the layout in which a dimension has `by` rows for `over` rows, on each rank."""
-    splits = x.grid_layout.at(x.dim())
-    at = dim % x.dim()
-    if at in splits:
-        splits[at] = splits[at].resized(n * by // over for n in splits[at].sizes)
-    return x.grid_layout.having(splits, x.dim())
+# --- Reshapes
 
 
-@rule("reshape view unflatten flatten")
+@rule("flatten")
+def _flatten(func: Func, x: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
+    old, first, last = x.shape, start_dim % x.dim(), end_dim % x.dim()
+    return _reshaped(x, old, _shape_of(func, old, first, last), first, len(old) - 1 - last)
+
+
+@rule("unflatten")
+def _unflatten(func: Func, x: Any, dim: int, sizes: Any) -> Any:
+    old, at = x.shape, dim % x.dim()
+    return _reshaped(x, old, _shape_of(func, old, at, tuple(sizes)), at, len(old) - 1 - at)
+
+
+@rule("reshape view")
 def _reshape(func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
-    layout, local, x = _reshaped(x, *_new_shape(func, x, args, kwargs))
-    out = wrap(plain(x).reshape(local), layout)
-    out.is_copy = x.is_copy
-    return out
-
-
-def _new_shape(
-    func: Func, x: Any, args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[list[int], int, int]:
-    """Return the new shape, and the numbers of dimensions before and behind those that change."""
-    old, name = [*x.shape], func.__name__
-    if name == "flatten":
-        first = kwargs.get("start_dim", args[0] if args else 0) % x.dim()
-        last = kwargs.get("end_dim", args[1] if len(args) > 1 else -1) % x.dim()
-        new = [*old[:first], prod(old[first : last + 1]), *old[last + 1 :]]
-        return new, first, x.dim() - 1 - last
-    if name == "unflatten":
-        at, parts = (*args, *(kwargs[word] for word in ("dim", "sizes") if word in kwargs))
-        at %= x.dim()
-        known = prod(n for n in parts if n != -1)
-        parts = [old[at] // known if n == -1 else n for n in parts]
-        return [*old[:at], *parts, *old[at + 1 :]], at, x.dim() - 1 - at
-    if args and isinstance(args[0], torch.dtype):
+    old, shape = x.shape, tuple(_ints(args or [*kwargs.values()]))
+    if any(isinstance(n, torch.dtype) for n in shape):
         raise refused("view as another dtype")
-    new = _ints(args or (kwargs.get("shape", kwargs.get("size")),))
-    known = prod(n for n in new if n != -1)
-    left_out = new.index(-1) if new.count(-1) == 1 else None
-    if left_out is not None and known and prod(old) % known == 0:
-        new[left_out] = prod(old) // known
-    if -1 not in new and prod(new) == prod(old):
-        return new, *_equal(old, new, left_out)
-    raise ArgumentError(f"a field of shape {tuple(old)} cannot have the shape {tuple(new)}.")
+    new, left_out = _shape_of(func, old, shape), shape.index(-1) if -1 in shape else None
+    return _reshaped(x, old, new, *_equal(old, new, left_out))
 
 
 def _equal(old: Sequence[int], new: Sequence[int], left_out: int | None) -> tuple[int, int]:
@@ -214,17 +168,15 @@ def _equal(old: Sequence[int], new: Sequence[int], left_out: int | None) -> tupl
     return lead, tail
 
 
-def _reshaped(
-    x: Any, shape: Sequence[int], lead: int, tail: int
-) -> tuple[Layout, list[int], Field]:
-    """Return the layout and the local shape of a field in another shape, and the field.
+def _reshaped(x: Any, old: Sequence[int], shape: Sequence[int], lead: int, tail: int) -> Any:
+    """Return a field in another shape.
 
     Dimensions fall into runs with the same number of elements before and after. In a run, the
     split dimension may follow others (`repeats` of all its rows) and be followed by others (each
     rank then has as many elements for a row). Rows that would be divided over ranks move first.
     """
-    old, splits, placed_at = [*x.shape], x.grid_layout.at(x.dim()), {}
-    local = [*shape]
+    splits, after = x.grid_layout.at(len(old)), {}
+    local, lengths, is_copy = plain(x), [*shape], x.is_copy
     for olds, news in _runs(old, shape, lead, tail):
         inside = [dim for dim in olds if dim in splits]
         if not inside:
@@ -243,21 +195,25 @@ def _reshaped(
         fits = before * behind > 0 and outer * split.rows * inner == prod(shape[n] for n in news)
         if not fits:  # products of no elements say nothing
             raise refused(f"a reshape of {tuple(old)} to {tuple(shape)} without elements")
-        repeats = outer // before
         if split.rows * inner % behind:
             raise refused(f"a reshape of {tuple(old)} to {tuple(shape)}, which parts split rows,")
         if any(n * inner % behind for n in split.sizes):
             if split.repeats > 1:
                 raise refused("a reshape of rows of several images, which parts split rows,")
-            moved = split.resized(_multiples(split, behind // gcd(inner, behind)))
-            x = _moved(x, split, moved)
-            split = moved
-        sizes = tuple(n * inner // behind for n in split.sizes)
-        placed_at[at] = replace(
-            split, sizes=sizes, repeats=repeats, lead=split.lead * (inner == behind)
+            # rows that belong together go to the owner of the first
+            together = behind // gcd(inner, behind)
+            moved = split.ending(-(-end // together) * together for end in split.offsets)
+            local, split, is_copy = span(local, split, moved.spans), moved, True
+        after[at] = replace(
+            split,
+            sizes=tuple(n * inner // behind for n in split.sizes),
+            repeats=outer // before,
+            lead=split.lead * (inner == behind),
         )
-        local[at] = placed_at[at].own * repeats
-    return x.grid_layout.having(placed_at, len(shape)), local, x
+        lengths[at] = after[at].own * after[at].repeats
+    out = wrap(local.reshape(lengths), x.grid_layout.having(after, len(shape)))
+    out.is_copy = is_copy
+    return out
 
 
 def _runs(
@@ -296,22 +252,6 @@ def _place(news: range, shape: Sequence[int], outer: int, elements: int) -> tupl
     return news.stop - 1, outside
 
 
-def _multiples(split: Split, of: int) -> list[int]:
-    """Return sizes that are multiples; a group of rows belongs to the owner of its first row."""
-    ends = [-(-end // of) * of for end in split.offsets]
-    ends[-1] = split.rows
-    return [b - a for a, b in itertools.pairwise(ends)]
-
-
-def _moved(x: Any, split: Split, to: Split) -> Any:
-    layout = Layout(
-        x.grid_layout.groups, tuple(to if s == split else s for s in x.grid_layout.splits)
-    )
-    moved = wrap(span(plain(x), split, to.spans), layout)
-    moved.is_copy = True
-    return moved
-
-
 # --- Rows
 
 
@@ -329,11 +269,11 @@ def _getitem(func: Func, x: Any, index: Any) -> Any:
     dim = 0
     for entry in entries:
         if entry is None:
-            x = _unsqueeze(func, x, dim)
+            x = x.unsqueeze(dim)
         elif isinstance(entry, slice):
             x = _sliced(x, dim, entry)
         elif isinstance(entry, Tensor | list):
-            if tensors > 1 or dim in x.grid_layout.at(x.dim()):
+            if tensors > 1 or split_of(x, dim) is not None:
                 raise refused("an index of tensors along or beside a split dimension")
             chosen = plain(x)[(slice(None),) * dim + (plain(entry),)]
             more = chosen.dim() - x.dim()
@@ -349,39 +289,35 @@ def _getitem(func: Func, x: Any, index: Any) -> Any:
 
 def _sliced(x: Any, dim: int, entry: slice) -> Any:
     """Select rows at a step; those of a split dimension stay where they are."""
-    if entry == slice(None):
+    length = 0 if entry == slice(None) else x.shape[dim]
+    first, last, step = entry.indices(length)
+    if (first, last, step) == (0, length, 1):
         return x
-    split = x.grid_layout.at(x.dim()).get(dim)
+    split, every = split_of(x, dim, "a slice"), (slice(None),) * dim
     if split is None:
-        return wrap(plain(x)[(slice(None),) * dim + (entry,)], x.grid_layout)
-    if split.repeats > 1:
-        raise refused("a slice of rows of several images")
-    first, last, step = entry.indices(split.rows)
+        return wrap(plain(x)[(*every, entry)], x.grid_layout)
+    if step < 1:
+        raise refused("a slice with a negative step", "torch has none: use flip.")
     count = max(0, -(-(last - first) // step))
     ends = [min(count, max(0, -(-(end - first) // step))) for end in split.offsets]
-    after = split.resized(b - a for a, b in itertools.pairwise(ends))
+    after = split.ending(ends)
     if split.lead > first and step == 1:
         after = replace(after, lead=split.lead - first)
     begin = first + ends[split.group.rank] * step - split.start
-    local = plain(x).narrow(
-        dim, begin if after.own else 0, (after.own - 1) * step + 1 if after.own else 0
-    )
-    local = local[(slice(None),) * dim + (slice(None, None, step),)] if step > 1 else local
-    splits = x.grid_layout.at(x.dim()) | {dim: after}
-    return wrap(local, x.grid_layout.having(splits, x.dim()))
+    own = slice(begin, begin + (after.own - 1) * step + 1, step) if after.own else slice(0)
+    return wrap(plain(x)[(*every, own)], x.grid_layout.replacing(after))
 
 
 def _row(x: Any, dim: int, at: int) -> Any:
     """Select one row, which every rank gets."""
-    split, local, count = x.grid_layout.at(x.dim()).get(dim), plain(x), x.shape[dim]
+    split, local, count = split_of(x, dim, "one row"), plain(x), x.shape[dim]
     if not -count <= at < count:
         raise IndexError(f"index {at} is out of range for dimension {dim} with size {count}")
     at %= count
     if split is not None:
-        if split.repeats > 1:
-            raise refused("one row of several images in one dimension")
         local, at = span(local, split, [(at, at + 1)] * split.group.size), 0
-    row = _dropped(x, dim, local.select(dim, at))
+    left = {d - (d > dim): s for d, s in x.grid_layout.at(x.dim()).items() if d != dim}
+    row = wrap(local.select(dim, at), x.grid_layout.having(left, x.dim() - 1))
     row.is_copy = split is not None
     return row
 
@@ -406,17 +342,9 @@ def _split(func: Func, x: Any, how: Any, dim: int = 0) -> Any:
     parts = torch.empty(x.shape[dim], device="meta")
     sizes = [len(p) for p in getattr(parts, func.__name__)(how)]
     ends = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    at = dim % x.dim()
-    if at not in x.grid_layout.at(x.dim()):
-        return wrap(tuple(plain(x).split(sizes, at)), x.grid_layout)
-    return tuple(_sliced(x, at, slice(a, b)) for a, b in itertools.pairwise(ends))
-
-
-@rule("index_select")
-def _index_select(func: Func, x: Any, dim: int, index: Tensor) -> Any:
-    if dim % x.dim() in x.grid_layout.at(x.dim()):
-        raise refused("index_select along a split dimension")
-    return wrap(plain(x).index_select(dim, plain(index)), x.grid_layout)
+    if split_of(x, dim) is None:
+        return wrap(tuple(plain(x).split(sizes, dim)), x.grid_layout)
+    return tuple(_sliced(x, dim % x.dim(), slice(a, b)) for a, b in itertools.pairwise(ends))
 
 
 @rule("gather", several=True)
@@ -451,12 +379,10 @@ def roll(func: Func, x: Any, shifts: Any, dims: Any = None) -> Any:
         raise refused("roll without dims")
     shifts = [shifts] if isinstance(shifts, int) else shifts
     for shift, dim in zip(shifts, [dims] if isinstance(dims, int) else dims, strict=True):
-        split = x.grid_layout.at(x.dim()).get(dim % x.dim())
+        split = split_of(x, dim, "roll")
         if split is None or not split.rows:
             x = wrap(plain(x).roll(shift, dim), x.grid_layout)
             continue
-        if split.repeats > 1:
-            raise refused("roll of rows of several images")
         n, reads = split.rows, []
         for a, b in split.spans:
             low, count = (a - shift) % n, b - a
@@ -470,11 +396,9 @@ def roll(func: Func, x: Any, shifts: Any, dims: Any = None) -> Any:
 def _flip(func: Func, x: Any, *dims: Any) -> Any:
     name = func.__name__
     chosen = {"flipud": [0], "fliplr": [1]}.get(name) or _ints(dims)
-    local, splits = plain(x), x.grid_layout.at(x.dim())
-    for dim in (d % x.dim() for d in chosen):
-        if (split := splits.get(dim)) is not None:
-            if split.repeats > 1:
-                raise refused("flip of rows of several images")
+    local = plain(x)
+    for dim in chosen:
+        if (split := split_of(x, dim, "flip")) is not None:
             local = span(local, split, [(split.rows - b, split.rows - a) for a, b in split.spans])
         local = local.flip(dim)
     return wrap(local, x.grid_layout)
@@ -484,64 +408,48 @@ def _flip(func: Func, x: Any, *dims: Any) -> Any:
 def _pad(
     func: Func, x: Any, pad: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> Any:
-    """Pad; the first rank gets the rows before the first, the last those behind the last."""
-    sides = {-1 - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2)}
-    local_sides = [*pad]
+    """Pad; rows before the first and behind the last belong to the owners of these."""
+    sides, rest, layout = {-1 - i: pad[2 * i : 2 * i + 2] for i in range(len(pad) // 2)}, [*pad], {}
+    for dim in sides.keys() & x.grid_layout.by_dim.keys():
+        n, (before, behind) = x.shape[dim], sides[dim]
+        x = _sliced(x, dim % x.dim(), slice(max(0, -before), n + min(0, behind)))
+    local = plain(x)
     for dim, (before, behind) in sides.items():
-        if dim not in x.grid_layout.by_dim:
+        if (split := x.grid_layout.by_dim.get(dim)) is None:
             continue
-        local_sides[2 * (-1 - dim)] = local_sides[2 * (-1 - dim) + 1] = 0
-        n = x.shape[dim]
-        cut = slice(max(0, -before), n + min(0, behind))
-        if before < 0 or behind < 0:
-            x = _sliced(x, dim % x.dim(), cut)
-        if before > 0 or behind > 0:
-            x = _padded(x, x.grid_layout.by_dim[dim], max(0, before), max(0, behind), mode, value)
-    while len(local_sides) > 2 and mode == "constant" and local_sides[-2:] == [0, 0]:
-        del local_sides[-2:]
-    if not any(local_sides):
-        return x
-    if not plain(x).numel():
-        mode = "constant"  # torch refuses others of no rows
-    return wrap(func(plain(x), local_sides, mode, value), x.grid_layout)
+        before, behind = max(0, before), max(0, behind)
+        owners = [rank for rank, n in enumerate(split.sizes) if n] or [0]
+        if before or behind:
+            split_of(x, dim, "pad")
+        sizes = [*split.sizes]
+        sizes[owners[0]] += before
+        sizes[owners[-1]] += behind
+        layout[dim] = replace(split, sizes=tuple(sizes), lead=split.lead + before)
+        at, rank = 2 * (-1 - dim), split.group.rank
+        if mode == "constant":
+            rest[at : at + 2] = before * (rank == owners[0]), behind * (rank == owners[-1])
+            continue
+        rest[at : at + 2] = 0, 0
+        reads = [[own] for own in split.spans]
+        head, tail = _mirrored(split.rows, before, behind, mode)
+        reads[owners[0]] = [*head, *reads[owners[0]]]
+        reads[owners[-1]] = [*reads[owners[-1]], *tail]
+        local = rows(local, split, reads)
+    if any(rest):
+        local = func(local, rest, mode if local.numel() else "constant", value)
+    return wrap(local, x.grid_layout.having(x.grid_layout.by_dim | layout, 0))
 
 
-def _padded(x: Any, split: Split, before: int, behind: int, mode: str, value: float | None) -> Any:
-    n, ranks = split.rows, split.group.size
-    if split.repeats > 1:
-        raise refused("pad of rows of several images")
-    if mode in ("reflect", "circular") and max(before, behind) > n - (mode == "reflect"):
+def _mirrored(n: int, before: int, behind: int, mode: str) -> tuple[list[Span], list[Span]]:
+    """Return the spans of `n` rows that are read before the first row and behind the last."""
+    if mode != "replicate" and max(before, behind) > n - (mode == "reflect"):
         raise ArgumentError(f"padding of {max(before, behind)} rows in mode {mode} of {n} rows.")
-    head, tail = {
-        "constant": ((-before, 0), (n, n + behind)),
-        "circular": ((n - before, n), (0, behind)),
-        "reflect": ((1, before + 1), (n - 1 - behind, n - 1)),
-        "replicate": ((0, min(1, before)), (n - min(1, behind), n)),
-    }[mode]
-    reads = [[own] for own in split.spans]
-    reads[0], reads[-1] = [head, *reads[0]], [*reads[-1], tail]
-    local, dim = rows(plain(x), split, reads), split.dim
-    first, last = split.group.rank == 0, split.group.rank == ranks - 1
-    lengths = [(head[1] - head[0]) * first, split.own, (tail[1] - tail[0]) * last]
-    if mode in ("reflect", "replicate") or value:
-        parts = [*local.split(lengths, dim)]
-        for i, wanted in ((0, before * first), (2, behind * last)):
-            if mode == "reflect":
-                parts[i] = parts[i].flip(dim)
-            elif mode == "replicate":
-                shape = [*parts[i].shape]
-                shape[dim] = wanted
-                parts[i] = parts[i].expand(shape) if wanted else parts[i].narrow(dim, 0, 0)
-            elif value:
-                parts[i] = torch.full_like(parts[i], value)
-        local = torch.cat(parts, dim)
-    sizes = [*split.sizes]
-    sizes[0] += before
-    sizes[-1] += behind
-    splits = x.grid_layout.by_dim | {
-        dim: replace(split, sizes=tuple(sizes), lead=split.lead + before)
-    }
-    return wrap(local, x.grid_layout.having(splits, 0))
+    if mode == "circular":
+        return [(n - before, n)], [(0, behind)]
+    if mode == "replicate":
+        return [(0, 1)] * before, [(n - 1, n)] * behind
+    head = [(at, at + 1) for at in range(before, 0, -1)]
+    return head, [(n - at, n - at + 1) for at in range(2, behind + 2)]
 
 
 @rule("diff", several=True)
@@ -559,42 +467,40 @@ def _diff(
 @rule("cat concat concatenate", several=True)
 def _cat(func: Func, tensors: Sequence[Any], dim: int = 0) -> Any:
     tensors = [t for t in tensors if t.dim() != 1 or t.shape[0]]
-    dims, given = tensors[0].dim(), [*fields(tensors)]
-    at = dim % dims - dims
-    here = next((f.grid_layout.by_dim[at] for f in given if at in f.grid_layout.by_dim), None)
+    at = dim % tensors[0].dim() - tensors[0].dim()
+    splits = [split_of(t, at, "cat") if isinstance(t, Field) else None for t in tensors]
+    here = next((split for split in splits if split is not None), None)
     if here is None:
         layout = common(tensors)
         return wrap(torch.cat([placed(t, layout) for t in tensors], dim), layout)
-    if any(f.grid_layout.by_dim[at].repeats > 1 for f in given if at in f.grid_layout.by_dim):
-        raise refused("cat along rows of several images in one dimension")
-    # a rank's rows of the result are as many as it has of all parts, so that sizes add up
-    unsplit, splits = [], []
-    for t in tensors:
-        split, local = t.grid_layout.by_dim.get(at) if isinstance(t, Field) else None, plain(t)
-        if split is not None and split.group != here.group:
-            local, split = whole(local, dims + at, split), None
-        unsplit.append(wrap(local, t.grid_layout.unsplit(at)) if isinstance(t, Field) else t)
-        splits.append(split)
+    unsplit = []
+    for i, (t, split) in enumerate(zip(tensors, splits, strict=True)):
+        if split is not None:
+            local = plain(t)
+            if split.group != here.group:
+                local, splits[i] = whole(local, t.dim() + at, split), None
+            t = wrap(local, t.grid_layout.unsplit(at))
+        unsplit.append(t)
     layout = common(unsplit)
     others = tuple(split for split in layout.splits if split.group != here.group)
     layout = Layout(layout.groups, others)
+    # a rank's rows of the result are as many as it has of all parts, so that sizes add up
     parts, seen = [], False
-    for split, rest in zip(splits, unsplit, strict=True):
-        seen = seen or split is not None
-        local = placed(rest, layout)
+    for t, split in zip(unsplit, splits, strict=True):
+        local, seen = placed(t, layout), seen or split is not None
         if split is None:
             sizes = [0] * here.group.size
             sizes[-1 if seen else 0] = local.shape[at]
             split = here.resized(sizes)
             local = part(local, split)
         parts.append((local, split))
-    sizes = [sum(n) for n in zip(*(s.sizes for _, s in parts), strict=True)]
-    joined, offset, found = here.resized(sizes), 0, []
+    joined = here.resized(map(sum, zip(*(split.sizes for _, split in parts), strict=True)))
+    found, offset = [], 0
     for local, split in parts:
-        ends = [min(max(e - offset, 0), split.rows) for e in joined.offsets]
-        found.append(span(local, split, tuple(itertools.pairwise(ends))))
+        ends = [min(max(end - offset, 0), split.rows) for end in joined.offsets]
+        found.append(span(local, split, split.ending(ends).spans))
         offset += split.rows
-    return wrap(torch.cat(found, at), layout.having(layout.by_dim | {at: joined}, 0))
+    return wrap(torch.cat(found, at), layout.replacing(joined))
 
 
 @rule("stack", several=True)
