@@ -20,8 +20,6 @@ from varcomm.sizes import checked_rank
 from varcomm.transport.group import GroupLike
 from varcomm.transport.serialization import decoded, dtype_of
 
-__all__ = ["full_state_dict"]
-
 _WHAT = "checkpoint.full_state_dict"
 
 

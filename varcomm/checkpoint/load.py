@@ -23,8 +23,6 @@ from varcomm.ops.digest import require_equal
 from varcomm.sharding.sharded import refuse_unwritable
 from varcomm.transport.group import GroupLike
 
-__all__ = ["export", "load", "read"]
-
 _WHAT = "checkpoint.load"
 _ABSENT = object()
 

@@ -36,8 +36,6 @@ from varcomm.transport.auxiliary_group import aside
 from varcomm.transport.group import GroupLike
 from varcomm.transport.serialization import dtype_of, encoded
 
-__all__ = ["PendingSave", "Plan", "State", "check_copies", "finish_pending", "save"]
-
 logger = logging.getLogger("varcomm")
 
 _WHAT = "checkpoint.save"

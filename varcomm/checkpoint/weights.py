@@ -22,8 +22,6 @@ from varcomm.sharding.sharded import refuse_unwritable
 from varcomm.sharding.tied import named_tensors
 from varcomm.transport.group import GroupLike
 
-__all__ = ["load_safetensors"]
-
 _WHAT = "checkpoint.load_safetensors"
 
 Names = Mapping[str, str] | Callable[[str], str]

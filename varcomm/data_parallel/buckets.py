@@ -16,19 +16,6 @@ from varcomm.transport.engine import Pending, span
 from varcomm.transport.failure import explained, failure
 from varcomm.transport.group import Group
 
-__all__ = [
-    "BUCKET_BYTES",
-    "Owner",
-    "as_ordinary",
-    "cut",
-    "gradient_dtype",
-    "is_owned",
-    "listed",
-    "refuse_sharded",
-    "started",
-    "with_flags",
-]
-
 BUCKET_BYTES = 25 * 2**20
 
 _OWNER = "_varcomm_owner"

@@ -10,8 +10,6 @@ from varcomm.sizes import exact_int
 from varcomm.transport.agreement import share
 from varcomm.transport.group import Group
 
-__all__ = ["GlobalCount", "Reduce", "described", "divisor_of", "total_rows"]
-
 
 class GlobalCount:
     """Number of rows (samples, nodes, tokens) in the losses of all ranks.

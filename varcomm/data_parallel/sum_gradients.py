@@ -34,8 +34,6 @@ from varcomm.transport.debug import settle
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
 
-__all__ = ["sum_gradients"]
-
 
 def sum_gradients(
     parameters: torch.nn.Module | Iterable[torch.nn.Parameter],

@@ -24,8 +24,6 @@ from varcomm.transport.debug import settle
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import MANY, Group, GroupLike, resolve, weakly
 
-__all__ = ["sum_hook"]
-
 
 def sum_hook(state: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Sum a bucket of gradients over ranks, for ``DistributedDataParallel``.

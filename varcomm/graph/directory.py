@@ -11,8 +11,6 @@ from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.sizes import ShardSizes
 from varcomm.transport.group import Group
 
-__all__ = ["Directory", "needed_once"]
-
 
 @dataclass(frozen=True, eq=False)
 class Directory:

@@ -15,8 +15,6 @@ from varcomm.graph.index.partitioned_index import PartitionedIndex
 from varcomm.graph.node_shard import Shard, moved
 from varcomm.plan.exchange_plan import ExchangePlan
 
-__all__ = ["EdgeShard"]
-
 
 @dataclass(frozen=True, eq=False)
 class EdgeShard(Shard):

@@ -21,8 +21,6 @@ from varcomm.graph.mesh.mesh import Mesh, Nodes, read_mesh
 from varcomm.graph.mesh.openfoam import is_case
 from varcomm.graph.mesh.readers import SUFFIXES
 
-__all__ = ["globe", "read_graph", "read_graph_and_mesh", "read_owners"]
-
 _TENSORS = (
     "a .pt file must hold a Data or a HeteroData of tensors, or its dict: "
     "torch.save(data.to_dict(), path)"

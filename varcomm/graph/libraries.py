@@ -10,8 +10,6 @@ from typing import Any
 
 from varcomm.errors import ArgumentError, MissingPackageError
 
-__all__ = ["package", "writing"]
-
 
 def package(name: str, use: str) -> Any:
     """Return an optional package, or raise MissingPackageError."""

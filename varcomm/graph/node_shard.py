@@ -26,8 +26,6 @@ from varcomm.sizes import ShardSizes, checked_rank
 from varcomm.transport.agreement import agree_and_share, compare, debugging
 from varcomm.transport.group import Group
 
-__all__ = ["NodeShard", "Ranks", "Shard", "as_tensor", "described", "moved"]
-
 # the rank of each node
 Ranks = torch.Tensor | np.ndarray[Any, Any] | Sequence[int]
 

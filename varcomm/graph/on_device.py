@@ -10,8 +10,6 @@ from varcomm._torch_private import assert_on_device
 from varcomm.errors import ArgumentError
 from varcomm.transport.debug import debugging
 
-__all__ = ["positions", "require"]
-
 
 def require(
     holds: torch.Tensor,

@@ -21,8 +21,6 @@ from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.sizes import ShardSizes
 from varcomm.transport.group import Group, GroupLike
 
-__all__ = ["EdgeType", "NodeType", "PartitionedGraph"]
-
 # None in a graph with one type of nodes and one type of edges.
 NodeType = str | None
 EdgeType = tuple[str, str, str] | None

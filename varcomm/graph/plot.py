@@ -23,8 +23,6 @@ from varcomm.ops.gather_v import gather_v
 from varcomm.sizes import ShardSizes
 from varcomm.transport.agreement import agree, agree_and_share, compare
 
-__all__ = ["check_target", "draw", "draw_cells", "lists_to_draw", "places", "plot"]
-
 Array = np.ndarray[Any, Any]
 
 _WHAT = "graph.plot"

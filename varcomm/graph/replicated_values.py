@@ -28,8 +28,6 @@ from varcomm.transport.debug import debugging
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
 
-__all__ = ["of_all_ranks", "replicated", "replicated_sum"]
-
 _EVERY = 10  # calls between comparisons of parameters inside debug()
 _COUNTED_ONCE = "varcomm: counted once"  # of nodes of autograd's graph
 
@@ -45,7 +43,8 @@ class HasGroup(Protocol):
     """An object that is split over the ranks of a group, such as a :class:`PartitionedGraph`."""
 
     @property
-    def group(self) -> Group: ...
+    def group(self) -> Group:
+        """The ranks of the group."""
 
 
 def replicated(value: torch.Tensor, group: HasGroup | GroupLike = None) -> torch.Tensor:

@@ -12,8 +12,6 @@ from varcomm.graph.node_shard import NodeShard
 from varcomm.sizes import at_least
 from varcomm.transport.agreement import share
 
-__all__ = ["Report"]
-
 # Columns of the table, and their widths.
 _COLUMNS = {"owned": 8, "halo": 8, "edges": 8, "cut": 8, "sent": 8, "neighbours": 11}
 

@@ -40,8 +40,6 @@ from varcomm.transport.agreement import agree, agree_and_share, on_all_ranks, sh
 from varcomm.transport.group import GroupLike, resolve
 from varcomm.transport.serialization import dtype_of, from_bytes, to_bytes
 
-__all__ = ["Array", "Arrays", "Outline", "Staging", "check_place", "load", "part_of", "save"]
-
 Arrays = dict[str, torch.Tensor]
 
 _KIND = "graph"

@@ -14,8 +14,6 @@ from varcomm.plan.routes import IndexedAllToAllV, Routes
 from varcomm.sizes import checked_dim
 from varcomm.transport.group import GroupLike, resolve
 
-__all__ = ["indexed_all_to_all_v"]
-
 
 def indexed_all_to_all_v(
     tensor: torch.Tensor,

@@ -19,8 +19,6 @@ from varcomm.transport.group import Group, GroupLike, resolve
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["from_dtensor", "to_dtensor"]
-
 
 class _ToDTensor(torch.autograd.Function):
     """Wrap the shard; unwrap the gradient.

@@ -15,8 +15,6 @@ import torch
 from varcomm.errors import ArgumentError
 from varcomm.sharding.sharded import Sharded
 
-__all__ = ["OptimizerStates", "Part"]
-
 # Options of groups that torch's schedulers add; they may be missing on one side.
 _OF_SCHEDULERS = {"initial_lr", "min_lr", "max_lr", "base_momentum", "max_momentum", "swa_lr"}
 

@@ -17,8 +17,6 @@ from varcomm.ops.checks import checked_tensor
 from varcomm.sharding.spec import ShardSpec
 from varcomm.sizes import exact_int
 
-__all__ = ["Box", "Sharded", "check_inside", "refuse_unwritable"]
-
 Place = tuple[tuple[int, ...], tuple[int, ...]]
 
 

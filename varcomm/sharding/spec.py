@@ -16,8 +16,6 @@ from varcomm.sharding.optimizers import refuse_mixing
 from varcomm.sizes import ShardSizes, checked_dim, checked_sizes, exact_int
 from varcomm.transport.group import Group, GroupLike, resolve
 
-__all__ = ["ShardSpec", "mark", "shard_spec"]
-
 T = TypeVar("T", bound=torch.Tensor)
 
 _NAME = "_varcomm_shard_spec"

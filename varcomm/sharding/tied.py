@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["named_tensors"]
-
 
 def named_tensors(model: torch.nn.Module) -> list[tuple[torch.Tensor, list[str]]]:
     """Return the tensors of a state dict, each once, with all its names, in their order."""

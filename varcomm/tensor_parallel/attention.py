@@ -21,8 +21,6 @@ from varcomm.tensor_parallel.layout import agreed
 from varcomm.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from varcomm.transport.group import GroupLike, resolve
 
-__all__ = ["ParallelAttention", "attention", "split_heads"]
-
 Rotary: TypeAlias = Callable[[Tensor], Tensor]
 
 

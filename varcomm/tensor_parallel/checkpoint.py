@@ -16,8 +16,6 @@ from varcomm.errors import ArgumentError
 from varcomm.ops.compilation import uncompiled
 from varcomm.tensor_parallel.random import Replay
 
-__all__ = ["CheckpointWithoutOutput", "checkpoint"]
-
 T = TypeVar("T")
 Outputs = TypeVar("Outputs", bound="Tensor | tuple[Tensor, ...]")
 

@@ -30,8 +30,6 @@ from varcomm.ops.replicated import ReplicatedUse
 from varcomm.tensor_parallel.derivatives import in_transform, recorded_gradients
 from varcomm.tensor_parallel.linear import as_rows
 
-__all__ = ["class_statistics"]
-
 Three = tuple[Tensor, Tensor, Tensor]
 
 

@@ -34,8 +34,6 @@ from varcomm.transport.agreement import compare, debugging
 from varcomm.transport.engine import is_capturing
 from varcomm.transport.group import Group, GroupLike, named, resolve
 
-__all__ = ["linear_cross_entropy", "vocab_parallel_cross_entropy"]
-
 Reduction = Literal["none", "mean", "sum"]
 
 

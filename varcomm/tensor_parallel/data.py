@@ -17,8 +17,6 @@ from varcomm.transport.engine import wait_for
 from varcomm.transport.failure import explained
 from varcomm.transport.group import GroupLike, resolve
 
-__all__ = ["broadcast_data"]
-
 K = TypeVar("K", bound=Hashable)
 
 

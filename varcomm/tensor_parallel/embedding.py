@@ -47,13 +47,6 @@ from varcomm.transport.agreement import agree
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
 
-__all__ = [
-    "FeatureParallelEmbedding",
-    "VocabParallelEmbedding",
-    "feature_parallel_embedding",
-    "vocab_parallel_embedding",
-]
-
 _EXCHANGES = (None, "rows", "sum")
 
 

@@ -21,8 +21,6 @@ from varcomm.tensor_parallel.layout import checked_number
 from varcomm.transport.agreement import compare, debugging
 from varcomm.transport.group import Group, GroupLike, resolve
 
-__all__ = ["clip_grad_norm_", "grad_norm"]
-
 Parameters = torch.nn.Module | Tensor | Iterable[Tensor]
 
 

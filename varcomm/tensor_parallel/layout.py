@@ -23,8 +23,6 @@ from varcomm.transport.agreement import agree, agree_and_share
 from varcomm.transport.call_log import Layer
 from varcomm.transport.group import Group, GroupLike, resolve
 
-__all__ = ["param_is_not_tensor_parallel_duplicate"]
-
 # Values of an option, the default first.
 FLAG = (True, False)
 
@@ -95,6 +93,7 @@ def digests(layer: nn.Module, recurse: bool = True) -> dict[str, Any]:
 
 
 def random_seed() -> int:
+    """Return a seed that the default generator draws."""
     return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
@@ -112,6 +111,7 @@ class FeatureCheck:
     widths: frozenset[int]  # of this rank's outputs of layers that have as many features
 
     def __call__(self, layer: nn.Linear, args: tuple[Any, ...]) -> None:
+        """Raise ArgumentError if a layer gets this rank's outputs of a column-parallel layer."""
         x = args[0] if args else None
         width = x.shape[-1] if isinstance(x, Tensor) and x.dim() else None
         if width != layer.in_features and width in self.widths:

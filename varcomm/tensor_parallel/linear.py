@@ -30,13 +30,6 @@ from varcomm.tensor_parallel.mappings import (
 from varcomm.transport.agreement import agree
 from varcomm.transport.group import Group, GroupLike, resolve
 
-__all__ = [
-    "ColumnParallelLinear",
-    "RowParallelLinear",
-    "column_parallel_linear",
-    "row_parallel_linear",
-]
-
 Before = ReplicatedUse | AllGatherV
 
 _SAVED = ("input", "gathered")

@@ -38,8 +38,6 @@ from varcomm.tensor_parallel.pretrained import (
 from varcomm.transport.agreement import agree, on_all_ranks
 from varcomm.transport.group import Group, GroupLike, resolve
 
-__all__ = ["parallelize", "sequence_parallel"]
-
 M = TypeVar("M", bound=nn.Module)
 _WHAT = "parallelize"
 _STYLES: dict[str, Any] = {

@@ -19,8 +19,6 @@ from varcomm.sizes import exact_int
 from varcomm.tensor_parallel.layout import agreed
 from varcomm.transport.group import GroupLike, resolve
 
-__all__ = ["RandomStreams"]
-
 T = TypeVar("T")
 
 # The states of a stream, by kind of device.

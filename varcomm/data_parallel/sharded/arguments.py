@@ -16,8 +16,6 @@ from varcomm.sharding.sharded import refuse_unwritable
 from varcomm.transport.engines.choose import engine_for
 from varcomm.transport.group import Group
 
-__all__ = ["ANOTHER", "NAME", "Given"]
-
 NAME = "ShardedGradients"
 ANOTHER = "Call close() and make another, on all ranks."
 

@@ -12,8 +12,6 @@ from varcomm.data_parallel.sharded.arguments import NAME
 from varcomm.errors import ArgumentError
 from varcomm.ops.nested import leaves
 
-__all__ = ["SummedGradient", "Unscale"]
-
 # Multiplies the gradients of parameters, by name, on all ranks; returns whether all were finite.
 Unscale: TypeAlias = Callable[[set[str], torch.Tensor], torch.Tensor]
 

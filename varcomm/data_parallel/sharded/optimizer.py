@@ -17,8 +17,6 @@ from varcomm.sharding.optimizer_state import OptimizerStates, Part
 from varcomm.sharding.optimizers import OF_A_TENSOR, OF_ALL, names_of
 from varcomm.transport.group import Group
 
-__all__ = ["Factory", "Options", "held", "made", "norms", "options", "states_of"]
-
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 _WHOLE = 'Pass sizes="whole-parameters", which gives each parameter one owner'

@@ -21,8 +21,6 @@ from varcomm.transport.auxiliary_group import Lane
 from varcomm.transport.engine import Pending, is_capturing
 from varcomm.transport.group import MANY, Group, weakly
 
-__all__ = ["Reducer"]
-
 
 class Reducer:
     """Takes gradients from parameters, and adds their sums over ranks to the shards.

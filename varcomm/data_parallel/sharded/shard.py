@@ -15,8 +15,6 @@ from varcomm.sizes import ShardSizes
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group
 
-__all__ = ["WHOLE", "Piece", "Shard", "settle", "splits"]
-
 WHOLE = "whole-parameters"
 
 Segment = tuple[str, range]  # elements of a parameter, in row-major order

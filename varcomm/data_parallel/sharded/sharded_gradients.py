@@ -32,8 +32,6 @@ from varcomm.transport.agreement import agree, agree_and_share, debugging, share
 from varcomm.transport.auxiliary_group import free_lanes, take_lane
 from varcomm.transport.group import GroupLike, resolve, weakly
 
-__all__ = ["ShardedGradients"]
-
 
 class ShardedGradients(torch.optim.Optimizer):
     """Optimizer with sharded states: each rank updates its own pieces of the parameters.

@@ -24,18 +24,6 @@ from varcomm.sizes import ShardSizes, holds_integers
 from varcomm.transport.agreement import agree_and_share, share
 from varcomm.transport.group import Group
 
-__all__ = [
-    "BroughtNodes",
-    "Edges",
-    "Numbering",
-    "assemble",
-    "checked_owner",
-    "localised",
-    "moved_edges",
-    "owned_edges",
-    "sent_to_owners",
-]
-
 
 @dataclass(frozen=True)
 class Edges:

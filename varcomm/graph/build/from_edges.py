@@ -31,8 +31,6 @@ from varcomm.transport.agreement import agree, agree_and_share, compare
 from varcomm.transport.engines.choose import engine_for
 from varcomm.transport.group import Group, GroupLike, resolve
 
-__all__ = ["from_edges"]
-
 Attributes = Mapping[str, torch.Tensor]
 
 _BY_POSITION = ("hilbert", "rcb")

@@ -16,8 +16,6 @@ from varcomm.graph.index.partitioned_index import PartitionedIndex, plain
 from varcomm.graph.node_shard import NodeShard, described
 from varcomm.graph.partitioned_graph import NodeType, PartitionedGraph
 
-__all__ = ["GroupIds", "checked_names", "ids_of_groups", "names_of_groups", "with_groups"]
-
 
 @dataclass(frozen=True)
 class GroupIds:

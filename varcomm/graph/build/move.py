@@ -12,8 +12,6 @@ from varcomm.ops.packing import signed, taken
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.transport.group import Group
 
-__all__ = ["Move"]
-
 
 @dataclass(frozen=True, eq=False)
 class Move:

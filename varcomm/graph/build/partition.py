@@ -30,8 +30,6 @@ from varcomm.sizes import ShardSizes, checked_rank
 from varcomm.transport.agreement import agree, agree_and_share, compare
 from varcomm.transport.group import Group, GroupLike, resolve
 
-__all__ = ["Method", "assigned", "checked_method", "partition"]
-
 Method = str | Ranks | Mapping[str, Ranks] | None
 Chunk = int | Mapping[str, int] | None
 Owners = dict[NodeType, torch.Tensor]

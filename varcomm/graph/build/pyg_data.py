@@ -26,22 +26,6 @@ from varcomm.ops.digest import digest
 from varcomm.plan.checks import checked_index, checked_range
 from varcomm.sizes import exact_int
 
-__all__ = [
-    "IDS",
-    "EdgeTable",
-    "NodeTable",
-    "Tables",
-    "check_edge_index",
-    "check_name",
-    "edge_indices",
-    "ends",
-    "label",
-    "members",
-    "node_counts",
-    "read",
-    "stores",
-]
-
 # Attributes of PyG that hold node ids, and those that masks can replace.
 IDS = ("face", "adj", "adj_t", "ptr")
 _SPLITS = ("train_idx", "val_idx", "valid_idx", "test_idx")

@@ -15,8 +15,6 @@ from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.sizes import at_least
 from varcomm.transport.agreement import share
 
-__all__ = ["check_hops", "deepened"]
-
 
 def check_hops(hops: int, data: Any) -> None:
     """Raise unless halos can have this many hops."""

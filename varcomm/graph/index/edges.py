@@ -26,8 +26,6 @@ from varcomm.ops.graph_operator import in_graph
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.transport.group import Group
 
-__all__ = ["EdgeRules"]
-
 T = TypeVar("T")
 
 # functions that select or make rows

@@ -17,16 +17,6 @@ from varcomm.ops.all_to_all_v import all_to_all_v
 from varcomm.ops.reduction import accumulation_dtype, pieces
 from varcomm.transport.group import Group
 
-__all__ = [
-    "STARTS_FROM_ZERO",
-    "NodeGroups",
-    "accumulated",
-    "extreme",
-    "extreme_of_parts",
-    "largest",
-    "number_of",
-]
-
 Extreme = Literal["amax", "amin"]
 
 #: whether an extreme of 0 shares its gradient with the 0 that PyG's scatter starts from, and loses

@@ -16,8 +16,6 @@ from varcomm.graph.index.partitioned_index import (
     name_of,
 )
 
-__all__ = ["NodeIntegers", "is_integer"]
-
 _SET_ROWS = {"__setitem__", "index_put", "index_put_"}
 _REDUCE = _SET_ROWS | {
     "bincount", "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce",

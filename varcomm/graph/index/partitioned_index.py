@@ -25,8 +25,6 @@ from varcomm.errors import ArgumentError
 from varcomm.ops.checks import holds_values
 from varcomm.transport.group import Group
 
-__all__ = ["Marked", "Numbering", "PartitionedIndex", "ordinary", "plain", "rule"]
-
 # Meaning of the numbers: pairs of a source and a target, or the other way around; nodes at the
 # source or target of edges; groups of nodes; which edges are self loops, and which are not;
 # numbers computed from local ones, which select nothing.
@@ -247,6 +245,7 @@ def plain(value: Any) -> Any:
 
 
 def refuse(func: Callable[..., Any], kind: str, more: str = "") -> ArgumentError:
+    """Return the error of an operation that has no meaning for numbers of this kind."""
     name = name_of(func).strip("_").replace("reduce_ex", "pickling") or "this operation"
     what = {
         "computed": "numbers computed from local ids of a partitioned graph",
@@ -293,12 +292,14 @@ def first_index(*values: Any) -> PartitionedIndex:
 
 
 def unwrapped(value: Any) -> Any:
+    """Return ordinary tensors in place of marked ones, also in a list or tuple."""
     if isinstance(value, list | tuple):
         return type(value)([plain(one) for one in value])
     return plain(value)
 
 
 def computed(func: Callable[..., Any], out: Any, given: PartitionedIndex) -> Any:
+    """Return results that mark integers as computed from numbers, or raise ArgumentError."""
     if isinstance(out, list | tuple) and not isinstance(out, torch.Size):
         parts = [computed(func, one, given) for one in out]
         return parts if isinstance(out, list) else tuple(parts)

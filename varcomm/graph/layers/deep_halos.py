@@ -27,9 +27,6 @@ from varcomm.ops.compilation import kept_from_compilation
 from varcomm.ops.nested import leaves, rebuilt
 from varcomm.transport.agreement import share
 
-__all__ = ["NodeRows", "check_deep", "exchange_once"]
-
-
 # They count edges that leave a node, reverse edges, or look at all nodes.
 _NOT_DEEP = (ChebConv, DirGNNConv, GPSConv)
 

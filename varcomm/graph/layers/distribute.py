@@ -23,8 +23,6 @@ from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.ops.digest import differing, digest
 from varcomm.transport.agreement import debugging, share
 
-__all__ = ["distribute"]
-
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 # The attribute of a module that holds what the modules of a distributed model share.

@@ -21,8 +21,6 @@ from varcomm.ops.checks import checking
 from varcomm.ops.nested import mapped
 from varcomm.transport.agreement import share
 
-__all__ = ["exchange_before"]
-
 _WHAT = "graph.exchange_before"
 
 

@@ -17,8 +17,6 @@ from varcomm.graph.node_shard import described
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.ops.checks import checked_tensor, checking
 
-__all__ = ["edge_update", "message_passing"]
-
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 Message: TypeAlias = Callable[..., torch.Tensor]
 

@@ -23,8 +23,6 @@ from varcomm.sizes import ShardSizes, checked_sizes
 from varcomm.transport.agreement import share
 from varcomm.transport.group import Group, resolve
 
-__all__ = ["Rows", "Where", "rows_of_any_kind"]
-
 # A graph with rows of several kinds, the rows themselves, or rows per rank; None: in any number.
 Where: TypeAlias = PartitionedGraph | Shard | Sequence[int] | None
 

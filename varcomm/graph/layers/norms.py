@@ -23,8 +23,6 @@ from varcomm.graph.on_device import require
 from varcomm.ops.checks import checking
 from varcomm.ops.compilation import kept_from_compilation
 
-__all__ = ["GLOBAL_NORMS", "global_norm", "is_global_norm"]
-
 
 def global_norm(
     module: torch.nn.Module, graph: Where, in_layer: bool = False

@@ -19,9 +19,6 @@ from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.ops.checks import checking
 from varcomm.transport.call_log import Layer
 
-__all__ = ["Digests", "Running", "attach", "is_attached"]
-
-
 Digests: TypeAlias = MutableMapping[torch.Tensor, tuple[int, object]]
 
 

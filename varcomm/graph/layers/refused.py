@@ -12,16 +12,6 @@ from torch_geometric.nn.conv import GPSConv
 from varcomm.errors import ArgumentError
 from varcomm.graph.layers.norms import GLOBAL_NORMS, is_global_norm
 
-__all__ = [
-    "EXACT_AGGREGATIONS",
-    "OVER_ALL_NODES",
-    "REFUSED",
-    "check_exact",
-    "inexact",
-    "is_readout",
-    "refusal",
-]
-
 _COMPILED = "it needs another compiled package, and is not compared with one process"
 _OWN_CODE = "it needs code of its own on a sharded graph, and none of PyG's models uses it"
 _NEIGHBOURS = "it searches for neighbours among this rank's nodes only"

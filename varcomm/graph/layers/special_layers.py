@@ -33,8 +33,6 @@ from varcomm.ops.compilation import kept_from_compilation
 from varcomm.ops.digest import differing
 from varcomm.transport.agreement import share
 
-__all__ = ["replace_methods"]
-
 
 def replace_methods(module: torch.nn.Module, running: Running) -> None:
     """Replace the methods of an instance that look at all nodes."""

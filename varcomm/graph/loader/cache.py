@@ -10,8 +10,6 @@ from varcomm.graph.loader.draws import Array
 from varcomm.graph.partitioned_graph import NodeType, PartitionedGraph
 from varcomm.ops.all_gather_v import all_gather_v
 
-__all__ = ["often_fetched"]
-
 
 def often_fetched(graph: PartitionedGraph, kind: NodeType, rows: int) -> Array:
     """Return the global numbers of up to `rows` nodes of other ranks to cache; collective.

@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Array", "distinct", "hashed", "uniform"]
-
 Array = np.ndarray[Any, Any]
 
 

@@ -10,8 +10,6 @@ import numpy as np
 from varcomm.graph.loader.draws import Array, uniform
 from varcomm.graph.loader.stored_rows import small
 
-__all__ = ["InEdges", "spread"]
-
 
 @dataclass(frozen=True, eq=False)
 class InEdges:

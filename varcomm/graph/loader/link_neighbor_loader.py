@@ -20,8 +20,6 @@ from varcomm.graph.node_shard import as_tensor, described
 from varcomm.graph.partitioned_graph import EdgeType, PartitionedGraph
 from varcomm.transport.agreement import share
 
-__all__ = ["LinkNeighborLoader"]
-
 
 class LinkNeighborLoader(Loader):
     """Mini-batches of edges with sampled neighbours of their ends, from all ranks.

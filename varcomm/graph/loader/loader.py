@@ -34,8 +34,6 @@ from varcomm.transport.failure import leave
 from varcomm.transport.group import Group
 from varcomm.transport.notes import leave_note
 
-__all__ = ["Loader", "LoaderReport", "Seeds"]
-
 T = TypeVar("T")
 
 _REFUSED = {

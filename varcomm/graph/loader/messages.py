@@ -15,8 +15,6 @@ from varcomm.transport.engines.choose import prepared
 from varcomm.transport.failure import explained, table
 from varcomm.transport.group import Group
 
-__all__ = ["Messages"]
-
 
 @dataclass(frozen=True)
 class Messages:

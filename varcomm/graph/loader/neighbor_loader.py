@@ -15,8 +15,6 @@ from varcomm.graph.loader.messages import Messages
 from varcomm.graph.node_shard import as_tensor, described
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
 
-__all__ = ["NeighborLoader"]
-
 
 class NeighborLoader(Loader):
     """Mini-batches of nodes and their sampled neighbours, from all ranks.

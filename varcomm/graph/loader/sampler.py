@@ -15,8 +15,6 @@ from varcomm.graph.loader.messages import Messages
 from varcomm.graph.loader.stored_rows import Request, StoredRows, ask
 from varcomm.graph.partitioned_graph import EdgeType, NodeType
 
-__all__ = ["Sample", "Sampler"]
-
 
 @dataclass
 class Sample:

@@ -14,8 +14,6 @@ from varcomm.graph.loader.messages import Messages
 from varcomm.graph.node_shard import Shard
 from varcomm.sizes import ShardSizes
 
-__all__ = ["Request", "StoredRows", "ask", "fetch", "numbers_of", "small", "stored_rows"]
-
 
 @dataclass(eq=False)
 class StoredRows:

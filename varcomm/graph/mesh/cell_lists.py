@@ -12,8 +12,6 @@ from varcomm.graph.mesh.cells import Cells, facets_of, numbered
 from varcomm.graph.mesh.polyhedra import PolyMesh
 from varcomm.graph.mesh.ragged import Ragged
 
-__all__ = ["POLYHEDRON", "TYPES", "CellLists"]
-
 Array = np.ndarray[Any, Any]
 
 # VTK's numbers of kinds

@@ -11,18 +11,6 @@ from torch_geometric.utils import remove_self_loops, to_undirected
 
 from varcomm.errors import ArgumentError
 
-__all__ = [
-    "Cells",
-    "Shape",
-    "both_directions",
-    "cell_edges",
-    "cells_of",
-    "facets_of",
-    "geometry",
-    "numbered",
-    "shape_of",
-]
-
 Array = np.ndarray[Any, Any]
 
 # Points of a cell stand in meshio's order,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-__all__ = ["completed"]
-
 
 def completed(content: bytes) -> bytes | None:
     """Return a file of Gmsh with group 0 for all that has no group; None for other files.

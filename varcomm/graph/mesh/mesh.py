@@ -28,8 +28,6 @@ from varcomm.sizes import checked_rank
 from varcomm.transport.agreement import agree
 from varcomm.transport.group import GroupLike, resolve
 
-__all__ = ["Mesh", "cell_lists", "read_mesh"]
-
 logger = logging.getLogger("varcomm")
 
 Array = np.ndarray[Any, Any]

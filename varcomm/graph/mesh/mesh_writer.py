@@ -24,8 +24,6 @@ from varcomm.ops.gather_v import scatter_v
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.transport.agreement import agree, agree_and_share, compare
 
-__all__ = ["MeshWriter"]
-
 Array = np.ndarray[Any, Any]
 
 _MAKE, _WRITE = "MeshWriter", "MeshWriter.write"

@@ -19,8 +19,6 @@ from varcomm.errors import ArgumentError
 from varcomm.graph.mesh.polyhedra import PolyMesh
 from varcomm.graph.mesh.ragged import Ragged
 
-__all__ = ["is_case", "read_case"]
-
 Array = np.ndarray[Any, Any]
 
 logger = logging.getLogger("varcomm")

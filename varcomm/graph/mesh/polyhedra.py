@@ -13,8 +13,6 @@ from varcomm.errors import ArgumentError
 from varcomm.graph.mesh.cells import cells_of, facets_of, numbered
 from varcomm.graph.mesh.ragged import Ragged
 
-__all__ = ["PolyMesh", "polyhedral"]
-
 Array = np.ndarray[Any, Any]
 
 

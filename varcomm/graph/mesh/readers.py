@@ -23,8 +23,6 @@ from varcomm.graph.mesh.polyhedra import PolyMesh, polyhedral
 from varcomm.graph.mesh.ragged import Ragged
 from varcomm.graph.mesh.vtk_xml import read_vtu, step_of
 
-__all__ = ["SUFFIXES", "read_source", "source_of"]
-
 logger = logging.getLogger("varcomm")
 
 # files of VTK that PyVista reads, beside those of meshio

@@ -18,8 +18,6 @@ from varcomm.graph.mesh.cell_lists import POLYHEDRON, TYPES
 from varcomm.graph.mesh.polyhedra import PolyMesh, polyhedral
 from varcomm.graph.mesh.ragged import Ragged
 
-__all__ = ["read_vtu", "step_of"]
-
 Array = np.ndarray[Any, Any]
 Fields = dict[str, Array]
 

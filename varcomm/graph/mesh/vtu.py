@@ -19,8 +19,6 @@ import torch
 from varcomm.graph.mesh.cell_lists import CellLists
 from varcomm.graph.mesh.ragged import Ragged
 
-__all__ = ["Piece", "Step", "VtuSeries", "replace", "replacing", "stored", "write_piece"]
-
 Array = np.ndarray[Any, Any]
 Fields = Mapping[str, Array]
 

@@ -14,8 +14,6 @@ from varcomm.errors import ArgumentError
 from varcomm.graph.libraries import package
 from varcomm.graph.mesh.vtu import Fields, Piece, Step, replace, replacing
 
-__all__ = ["XdmfSeries", "check_field", "check_series"]
-
 Array = np.ndarray[Any, Any]
 
 # XDMF's numbers of kinds of cells by VTK's; up to 3, the number of points follows the kind

@@ -13,8 +13,6 @@ from varcomm.ops.packing import counted_from, taken
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.transport.group import Group
 
-__all__ = ["Bounds", "Boxes", "Frame", "Ghosts"]
-
 _BINS = 256  # per period, in which the widest empty part of a rank's nodes is found
 
 Bounds = tuple[list[float], list[float]]

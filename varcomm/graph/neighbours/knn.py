@@ -27,8 +27,6 @@ from varcomm.sizes import ShardSizes, at_least
 from varcomm.transport.agreement import agree, share
 from varcomm.transport.group import GroupLike, resolve
 
-__all__ = ["knn"]
-
 _WHAT = "graph.knn"
 
 

@@ -15,8 +15,6 @@ from varcomm.graph.neighbours.ghosts import Boxes
 from varcomm.graph.on_device import positions
 from varcomm.ops.packing import counted_from
 
-__all__ = ["EdgeCounts", "Links", "has_derivative", "tree_of"]
-
 EdgeCounts = tuple[int, int]  # of edges whose source is an own node, and of self loops
 
 _ROWS = 1 << 15  # at a time, so that steps on them read from a core's cache

@@ -25,17 +25,6 @@ from varcomm.transport.agreement import agree_and_share, compare
 from varcomm.transport.engines.choose import engine_for
 from varcomm.transport.group import Group
 
-__all__ = [
-    "FARTHEST",
-    "SLACK",
-    "SLACK_AT",
-    "Own",
-    "agreed",
-    "check_finite",
-    "checked_positions",
-    "shards",
-]
-
 T = TypeVar("T")
 
 # Parts of a distance and of the largest coordinate: differences of rounding stay below these.

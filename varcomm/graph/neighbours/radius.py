@@ -31,8 +31,6 @@ from varcomm.sizes import ShardSizes, at_least
 from varcomm.transport.agreement import agree_and_share, share
 from varcomm.transport.group import Group, GroupLike, resolve
 
-__all__ = ["radius"]
-
 _WHAT = "graph.radius"
 
 _ID_END = 2**62

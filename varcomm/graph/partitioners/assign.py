@@ -28,8 +28,6 @@ from varcomm.transport.agreement import agree, compare, share
 from varcomm.transport.engines.choose import engine_for
 from varcomm.transport.group import GroupLike, resolve
 
-__all__ = ["METHODS", "assign", "assign_sharded", "method_used"]
-
 _BY_POSITION = {"rcb": by_bisection, "hilbert": by_hilbert}
 METHODS = ("metis", "rcb", "hilbert", "block", "random")
 

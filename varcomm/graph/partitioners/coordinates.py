@@ -15,16 +15,6 @@ from varcomm.ops.all_to_all_v import all_to_all_v
 from varcomm.sizes import ShardSizes, holds_integers
 from varcomm.transport.group import Group
 
-__all__ = [
-    "AllRows",
-    "by_bisection",
-    "by_hilbert",
-    "by_order",
-    "check_sum",
-    "checked_positions",
-    "checked_weight",
-]
-
 # A position on the curve has 63 bits, at least one per coordinate, at most those of a float64.
 _MOST_COORDINATES, _MOST_BITS = 63, 52
 

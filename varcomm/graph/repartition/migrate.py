@@ -23,8 +23,6 @@ from varcomm.ops.digest import require_equal
 from varcomm.sizes import ShardSizes
 from varcomm.transport.agreement import agree_and_share
 
-__all__ = ["migrate", "migrated"]
-
 Rows = dict[str, torch.Tensor]
 
 _WHAT = "graph.migrate"

@@ -19,8 +19,6 @@ from varcomm.ops.digest import require_equal
 from varcomm.ops.packing import counted_from
 from varcomm.transport.agreement import agree_and_share, share
 
-__all__ = ["rebalance"]
-
 Array: TypeAlias = np.ndarray[Any, Any]
 
 _WHAT = "graph.rebalance"

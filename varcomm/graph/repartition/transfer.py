@@ -23,8 +23,6 @@ from varcomm.transport.agreement import agree, agree_and_share
 from varcomm.transport.group import Group, resolve
 from varcomm.transport.notes import leave_note, notes
 
-__all__ = ["Transfer", "remap", "transfer"]
-
 Side = PartitionedGraph | Shard | None
 
 

@@ -14,8 +14,6 @@ from varcomm.errors import ArgumentError
 from varcomm.graph.libraries import package
 from varcomm.graph.node_shard import described
 
-__all__ = ["Array", "Packing", "chunks_of", "names_of", "opened", "selected"]
-
 Array = np.ndarray[Any, Any]
 
 

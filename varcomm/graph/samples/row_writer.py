@@ -29,8 +29,6 @@ from varcomm.transport.failure import leave
 from varcomm.transport.group import Group
 from varcomm.transport.notes import brief, leave_note
 
-__all__ = ["RowWriter"]
-
 _WHAT = "graph.RowWriter"
 _CHUNK = 1 << 20  # bytes of a chunk, if the caller does not choose its rows
 

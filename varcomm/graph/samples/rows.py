@@ -21,8 +21,6 @@ from varcomm.plan.checks import checked_index
 from varcomm.transport.agreement import agree, agree_and_share, compare, debugging
 from varcomm.transport.group import Group
 
-__all__ = ["Rows", "shard_of"]
-
 _WHAT = "graph.Rows"
 
 

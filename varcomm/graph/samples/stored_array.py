@@ -23,8 +23,6 @@ from varcomm.graph.samples.array_formats import (
     selected,
 )
 
-__all__ = ["StoredArray"]
-
 _REQUEST = 1 << 25  # bytes that one request reads, if chunks are smaller
 _KEPT = 1 << 28  # bytes of chunks of several samples that are kept for the next sample
 _GAP = 1 << 14  # bytes that are read between two rows instead of a second request
