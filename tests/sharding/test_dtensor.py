@@ -1,17 +1,14 @@
 """Shards as DTensors and back: the same memory, the same numbers, the same derivatives."""
 
-import dataclasses
-
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement
 
 import varcomm as vc
 from tests.ops.comparing import Failures
 from tests.worlds import on_ranks
-from varcomm import ArgumentError, ShardSizes
+from varcomm import ShardSizes
 from varcomm.sharding import from_dtensor, to_dtensor
 from varcomm.testing import dot_test, gradcheck, gradgradcheck
 
@@ -176,35 +173,3 @@ def test_compiled(rank):
         y = call(x)
         found.append((y.detach(), *torch.autograd.grad(y.cos().sum(), x)))
     torch.testing.assert_close(*found, rtol=0, atol=1e-12)
-
-
-@dataclasses.dataclass(frozen=True)
-class RaggedShard(Placement):
-    """A stand-in for the placement that torch may have."""
-
-    dims: tuple[int, ...]
-    local_units: tuple[int, ...]
-
-    def __post_init__(self):
-        super().__init__()  # torch 2.11 asks for it
-
-
-@on_ranks(3)
-def test_a_placement_that_torch_may_have(rank):
-    mesh, sizes = init_device_mesh("cpu", (3,)), [2, 0, 3]
-    own = torch.full((sizes[rank], 2), float(rank), requires_grad=True)
-    with pytest.raises(ArgumentError, match="a DTensor has no other sizes"):
-        to_dtensor(own, sizes, group=mesh)
-    try:
-        torch.distributed.tensor.RaggedShard = RaggedShard
-        whole = to_dtensor(own, sizes, group=mesh)
-        assert whole.placements == (RaggedShard((0,), (2, 0, 3)),)
-        assert whole.shape == (5, 2)
-        back, spec = from_dtensor(whole)
-        assert (spec.dim, spec.sizes) == (0, ShardSizes(sizes))
-        back.square().sum().backward()
-        assert torch.equal(own.grad, 2 * own)
-        with pytest.raises(ArgumentError, match="a DTensor has no other sizes"):
-            to_dtensor(own.detach().t(), sizes, dim=1, group=mesh)
-    finally:
-        del torch.distributed.tensor.RaggedShard

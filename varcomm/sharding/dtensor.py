@@ -80,7 +80,7 @@ def to_dtensor(
         ``sizes[rank]`` rows along `dim`; any dtype.
     sizes : sequence of int
         Rows per rank. Sizes must equal ``ShardSizes.chunked(sum(sizes), P)``, the sizes that torch
-        uses. If torch has the placement ``RaggedShard``, dimension 0 accepts any sizes.
+        uses.
     dim : int
         Sharded dimension.
     group : ProcessGroup or DeviceMesh, optional
@@ -89,9 +89,8 @@ def to_dtensor(
     Returns
     -------
     torch.distributed.tensor.DTensor
-        A DTensor with the full shape and the placement ``Shard(dim)`` or, for sizes that differ
-        from torch's, ``RaggedShard((0,), sizes)``. The mesh of the DTensor is group if group is a
-        mesh, otherwise an unnamed mesh.
+        A DTensor with the full shape and the placement ``Shard(dim)``. The mesh of the DTensor is
+        group if group is a mesh, otherwise an unnamed mesh.
 
     Raises
     ------
@@ -125,13 +124,14 @@ def to_dtensor(
     >>> varcomm.launch(fn, 2)
     [((5,), [0.0, 2.0, 4.0]), ((5,), [6.0, 8.0])]
     """
+    from torch.distributed.tensor import Shard
+
     ranks = resolve(group)
     with checking("to_dtensor", ranks) as where:
         checked, dim = checked_shard(tensor, sizes, dim, ranks, where)
         total, kind = sum(checked), tensor.device.type
         chunks = ShardSizes.chunked(total, ranks.size)
-        placement = _placement(checked, dim)
-        if placement is None:
+        if tuple(checked) != chunks:
             raise ArgumentError(
                 f"{where}torch splits {total} rows over {ranks.size} ranks into {list(chunks)}, "
                 f"and a DTensor has no other sizes; got {list(checked)}. Use "
@@ -148,7 +148,7 @@ def to_dtensor(
         mesh = DeviceMesh.from_group(ranks.process_group, kind)
     _compare("to_dtensor", tensor, checked, dim, ranks)
     shape = torch.Size(packing.like(tensor.shape, dim, total))
-    return _ToDTensor.apply(tensor, mesh, placement, shape)  # type: ignore[no-any-return, no-untyped-call]
+    return _ToDTensor.apply(tensor, mesh, Shard(dim), shape)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def from_dtensor(dtensor: DTensor) -> tuple[torch.Tensor, ShardSpec]:
@@ -157,8 +157,7 @@ def from_dtensor(dtensor: DTensor) -> tuple[torch.Tensor, ShardSpec]:
     Parameters
     ----------
     dtensor : torch.distributed.tensor.DTensor
-        On a mesh of one dimension, with a placement ``Shard(dim)``, or ``RaggedShard((0,), units)``
-        if torch has it; any shape and dtype.
+        On a mesh of one dimension, with a placement ``Shard(dim)``; any shape and dtype.
 
     Returns
     -------
@@ -195,21 +194,21 @@ def from_dtensor(dtensor: DTensor) -> tuple[torch.Tensor, ShardSpec]:
     >>> varcomm.launch(fn, 2)[0]
     (tensor([0, 1, 2, 3, 4]), ShardSizes(3, 2))
     """
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Shard
 
     if not isinstance(dtensor, DTensor):
         kind = type(dtensor).__name__
         raise ArgumentError(f"from_dtensor: dtensor must be a DTensor; got {kind}.")
     mesh, placement = dtensor.device_mesh, dtensor.placements[0]
-    shards = _rows(placement, dtensor.shape, mesh)
-    if shards is None:
+    if mesh.ndim != 1 or type(placement) is not Shard:
         raise ArgumentError(
             f"from_dtensor: dtensor must be sharded over one dimension of a mesh, [Shard(dim)]; "
             f"got placements {dtensor.placements} on {mesh}. Use "
             "dtensor.redistribute(placements=[Shard(dim)]); of parameters that fully_shard and "
             "parallelize_module shard, dtensor.full_tensor()."
         )
-    ranks, (dim, sizes) = resolve(mesh), shards
+    ranks, dim = resolve(mesh), placement.dim
+    sizes = ShardSizes.chunked(dtensor.shape[dim], ranks.size)
     with checking("from_dtensor", ranks) as where:
         local: torch.Tensor = _FromDTensor.apply(dtensor, placement)  # type: ignore[no-untyped-call]
         expected = packing.like(dtensor.shape, dim, sizes[ranks.rank])
@@ -221,37 +220,6 @@ def from_dtensor(dtensor: DTensor) -> tuple[torch.Tensor, ShardSpec]:
             )
     _compare("from_dtensor", local, sizes, dim, ranks)
     return local, ShardSpec(ranks, dim, (sizes,))
-
-
-def _ragged() -> Any:
-    """Return torch's placement of rows of any number, or None: torch 2.13 has none."""
-    import torch.distributed.tensor as dtensor
-
-    return getattr(dtensor, "RaggedShard", None)
-
-
-def _placement(sizes: Sequence[int], dim: int) -> Any:
-    """Return the placement with these rows per rank, or None."""
-    from torch.distributed.tensor import Shard
-
-    if tuple(sizes) == ShardSizes.chunked(sum(sizes), len(sizes)):
-        return Shard(dim)
-    ragged = _ragged()
-    return ragged((0,), tuple(sizes)) if ragged is not None and dim == 0 else None
-
-
-def _rows(placement: Any, shape: Sequence[int], mesh: DeviceMesh) -> tuple[int, ShardSizes] | None:
-    """Return the sharded dimension and its rows per rank, or None for other placements."""
-    from torch.distributed.tensor import Shard
-
-    if mesh.ndim != 1:
-        return None
-    if type(placement) is Shard:
-        return placement.dim, ShardSizes.chunked(shape[placement.dim], mesh.size())
-    if type(placement) is _ragged() and tuple(placement.dims) == (0,):
-        units = ShardSizes(placement.local_units)
-        return 0, units * (shape[0] // max(units.total, 1))
-    return None
 
 
 def _compare(name: str, local: torch.Tensor, sizes: Sequence[int], dim: int, group: Group) -> None:
