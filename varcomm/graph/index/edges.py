@@ -44,13 +44,7 @@ class _WithHalo(torch.Tensor):
     """
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute as an ordinary tensor; select as one."""
         if not all(issubclass(cls, kind) for kind in types):
             return NotImplemented  # a PartitionedIndex selects rows

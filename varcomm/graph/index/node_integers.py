@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -64,13 +64,7 @@ class NodeIntegers(Marked):
         return NodeIntegers.make(self.plain.to(device), self.attribute, self.axis)
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute as an ordinary tensor, unless rows are reduced by these integers."""
         kwargs, name = kwargs or {}, name_of(func)
         if name in _REDUCE:

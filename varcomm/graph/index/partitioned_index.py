@@ -189,13 +189,7 @@ class PartitionedIndex(Marked):
         return PartitionedIndex.make(*own, known=tuple(known))
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Carry on what the numbers stand for; select and reduce as on the full graph."""
         # compiled code is traced instruction by instruction: this is kept short for that
         if torch.compiler.is_compiling():

@@ -106,13 +106,7 @@ class _NoEdges(torch.Tensor):
     """
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Concatenate as columns; all other results are ordinary tensors."""
         tensors = args[0] if args else (kwargs or {}).get("tensors", ())
         name = name_of(func)
