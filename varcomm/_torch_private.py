@@ -18,7 +18,6 @@ from typing import Any, Self, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._library.effects import EffectType
 from torch._subclasses.fake_tensor import is_fake as is_fake
 from torch._subclasses.functional_tensor import FunctionalTensorMode as FunctionalTensorMode
 from torch.distributed import distributed_c10d
@@ -55,11 +54,11 @@ WithoutDispatch: Callable[[], AbstractContextManager[None]] = torch._C._DisableT
 def register_effect(op: Any) -> None:
     """Keep an operator in a graph even if its result is not used: another rank waits for it.
 
-    torch.library has no public form; a schema that changes an argument would be wrong here.
+    torch.library has no public form; a schema that changes an argument would be wrong here. The
+    type of the effect is in the function's own module.
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/library.py
-    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_library/effects.py
     """
-    torch.library._register_effectful_op(op, EffectType.ORDERED)
+    torch.library._register_effectful_op(op, cast(Any, torch.library).EffectType.ORDERED)
 
 
 def let_vary(tensor: Tensor, *dims: int) -> Tensor:
