@@ -160,7 +160,7 @@ def test_a_plan_is_frozen_moved_and_shared_by_copies(rank):
     assert (away.send_counts, away.recv_counts) == (plan.send_counts, plan.recv_counts)
     model = torch.nn.Linear(1, 1)
     model.plan = plan
-    with pytest.raises(GroupError, match=r"cannot be pickled\. Keep state_dict\(\)"):
+    with pytest.raises(GroupError, match=r"cannot be pickled.* Keep state_dict\(\)"):
         pickle.dumps(plan)
     assert copy.copy(plan) is plan
     assert copy.deepcopy(model).plan is plan

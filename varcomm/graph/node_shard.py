@@ -24,14 +24,14 @@ from varcomm.plan.checks import checked_index
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.sizes import ShardSizes, checked_rank
 from varcomm.transport.agreement import agree_and_share, compare, debugging
-from varcomm.transport.group import Group
+from varcomm.transport.group import Group, OfGroup
 
 # the rank of each node
 Ranks = torch.Tensor | np.ndarray[Any, Any] | Sequence[int]
 
 
 @dataclass(frozen=True, eq=False)
-class Shard:
+class Shard(OfGroup):
     """The owned rows of one kind: their attributes, and their ids in the full graph.
 
     ``shard.x`` is the attribute ``x`` of the rows that this rank owns. Attributes are documented at
@@ -77,10 +77,6 @@ class Shard:
 
     def __contains__(self, name: str) -> bool:
         return name in self.attributes
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Shard:
-        """Return the shard itself, which is not changed."""
-        return self
 
     def gather(self, x: torch.Tensor, dst: int | None = None) -> torch.Tensor:
         """Collect rows of all ranks, in the order of the full graph.

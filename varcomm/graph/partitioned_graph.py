@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch_geometric.data import Data, HeteroData
 
-from varcomm.errors import ArgumentError, GroupError
+from varcomm.errors import ArgumentError
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.index.node_groups import NodeGroups
 from varcomm.graph.index.partitioned_index import PartitionedIndex
@@ -19,7 +19,7 @@ from varcomm.graph.node_shard import NodeShard, Ranks, Shard, moved
 from varcomm.graph.report import Report
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.sizes import ShardSizes
-from varcomm.transport.group import Group, GroupLike
+from varcomm.transport.group import Group, GroupLike, OfGroup
 
 # None in a graph with one type of nodes and one type of edges.
 NodeType = str | None
@@ -32,7 +32,7 @@ _COUNTS = ("num_edge_features", "num_features", "num_node_features")
 
 
 @dataclass(frozen=True, eq=False)
-class PartitionedGraph:
+class PartitionedGraph(OfGroup):
     """One rank's part of a graph: owned nodes, all edges into them, and their attributes.
 
     Built by :func:`partition` or :func:`from_edges`, and immutable. ``graph.x``,
@@ -86,6 +86,11 @@ class PartitionedGraph:
     edge_shards: Mapping[EdgeType, EdgeShard]
     attributes: Mapping[str, Any]
     method: str
+
+    _instead_of_pickle = (
+        "On all ranks, call graph.save(folder), and PartitionedGraph.load(folder) to read it. Of a "
+        "model, save state_dict()."
+    )
 
     def __post_init__(self) -> None:
         for shard in (*self.node_shards.values(), *self.edge_shards.values()):
@@ -176,21 +181,6 @@ class PartitionedGraph:
         if None in self.node_shards:
             return name in self.data
         return name in self.node_shards or name in self.edge_shards or name in self.attributes
-
-    def __copy__(self) -> PartitionedGraph:
-        """Return the graph itself, which is immutable: copies of a model share it."""
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PartitionedGraph:
-        """Return the graph itself, as a shallow copy does."""
-        return self
-
-    def __reduce__(self) -> str:
-        raise GroupError(
-            "a partitioned graph belongs to the ranks of its group and cannot be pickled. On all "
-            "ranks, call graph.save(folder), and PartitionedGraph.load(folder) to read it. Of a "
-            "model, save state_dict()."
-        )
 
     def __repr__(self) -> str:
         """Return the sizes of this rank's part."""

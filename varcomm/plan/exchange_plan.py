@@ -30,13 +30,13 @@ from varcomm.sizes import ShardSizes, checked_dim, checked_sizes
 from varcomm.transport.agreement import agree_and_share, debugging, share
 from varcomm.transport.engine import Pending, Schedule, is_capturing
 from varcomm.transport.failure import explained
-from varcomm.transport.group import Calls, Group, GroupLike, resolve
+from varcomm.transport.group import Calls, Group, GroupLike, OfGroup, resolve
 
 _FIRST = 2  # exchanges of graphs that ranks compare after a plan was made
 
 
 @dataclass(frozen=True, eq=False)
-class ExchangePlan:
+class ExchangePlan(OfGroup):
     """Plan of an exchange: the rows that each rank sends to each other rank.
 
     Made by :meth:`from_indices` or :meth:`from_needed`; a linear operator from this rank's rows to
@@ -88,6 +88,8 @@ class ExchangePlan:
     num_rows: int
     identity: int = field(default=0, repr=False)
     calls: Calls = field(default_factory=dict, init=False, repr=False)
+
+    _instead_of_pickle = "Keep state_dict()."
 
     def __post_init__(self) -> None:
         _ = self.routes, self.extent  # compiled code would make them in every call
@@ -340,17 +342,6 @@ class ExchangePlan:
         """Return the plan for tensors on another device."""
         moved = self.send_index.to(device)
         return self if moved is self.send_index else replace(self, send_index=moved)
-
-    def __copy__(self) -> Self:
-        return self  # a copy of a model shares its plans
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self
-
-    def __reduce__(self) -> str:
-        raise GroupError(
-            "a plan is tied to the ranks of its group and cannot be pickled. Keep state_dict()."
-        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part for :func:`torch.save`, loadable without pickle."""

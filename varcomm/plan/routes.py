@@ -17,11 +17,11 @@ from varcomm.ops.rule import Operator
 from varcomm.plan.checks import checked_range
 from varcomm.plan.row_sum import Bags, RowSum
 from varcomm.transport.engine import Pending
-from varcomm.transport.group import Group, named
+from varcomm.transport.group import Group, OfGroup, named
 
 
 @dataclass(frozen=True, eq=False)
-class Routes:
+class Routes(OfGroup):
     """Which rows go to which rank, as data that a recorded graph takes as arguments.
 
     They are tensors, so that compiled code serves other plans too.
@@ -73,9 +73,6 @@ class Routes:
     def elements(self, row: int) -> tuple[list[int], list[int]]:
         """Return the elements for, and from, each rank, of rows with `row` elements."""
         return [n * row for n in self.send_counts], [n * row for n in self.recv_counts]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self  # copies of graphs communicate by it too
 
 
 @dataclass(frozen=True)

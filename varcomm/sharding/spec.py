@@ -8,13 +8,13 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from varcomm.errors import ArgumentError, GroupError
+from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.checks import checked_tensor, checking
 from varcomm.ops.gather_v import gather_v
 from varcomm.sharding.optimizers import refuse_mixing
 from varcomm.sizes import ShardSizes, checked_dim, checked_sizes, exact_int
-from varcomm.transport.group import Group, GroupLike, resolve
+from varcomm.transport.group import Group, GroupLike, OfGroup, resolve
 
 T = TypeVar("T", bound=torch.Tensor)
 
@@ -22,7 +22,7 @@ _NAME = "_varcomm_shard_spec"
 
 
 @dataclass(frozen=True)
-class ShardSpec:
+class ShardSpec(OfGroup):
     """How a tensor is sharded: along one dimension, in one block or several fused blocks.
 
     In a fused weight, such as queries, keys and values, each rank has a part of each block.
@@ -55,6 +55,8 @@ class ShardSpec:
     group: Group = field(repr=False)
     dim: int
     blocks: tuple[ShardSizes, ...]
+
+    _instead_of_pickle = "Pickle the state_dict() of a sharded layer."
 
     @classmethod
     def of(
@@ -149,16 +151,6 @@ class ShardSpec:
                 f"{self}: the {which} has {rows} rows along dim {self.dim}; got a tensor of shape "
                 f"{tuple(tensor.shape)}."
             )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return the spec itself, which is frozen."""
-        return self
-
-    def __reduce__(self) -> str:
-        raise GroupError(
-            "a sharded layer belongs to the ranks of its group and cannot be pickled. Pickle its "
-            "state_dict()."
-        )
 
 
 @dataclass(frozen=True)

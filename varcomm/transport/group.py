@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, TypeAlias, cast
+from typing import Any, ClassVar, Self, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,25 @@ GroupLike: TypeAlias = dist.ProcessGroup | DeviceMesh | None
 Calls: TypeAlias = dict[Any, Any]  # by their arguments, with what they prepared
 
 
-class Group:
+class OfGroup:
+    """An object of the ranks of a group: copies of a model share it, and pickle refuses it."""
+
+    _instead_of_pickle: ClassVar[str] = "Save its tensors, and make the object again."
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> str:
+        raise GroupError(
+            f"this {type(self).__name__} belongs to the ranks of its group and cannot be pickled, "
+            f"as by torch.save. {self._instead_of_pickle}"
+        )
+
+
+class Group(OfGroup):
     """The ranks that take part in an operation, seen from one of them.
 
     There is one object per process group; :func:`resolve` returns it. `label` names this rank in
@@ -66,15 +84,6 @@ class Group:
 
     def __hash__(self) -> int:
         return hash(self.process_group)
-
-    def __deepcopy__(self, memo: object) -> Group:
-        return self
-
-    def __reduce__(self) -> str:
-        raise GroupError(
-            f"this object belongs to a group of ranks ({self}) and cannot be pickled, as by "
-            "torch.save. Save its tensors, and make the object again."
-        )
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from varcomm.ops.checks import checking
 from varcomm.ops.compilation import count_in, extent_of, kept_from_compilation
 from varcomm.ops.graph_operator import in_graph
 from varcomm.plan.exchange_plan import ExchangePlan
-from varcomm.transport.group import Group
+from varcomm.transport.group import Group, OfGroup
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class _WithHalo(torch.Tensor):
 
 
 @dataclass(eq=False)
-class EdgeRules(Numbering):
+class EdgeRules(Numbering, OfGroup):
     """Rules of the index vectors of one :class:`EdgeShard`, which has the same attributes.
 
     The graph sets `sources`, the nodes of the source's type, and `has_loops`, whether the nodes of
@@ -94,9 +94,6 @@ class EdgeRules(Numbering):
             raise ArgumentError(
                 f"{where}the graph has halos of {self.hops} hops. Partition it with hops=1."
             )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> EdgeRules:
-        return self  # a copy of a model stays on the graph
 
     def kept(self, edge_index: PartitionedIndex, key: tuple[Any, ...], make: Callable[[], T]) -> T:
         """Return ``make()``, called once if these are the edges of the graph."""
