@@ -120,8 +120,12 @@ def transformed(name, **settings):
     """Return a call of PyG's transform on an object with the graph's edges."""
 
     def call(g):
-        pos = g.x[:, : 2 if name == "Polar" else 3]
-        data = Data(x=g.x, edge_index=g.edge_index, pos=pos, norm=pos.cos())
+        pos, edges = g.x[:, : 2 if name == "Polar" else 3], g.edge_index
+        if name == "TwoHop" and type(edges) is torch.Tensor:
+            edges = utils.coalesce(
+                edges
+            )  # a product of MKL, on some CPUs, crashes if one occurs twice
+        data = Data(x=g.x, edge_index=edges, pos=pos, norm=pos.cos())
         more = {"walk_length": 3} if name == "AddRandomWalkPE" else {}
         data = getattr(transforms, name)(**settings, **more)(data)
         ends = data.edge_index
