@@ -124,7 +124,8 @@ def test_halos_of_several_hops(rank):
 
         def forward(self, x, edge_index, cell, batch):
             h = self.conv(self.conv(x, edge_index), edge_index)
-            return h - scatter(h, cell, 0)[cell] * scatter(h, batch, 0).sum()
+            total = scatter(h, batch, 0).sum() / 1000  # the sine of large values loses digits
+            return h - scatter(h, cell, 0)[cell] * total
 
     return compare(Model, lambda m, g: m(g.x, g.edge_index, g.cell, g.batch), data, graph)
 
