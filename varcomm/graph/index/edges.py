@@ -335,6 +335,14 @@ class EdgeRules(Numbering, OfGroup):
             return _positions(mask, count if loops else mask.shape[0] - count)
         return self._loops[0 if loops else 1]
 
+    def with_loops(self, edge_index: PartitionedIndex, nodes: int) -> PartitionedIndex:
+        """Return all edges with one self loop at each node, in the order of PyG's functions."""
+        self.check_has_loops()
+        ids = edge_index.plain
+        others = self.positions_of_loops(False, ids[0] != ids[1])
+        loops = torch.arange(nodes, device=ids.device).expand(2, -1)
+        return PartitionedIndex.make(torch.cat([ids[:, others], loops], 1), self, "edges")
+
     @cached_property
     def _loops(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions of self loops, and of other edges; kept for the next layer and step."""

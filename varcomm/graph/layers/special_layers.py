@@ -114,6 +114,8 @@ def _attend(self: Any, running: Running, x: Any, edge_index: Any, *args: Any, **
         edge_index, methods["add_self_loops"] = _with_loops(edge_index, len(x)), False
 
     def edge_updater(edge_index: Any, size: Any = None, **values: Any) -> None:
+        if isinstance(values.get("alpha"), tuple):  # the terms of a score at both ends
+            values["alpha"] = tuple(map(_computed_once, values["alpha"]))
         scored.update(values)
 
     def propagate(edge_index: Any, size: Any = None, alpha: None = None, **values: Any) -> Any:
@@ -133,10 +135,27 @@ def _attend(self: Any, running: Running, x: Any, edge_index: Any, *args: Any, **
 _RETURN = "return_attention_weights"
 
 
+def _computed_once(x: Any) -> Any:
+    """Return few values per node, which a compiler would compute again at each edge."""
+    is_recorded = isinstance(x, torch.Tensor) and torch.compiler.is_compiling()
+    return torch.ops.varcomm.computed_once(x) if is_recorded else x
+
+
+@torch.library.custom_op("varcomm::computed_once", mutates_args=())
+def _copied(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+_copied.register_fake(torch.empty_like)
+_copied.register_autograd(lambda ctx, gradient: _computed_once(gradient))
+
+
 def _with_loops(edge_index: Any, nodes: int) -> Any:
     """Return edges with one self loop at each node."""
 
     def make() -> Any:
+        if edge_index.whole and edge_index.kind == "edges":
+            return edge_index.of.with_loops(edge_index, nodes)
         return add_self_loops(remove_self_loops(edge_index)[0], num_nodes=nodes)[0]
 
     return edge_index.of.kept(edge_index, ("a self loop at each node", nodes), make)
@@ -191,7 +210,9 @@ def _gcn_scale(
     dtype: torch.dtype,
 ) -> tuple[Any, torch.Tensor | None, torch.Tensor]:
     """Return the edges of a GCN, their weights, and the inverse root of each node's degree."""
-    if weight_of_loops is not None:
+    if weight_of_loops is not None and edge_weight is None and edge_index.whole:
+        edge_index = edge_index.of.with_loops(edge_index, nodes)
+    elif weight_of_loops is not None:
         edge_index, edge_weight = add_remaining_self_loops(
             edge_index, edge_weight, weight_of_loops, nodes
         )
@@ -199,7 +220,8 @@ def _gcn_scale(
     weights = torch.ones(count, dtype=dtype, device=device) if edge_weight is None else edge_weight
     degrees = scatter(weights, edge_index[1], dim=0, dim_size=nodes, reduce="sum")
     scale = degrees.pow(-0.5)
-    return edge_index, edge_weight, scale.masked_fill(scale == float("inf"), 0).unsqueeze(1)
+    scale = _computed_once(scale.masked_fill(scale == float("inf"), 0))
+    return edge_index, edge_weight, scale.unsqueeze(1)
 
 
 def _gps_forward(
