@@ -346,3 +346,14 @@ def test_reshapes_without_elements(rank):
     assert empty((2, 0, 3), None, None, [1, 0, 2]).reshape(0, 3).shape == (0, 3)
     with pytest.raises(vc.ArgumentError, match="without elements"):
         empty((3, 1, 0, 1), [1, 0, 2], None, None, None).reshape(2, 0, 1)
+
+
+@on_ranks(3)
+def test_rows_that_narrow_selects(rank):
+    whole, _, x = field_of(3)
+    for dim, start, length in ((2, 1, 3), (2, -2, 2), (-2, -3, 2), (3, -2, 2), (2, 7, 0)):
+        part = x.narrow(dim, start, length).gather()
+        assert torch.equal(part, whole.narrow(dim, start, length))
+    for dim, start, length in ((2, 5, 3), (2, -8, 2), (3, 5, 2)):
+        with pytest.raises((IndexError, RuntimeError)):
+            x.narrow(dim, start, length)

@@ -329,7 +329,9 @@ def _select(func: Func, x: Any, dim: int, index: int) -> Any:
 
 @rule("narrow")
 def _narrow(func: Func, x: Any, dim: int, start: int, length: int) -> Any:
-    return _sliced(x, dim % x.dim(), slice(start, start + length))
+    rows = torch.empty(x.shape[dim], device="meta").narrow(0, start, length)  # checks both
+    first = rows.storage_offset()
+    return _sliced(x, dim % x.dim(), slice(first, first + length))
 
 
 @rule("unbind")
