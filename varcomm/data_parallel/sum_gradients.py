@@ -192,9 +192,9 @@ def _begun(
         word = None
         if place == 0 and not in_graph(bucket[0]):
             word = word_with(total.group, dtype, device, trained, name_of)
-        # `_sum` starts the next bucket before it waits, so this name is of other values by then
         flat, count = _flat(bucket, word)
         message = send_in_rule(total, flat, False)
+        del flat  # sent values are freed before the next bucket is made, and the sum arrives
         if word is not None:
             message = carried(message, total.group, (count,), word, total.divisor)
         yield bucket, message
