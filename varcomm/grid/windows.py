@@ -112,9 +112,8 @@ def spatial(name: str, x: Any, dims: int) -> dict[int, Split]:
     """Return the splits along the last `dims` dimensions; channels may not be split."""
     if any(split.dim == -dims - 1 for split in x.grid_layout.splits):
         raise refused(f"{name} of split channels")
-    if any(s.repeats > 1 for s in x.grid_layout.splits if s.dim >= -dims):
-        raise refused(f"{name} along rows of several images in one dimension")
-    return {split.dim: split for split in x.grid_layout.splits if split.dim >= -dims}
+    splits = (split_of(x, split.dim, name) for split in x.grid_layout.splits if split.dim >= -dims)
+    return {split.dim: split for split in splits if split is not None}
 
 
 def windows_of(
