@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from measuring import arguments, median, ms, peak_of_tensors, slowest, spread, table, turns_of
-from suite.layers import grid, halo_of
+from suite.layers import grid, halo_of, run_block
 from suite.peers import HALOS, CannotError, versions
 
 import varcomm as vc
@@ -34,12 +34,7 @@ def by_hand(model, fetch, rows, edge_index, x, edge_attr):
     source, target = rows[edge_index[0]], edge_index[1]
     x, edge_attr = model.node_encoder(x), model.edge_encoder(edge_attr)
     for block in model.blocks:
-        of_sources = fetch(block.from_source(x)).index_select(0, source)
-        of_targets = block.from_target(x).index_select(0, target)
-        mixed = of_targets + of_sources + block.from_edge(edge_attr)
-        edge_attr = edge_attr + block.edge_mlp(mixed)
-        received = torch.zeros_like(x).index_add(0, target, edge_attr)
-        x = x + block.node_mlp(torch.cat([x, received], dim=1))
+        x, edge_attr = run_block(block, fetch, source, target, x, edge_attr)
     return model.decoder(x)
 
 

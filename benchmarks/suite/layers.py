@@ -149,6 +149,15 @@ def sage(graph, x, y, edges, own, into):
     )
 
 
+def run_block(block, fetch, source, target, x, e):
+    """Run a block of MeshGraphNet in plain torch; `fetch` returns the rows that sources select."""
+    of_sources = fetch(block.from_source(x)).index_select(0, source)
+    of_targets = block.from_target(x).index_select(0, target)
+    e = e + block.edge_mlp(of_targets + of_sources + block.from_edge(e))
+    received = torch.zeros_like(x).index_add(0, target, e)
+    return x + block.node_mlp(torch.cat([x, received], dim=1)), e
+
+
 def mesh_graph_net(graph, x, y, edges, own, into):
     from varcomm.models.mesh_graph_net import GraphNetBlock
 
@@ -159,12 +168,7 @@ def mesh_graph_net(graph, x, y, edges, own, into):
     plain, distributed = block(), vc.graph.distribute(block(), graph)
 
     def layer(edge_index, fetch, x, e):
-        source, target = edge_index
-        of_sources = fetch(plain.from_source(x)).index_select(0, source)
-        of_targets = plain.from_target(x).index_select(0, target)
-        e = e + plain.edge_mlp(of_targets + of_sources + plain.from_edge(e))
-        received = torch.zeros_like(x).index_add(0, target, e)
-        return x + plain.node_mlp(torch.cat([x, received], dim=1))
+        return run_block(plain, fetch, *edge_index, x, e)[0]
 
     def make(kind, fetch):
         if kind == OURS:
