@@ -1,14 +1,11 @@
 """PyG networks in one process and on ranks of one thread: ``python benchmarks/graph_networks.py``.
 
-The script prints the time per step on nodes with edges from their 10 nearest neighbours. With
-``--compile``, it prints CPU seconds per rank until the first compiled step has run, including the
-C++ compiler, without a cache. If ranks share cores, compare CPU seconds. Processes and ranks take
-turns.
+The script prints the time per step on nodes with edges from their 10 nearest neighbours. Processes
+and ranks take turns.
 """
 
 import argparse
 import os
-import tempfile
 import time
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -28,24 +25,19 @@ NETWORKS = {
 }
 
 
-def cpu_seconds():
-    """Return CPU seconds of this process and of the compilers that it started."""
-    return sum(os.times()[:4])
-
-
-def step(model, graph, is_split, clock=time.perf_counter):
+def step(model, graph, is_split):
     """Make a training step; return its seconds."""
-    begin = clock()
+    begin = time.perf_counter()
     model.zero_grad()
     loss = model(graph.x, graph.edge_index).square().mean(dim=1)
     (graph.mean(loss) if is_split else loss.mean()).backward()
     if is_split:
         vc.data_parallel.sum_gradients(model)
-    return clock() - begin
+    return time.perf_counter() - begin
 
 
-def measure(rank, name, nodes, steps, is_split, is_compiled):
-    """Return seconds of the steps after the first, or of the first compiled step."""
+def measure(rank, name, nodes, steps, is_split):
+    """Return seconds of the steps after the first."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     pos = torch.rand(nodes, 2)
@@ -55,17 +47,12 @@ def measure(rank, name, nodes, steps, is_split, is_compiled):
     if is_split:
         graph = vc.graph.partition(graph)
         vc.graph.distribute(model, graph)
-    if is_compiled:
-        with tempfile.TemporaryDirectory() as folder:
-            os.environ.update(TORCHINDUCTOR_CACHE_DIR=folder, TORCHINDUCTOR_COMPILE_THREADS="1")
-            return [step(torch.compile(model), graph, is_split, cpu_seconds)]
     step(model, graph, is_split)
     return [step(model, graph, is_split) for _ in range(steps)]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     given = arguments(parser, nodes=200_000, ranks=2, rounds=3, steps=3)
     rows = []
@@ -73,7 +60,7 @@ def main():
         seconds = {False: [], True: []}
         for turn in range(given.rounds):
             for is_split in (False, True) if turn % 2 else (True, False):
-                what = (name, given.nodes, given.steps, is_split, given.compile)
+                what = (name, given.nodes, given.steps, is_split)
                 parts = vc.launch(measure, given.ranks if is_split else 1, *what, timeout=1800)
                 seconds[is_split].append(max(median(part) for part in parts))
         one, many = median(seconds[False]), median(seconds[True])

@@ -3,10 +3,15 @@
 ``python benchmarks/layer_overhead.py`` times forward and backward of networks of three layers, in
 turns, on one thread. On one rank there is no message: the difference is the host's time, which
 users of GPUs see first. Nodes have six random edges into them. On several ranks each layer has an
-exchange too, whose host time is in ``python benchmarks/python_time.py``.
+exchange too, whose host time is in ``python benchmarks/python_time.py``. ``--first-call`` times the
+first compiled step, of each model in a process and with a folder of compiled code of its own.
 """
 
 import argparse
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from functools import partial
 
@@ -104,12 +109,13 @@ def inputs_of(name, graph):
     return graph.x, graph.edge_index, graph.edge_attr
 
 
-def steps(name, nodes, compiled):
+def steps(name, nodes, compiled, kinds=("distributed", "plain")):
     """Return the steps of the distributed and of the plain model."""
     data = data_of(name, nodes)
     graph = vc.graph.partition(data)
     made = {}
-    for kind, source in (("distributed", graph), ("plain", data)):
+    for kind in kinds:
+        source = graph if kind == "distributed" else data
         torch.manual_seed(0)
         model = MODELS[name]()
         if kind == "distributed":
@@ -133,18 +139,52 @@ def measured(rank, names, nodes, compiled, turns):
         for count in nodes:
             torch.compiler.reset()
             made = steps(name, count, compiled)
-            begin = time.perf_counter()
-            first = {kind: seconds_of(call) for kind, call in made.items()}
             for call in made.values():
                 call()
-            pair = (time.perf_counter() - begin - sum(first.values())) or 1e-9
+            pair = sum(map(seconds_of, made.values()))
             repeats = max(3, min(turns, int(MAX_SECONDS / pair)))
             seconds = {kind: [] for kind in made}
             for turn in range(repeats):
                 for kind in turns_of(made, turn):
                     seconds[kind].append(seconds_of(made[kind]))
-            found[name, count] = first, seconds
+            found[name, count] = seconds
     return found
+
+
+def first_call(rank, name, nodes, kind):
+    """Return the seconds of the first compiled step, after compiled code of another kind."""
+    torch.set_num_threads(1)
+    x = torch.randn(8, 8, requires_grad=True)
+    torch.compile(lambda x: (x.sin() @ x.cos()).sum())(x).backward()  # headers, once per folder
+    return seconds_of(steps(name, nodes, True, [kind])[kind])
+
+
+def first_calls(options):
+    """Time first calls in processes that share nothing, in turns."""
+    rows = []
+    for name in options.models:
+        for count in options.nodes:
+            seconds = {"distributed": [], "plain": []}
+            for turn in range(options.turns):
+                for kind in turns_of(seconds, turn):
+                    seconds[kind].append(alone(name, count, kind))
+            a, b = seconds["distributed"], seconds["plain"]
+            rows.append([name, f"{count:,}", f"{median(a):.1f}", f"{median(b):.1f}", spread(a, b)])
+    table(["model", "nodes", "distributed, s", "plain, s", "ratio (quartiles)"], rows)
+
+
+def alone(name, nodes, kind):
+    """Return the seconds of a first call in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["--models", name, "--nodes", str(nodes), "--first-call-of", kind]
+        done = subprocess.run(
+            [sys.executable, __file__, *words],
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+    return float(done.stdout.split()[-1])
 
 
 def seconds_of(call):
@@ -157,17 +197,23 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--compiled", action="store_true", help="time compiled models")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--first-call", action="store_true", help="time first compiled steps")
+    parser.add_argument("--first-call-of", choices=["distributed", "plain"], help=argparse.SUPPRESS)
     options = arguments(parser, turns=101, nodes=[500, 5_000, 50_000])
+    if options.first_call_of:
+        one = options.models[0], options.nodes[0], options.first_call_of
+        print(vc.launch(first_call, 1, *one)[0])
+        return
+    if options.first_call:
+        first_calls(options)
+        return
     words = options.models, options.nodes, options.compiled, options.turns
     rows = []
     found = vc.launch(measured, 1, *words, timeout=3600)[0]
-    for (name, count), (first, seconds) in found.items():
+    for (name, count), seconds in found.items():
         a, b = seconds["distributed"], seconds["plain"]
         rows.append([name, f"{count:,}", *ms(median(a), median(b), digits=2), spread(a, b)])
-        if options.compiled:
-            rows[-1] += [f"{first[kind]:.1f}" for kind in first]
-    more = ["first call, s", "plain"] if options.compiled else []
-    table(["model", "nodes", "distributed, ms", "plain, ms", "ratio (quartiles)", *more], rows)
+    table(["model", "nodes", "distributed, ms", "plain, ms", "ratio (quartiles)"], rows)
 
 
 if __name__ == "__main__":
