@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ from varcomm.ops.handle import Handle, TensorOrHandle, collective
 from varcomm.ops.reduction import sum_in_rank_order
 from varcomm.ops.rule import Operator
 from varcomm.transport.engine import Pending
-from varcomm.transport.group import Calls, Group
+from varcomm.transport.group import Group
 
 Block = tuple[int, int, int]  # the place of its first row here, the same there, and its rows
 
@@ -201,24 +201,6 @@ def _gaps(spans: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
     return found
 
 
-@dataclass(eq=False)
-class Reading:
-    """The rows that each rank reads of a split dimension, and the calls prepared for it."""
-
-    split: Split
-    reads: tuple[int, ...]
-    calls: Calls = field(default_factory=dict)
-
-    def __call__(self, x: Tensor, async_op: bool = False) -> TensorOrHandle:
-        dim = x.dim() + self.split.dim
-        return collective(_operator, self, x, (), (dim,), async_op)
-
-
-def _operator(reading: Reading, x: Tensor, _: object, dim: int) -> ReadRows:
-    split = reading.split
-    return ReadRows(split.group, dim, split.sizes, reading.reads, use_fp32=True)
-
-
 def rows(x: Tensor, split: Split, spans: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
     """Return the rows of this rank's spans, in their order; outside of the field they are zeros.
 
@@ -226,21 +208,24 @@ def rows(x: Tensor, split: Split, spans: Sequence[Sequence[tuple[int, int]]]) ->
     """
     if all(_are(these, own) for these, own in zip(spans, split.spans, strict=True)):
         return x
-    return _reading(split, spans)(x)
+    return _read(x, split, spans, async_op=False)  # type: ignore[return-value]
 
 
 def start_rows(x: Tensor, split: Split, spans: Sequence[Sequence[tuple[int, int]]]) -> Handle:
     """Start :func:`rows`."""
-    return _reading(split, spans)(x, async_op=True)
+    return _read(x, split, spans, async_op=True)  # type: ignore[return-value]
 
 
-def _reading(split: Split, spans: Sequence[Sequence[tuple[int, int]]]) -> Reading:
-    known: dict[Any, Reading] = split.group.auxiliary.setdefault("grid", {})
-    reads = tuple(n for these in spans for n in (len(these), *(e for s in these for e in s)))
-    key = split.dim, split.sizes, reads
-    if key not in known:
-        known[key] = Reading(split, reads)
-    return known[key]
+def _read(
+    x: Tensor, split: Split, spans: Sequence[Sequence[tuple[int, int]]], async_op: bool
+) -> TensorOrHandle:
+    reads = [n for these in spans for n in (len(these), *(e for s in these for e in s))]
+    how = (x.dim() + split.dim, *reads)
+    return collective(_operator, split.group, x, split.sizes, how, async_op)
+
+
+def _operator(group: Group, x: Tensor, sizes: tuple[int, ...], dim: int, *reads: int) -> ReadRows:
+    return ReadRows(group, dim, sizes, reads, use_fp32=True)
 
 
 def _are(spans: Sequence[tuple[int, int]], own: tuple[int, int]) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cached_property
 from types import FunctionType
 from typing import Any
 
@@ -56,19 +56,18 @@ def rule(*names: str, several: bool = False) -> Callable[[Rule], Rule]:
     return register
 
 
-def by_body(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a function of torch that is written in Python: the functions that it calls have rules."""
-    return _body(func)(*args, **kwargs)
+_ASKED = "has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"
 
 
-@cache
-def _body(func: Any) -> Callable[..., Any]:
-    """Return a function that does not ask its arguments how to run it."""
-    asked = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-    space = func.__globals__ | dict.fromkeys(asked, lambda *_: False)
+def by_body(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a function of torch that is written in Python: the functions that it calls have rules.
+
+    The copy of the function does not ask its arguments how to run it.
+    """
+    space = func.__globals__ | dict.fromkeys(_ASKED, lambda *_: False)
     body = FunctionType(func.__code__, space, func.__name__, func.__defaults__)
     body.__kwdefaults__ = func.__kwdefaults__
-    return body
+    return body(*args, **kwargs)
 
 
 class Field(torch.Tensor):
