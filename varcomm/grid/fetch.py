@@ -208,12 +208,12 @@ def rows(x: Tensor, split: Split, spans: Sequence[Sequence[tuple[int, int]]]) ->
     """
     if all(_are(these, own) for these, own in zip(spans, split.spans, strict=True)):
         return x
-    return _read(x, split, spans, async_op=False)  # type: ignore[return-value]
+    return _read(x, split, spans, async_op=False)
 
 
 def start_rows(x: Tensor, split: Split, spans: Sequence[Sequence[tuple[int, int]]]) -> Handle:
     """Start :func:`rows`."""
-    return _read(x, split, spans, async_op=True)  # type: ignore[return-value]
+    return _read(x, split, spans, async_op=True)
 
 
 def _read(
