@@ -91,6 +91,12 @@ def by_hand(x, w):
     return (q @ k.transpose(1, 2) / math.sqrt(8)).softmax(-1) @ v
 
 
+def of_pixels(x, w):
+    """Attend from all pixels to all, and to those before: the tokens of a rank have gaps."""
+    q, k, v = F.linear(x.flatten(2).transpose(1, 2), w).chunk(3, -1)
+    return attend(q, k, v) + attend(q, k, v, is_causal=True)
+
+
 def linear_attention(x, w):
     q, k, v = F.linear(x, w).chunk(3, -1)
     return q @ (k.softmax(1).transpose(1, 2) @ v)
@@ -552,6 +558,7 @@ FUNCTIONS = {
     "masked attention": (TOKENS, masked, [(16, 8)]),
     "attention to other tokens": (TOKENS, to_other_tokens, [(24, 8)]),
     "attention by hand": (TOKENS, by_hand, [(24, 8)]),
+    "attention of pixels": (IMAGE, of_pixels, [(12, 4)]),
     "linear attention": (TOKENS, linear_attention, [(24, 8)]),
     "windows": (IMAGE, windows_of, [(12, 4)]),
     "fourier": (IMAGE, fourier, [(4,)]),

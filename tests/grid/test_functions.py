@@ -41,10 +41,11 @@ def test_functions_of_many_sizes(rank, name, ranks):
     return [line for seed in range(20) if (line := compare(name, seed + 2, [ranks]))]
 
 
+JOINED = "windows", "attention of pixels"  # refused: a reshape joins rows and columns
 OF_TWO_DIMENSIONS = [
     name
     for name, (shape, *_) in FUNCTIONS.items()
-    if M in shape and name not in (*ROWS_ONLY, "windows")  # refused: it joins rows and columns
+    if M in shape and name not in (*ROWS_ONLY, *JOINED)
 ]
 
 

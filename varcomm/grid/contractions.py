@@ -14,11 +14,11 @@ from varcomm.grid.field import (
     by_body,
     fields,
     filled,
+    part,
     placed,
     plain,
     refused,
     rule,
-    split_of,
     wrap,
 )
 from varcomm.grid.layout import Layout, Split
@@ -159,21 +159,23 @@ def _attention(
 ) -> Any:
     """Attend from this rank's queries to keys and values of all ranks, or to those before them."""
     layout = _batches(query, key, value)
-    split = split_of(query, -2, "attention") if isinstance(query, Field) else None
+    split = query.grid_layout.by_dim.get(-2) if isinstance(query, Field) else None
     layout = layout if split is None else layout.replacing(split)
-    others = layout.unsplit(-2)
-    q, ends = placed(query, layout), split if is_causal else None
+    others, in_order = layout.unsplit(-2), split is None or split.repeats == 1
+    q, ends = placed(query, layout), split if is_causal and in_order else None
     k, v = _tokens(key, others, ends), _tokens(value, others, ends)
-    if is_causal:
-        start, count = (0, q.shape[-2]) if split is None else (split.start, split.own)
-        attn_mask = q.new_ones(count, k.shape[-2], dtype=torch.bool).tril(start)
+    if is_causal and in_order:
+        start = 0 if split is None else split.start
+        attn_mask = q.new_ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril(start)
+    elif is_causal and split is not None:  # columns are split: tokens of a rank have gaps
+        attn_mask = part(q.new_ones(query.shape[-2], k.shape[-2], dtype=torch.bool).tril(), split)
     elif attn_mask is not None:
         attn_mask = placed(attn_mask, layout)
     if split is not None and not split.own:  # one row of zeros, so that this rank takes part
         q = filled(q, [-2])
         attn_mask = None
     out = func(q, k, v, attn_mask, dropout_p, False, **kwargs)
-    out = out if split is None else out.narrow(-2, 0, split.own)
+    out = out if split is None else out.narrow(-2, 0, split.own * split.repeats)
     return wrap(out, layout)
 
 
