@@ -472,13 +472,15 @@ def _pickled_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """Pickle ``(fn, args)``, or raise ArgumentError."""
     if not callable(fn):
         raise ArgumentError(f"fn must be callable as fn(rank, *args); got {fn!r}.")
+    hint = "Make or import inside of fn what cannot be pickled, or put fn into a module."
     try:
         data = _dumps((fn, args))
         if sys.modules.get("cloudpickle") is None and b"__main__" in data:
             raise pickle.PicklingError("ranks have another module __main__")
         return data
     except Exception as error:
+        if sys.modules.get("cloudpickle") is None:
+            hint = "For lambdas and functions of a script: pip install cloudpickle"
         raise ArgumentError(
-            f"{fn!r} or its arguments cannot be pickled to be sent to the ranks: {error!r}. "
-            "For lambdas and functions of a script: pip install cloudpickle"
+            f"{fn!r} or its arguments cannot be pickled to be sent to the ranks: {error!r}. {hint}"
         ) from error
