@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from varcomm.graph.build.pyg_data import ends
-from varcomm.graph.loader.draws import Array
+from varcomm.graph.draws import Array
 from varcomm.graph.partitioned_graph import NodeType, PartitionedGraph
 from varcomm.ops.all_gather_v import all_gather_v
 

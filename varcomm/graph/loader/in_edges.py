@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from varcomm.graph.loader.draws import Array, uniform
+from varcomm.graph.draws import Array, uniform
 from varcomm.graph.loader.stored_rows import small
 
 

@@ -12,7 +12,7 @@ from torch_geometric.sampler import NegativeSampling
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.build.pyg_data import ends
-from varcomm.graph.loader.draws import distinct, hashed, uniform
+from varcomm.graph.draws import distinct, hashed, uniform
 from varcomm.graph.loader.loader import Loader, Seeds
 from varcomm.graph.loader.messages import Messages
 from varcomm.graph.loader.stored_rows import fetch, numbers_of

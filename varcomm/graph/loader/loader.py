@@ -19,8 +19,8 @@ from torch_geometric.sampler.base import NumNeighbors
 
 from varcomm.errors import ArgumentError, at_least, exact_int
 from varcomm.graph.build.pyg_data import ends
+from varcomm.graph.draws import Array, hashed
 from varcomm.graph.loader.cache import often_fetched
-from varcomm.graph.loader.draws import Array, hashed
 from varcomm.graph.loader.in_edges import InEdges
 from varcomm.graph.loader.messages import Messages
 from varcomm.graph.loader.sampler import Sample, Sampler

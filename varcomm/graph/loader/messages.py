@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from varcomm.errors import DisagreementError
-from varcomm.graph.loader.draws import Array
+from varcomm.graph.draws import Array
 from varcomm.transport.engine import Route, wait_for
 from varcomm.transport.engines.choose import prepared
 from varcomm.transport.failure import explained, table

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.loader.draws import distinct, hashed
+from varcomm.graph.draws import distinct, hashed
 from varcomm.graph.loader.loader import Loader, Seeds
 from varcomm.graph.loader.messages import Messages
 from varcomm.graph.node_shard import as_tensor, described

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from varcomm.graph.build.pyg_data import ends
-from varcomm.graph.loader.draws import Array, hashed
+from varcomm.graph.draws import Array, hashed
 from varcomm.graph.loader.in_edges import InEdges, spread
 from varcomm.graph.loader.messages import Messages
 from varcomm.graph.loader.stored_rows import Request, StoredRows, ask

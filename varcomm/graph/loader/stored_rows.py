@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from varcomm.graph.draws import Array
 from varcomm.graph.index.partitioned_index import Marked
-from varcomm.graph.loader.draws import Array
 from varcomm.graph.loader.messages import Messages
 from varcomm.graph.node_shard import Shard
 from varcomm.sizes import ShardSizes

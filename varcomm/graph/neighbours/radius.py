@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from varcomm.errors import ArgumentError, DisagreementError
+from varcomm.graph.draws import hashed
 from varcomm.graph.neighbours.ghosts import Bounds, Boxes, Ghosts
 from varcomm.graph.neighbours.links import EdgeCounts, Links, has_derivative
 from varcomm.graph.neighbours.positions import (
@@ -494,22 +495,14 @@ def _checked_previous(
 
 def _agreed_ids(request: _Request, sizes: ShardSizes, group: Group) -> torch.Tensor:
     """Return this rank's ids, once all ranks together have each id once; collective."""
-    mine = sizes.range(group.rank)
-    numbers = torch.arange(mine.start, mine.stop, device=request.own.pos.device)
-    if request.ids is None:
-        return numbers
-    ids = request.ids
+    mine, ids = sizes.range(group.rank), request.ids
+    if ids is None:
+        return torch.arange(mine.start, mine.stop, device=request.own.pos.device)
+    own, numbers = ids.cpu().numpy(), np.arange(mine.start, mine.stop)
     # equal sums of hashes: the ids of all ranks are a permutation of all numbers
-    sums = share(_WHAT, lambda: int((_hashed(ids) - _hashed(numbers)).sum()), group)
+    sums = share(_WHAT, lambda: int((hashed(own) - hashed(numbers)).sum()), group)
     if sum(sums) % 2**64:
         raise DisagreementError(
             f"{_WHAT}: ids must name each of the {sizes.total} nodes once, on all ranks together."
         )
     return ids
-
-
-def _hashed(ids: torch.Tensor) -> torch.Tensor:
-    """Return hashes of 64 bits, by the mixing steps of splitmix64."""
-    for factor in (0x1F58476D1CE4E5B9, 0x14D049BB133111EB):
-        ids = (ids ^ (ids >> 30)) * factor + 0x1E3779B97F4A7C15
-    return ids ^ (ids >> 31)
