@@ -14,8 +14,10 @@ from typing import Any
 import torch.distributed as dist
 
 from varcomm._torch_private import make_group
-from varcomm.transport.agreement import share
+from varcomm.transport.agreement import on_all_ranks, share
+from varcomm.transport.failure import leave
 from varcomm.transport.group import Group, resolve, weakly
+from varcomm.transport.notes import brief, leave_note
 
 
 def aside(group: Group) -> Group:
@@ -41,6 +43,13 @@ class Lane:
     def give_back(self) -> None:
         """Free the lane for the next user."""
         self.taken = self.under_way
+
+    def leave(self, error: BaseException, where: str) -> None:
+        """Close the lane on this rank, so that no rank waits, unless all ranks raise the error."""
+        if not on_all_ranks(error):
+            self.under_way = True
+            leave_note({"left with": f"{type(error).__name__}: {brief(error)}, in {where}"})
+            leave(self.group())
 
 
 def free_lanes(group: Group, backends: str = "") -> dict[str, Any]:

@@ -28,11 +28,9 @@ from varcomm.graph.loader.stored_rows import StoredRows, fetch, small, stored_ro
 from varcomm.graph.node_shard import described
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
 from varcomm.ops.digest import require_equal
-from varcomm.transport.agreement import agree_and_share, on_all_ranks
+from varcomm.transport.agreement import agree_and_share
 from varcomm.transport.auxiliary_group import free_lanes, take_lane
-from varcomm.transport.failure import leave
 from varcomm.transport.group import Group
-from varcomm.transport.notes import leave_note
 
 T = TypeVar("T")
 
@@ -247,10 +245,8 @@ class Loader:
             return call()
         except BaseException as error:
             failed.set()
-            if self._lane is not None and not on_all_ranks(error):
-                self._lane.under_way = True  # keeps the lane from being reused
-                leave_note({"left with": f"{type(error).__name__}: {error}, in {self.name}"})
-                leave(self._lane.group())
+            if self._lane is not None:
+                self._lane.leave(error, self.name)
             raise
 
     def _delivered(self, sampled: Future[Data | HeteroData]) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
-from functools import partial
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -23,11 +22,9 @@ from varcomm.graph.samples.array_formats import Array
 from varcomm.graph.samples.rows import shard_of
 from varcomm.ops.digest import require_equal
 from varcomm.sizes import ShardSizes
-from varcomm.transport.agreement import agree, agree_and_share, on_all_ranks, share
+from varcomm.transport.agreement import agree, agree_and_share, share
 from varcomm.transport.auxiliary_group import free_lanes, take_lane
-from varcomm.transport.failure import leave
 from varcomm.transport.group import Group
-from varcomm.transport.notes import brief, leave_note
 
 _WHAT = "graph.RowWriter"
 _CHUNK = 1 << 20  # bytes of a chunk, if the caller does not choose its rows
@@ -181,10 +178,12 @@ class RowWriter:
             with writing(self._part):
                 return package("zarr", str(path)).open_group(self._part, mode="r+")[variable]
 
+        def lanes(_: Any) -> dict[str, Any]:
+            return free_lanes(self._group)
+
         agree(_WHAT, create, self._group)
-        self._array = agree(_WHAT, attach, self._group)
+        self._array, offers = agree_and_share(_WHAT, attach, lanes, self._group)
         # a group of the writer alone, which a rank can leave
-        offers = share(_WHAT, partial(free_lanes, self._group), self._group)
         self._lane = take_lane(self._group, offers)
 
     def _create(self, variable: str) -> None:
@@ -321,7 +320,5 @@ class RowWriter:
     ) -> None:
         if not isinstance(error, BaseException):
             self.close()
-        elif self._lane is not None and not on_all_ranks(error):  # others may not come, or wait
-            with_error = f"{type(error).__name__}: {brief(error)}"
-            leave_note({"left with": f"{with_error}, in a block of {_WHAT}"})
-            leave(self._lane.group())
+        elif self._lane is not None:
+            self._lane.leave(error, f"a block of {_WHAT}")
