@@ -304,8 +304,9 @@ def loaded(rank, folder):
         rows.loader(seed=rank)
     with pytest.raises(DisagreementError, match="samples"):
         rows.loader(samples=[rank % 2])
-    sent = pickle.loads(pickle.dumps(rows))
-    torch.testing.assert_close(sent[1], expected[1], rtol=0, atol=0, equal_nan=True)
+    for known_source in (rows, Rows(array, graph)):
+        sent = pickle.loads(pickle.dumps(known_source))
+        torch.testing.assert_close(sent[1], expected[1], rtol=0, atol=0, equal_nan=True)
     with pytest.raises(ArgumentError, match="process"):
         sent.loader()
     return orders

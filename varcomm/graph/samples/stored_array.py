@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import combinations, pairwise
 from math import prod
@@ -54,10 +54,8 @@ class StoredArray:
             source = source.detach().cpu().numpy()
         if isinstance(source, str | os.PathLike):
             source = partial(opened, os.fspath(source))
-        is_open = hasattr(source, "shape") or not callable(source)
-        self._open: Callable[[], Any] | None = None if is_open else source
-        self._source: Any = source if is_open else None
-        self._variable = variable
+        self._reopens = callable(source) and not hasattr(source, "shape")
+        self._source, self._variable = source, variable
         self._enter_process()
         array = self._get()
         self._names, self._shape = names_of(array), tuple(int(size) for size in array.shape)
@@ -115,8 +113,7 @@ class StoredArray:
         return ""
 
     def __getstate__(self) -> dict[str, Any]:
-        source = self._source if self._open is None else None
-        return vars(self) | {"_source": source, "_array": None, "_lock": None, "_kept": None}
+        return vars(self) | {"_array": None, "_lock": None, "_kept": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -124,30 +121,27 @@ class StoredArray:
 
     def _enter_process(self) -> None:
         # after a fork, a thread of the parent may have held the lock
-        self._pid, self._lock, self._array = os.getpid(), threading.Lock(), None
+        self._pid, self._lock = os.getpid(), threading.Lock()
+        self._array: tuple[Any, Any] | None = None
         self._kept: tuple[int, tuple[_Request, ...], Array] | None = None
 
     def _get(self) -> Any:
         if self._pid != os.getpid():
-            if self._open is not None:
-                self._source = None
-            elif not self._is_in_memory:
+            if not self._reopens and not self._is_in_memory:
                 raise ArgumentError(
                     "a forked process must not use an open file of its parent. Pass Rows a path, "
                     "or a function that opens the array, such as lambda: zarr.open_array(path)."
                 )
             self._enter_process()
         if self._array is None:
-            if self._source is None and self._open is not None:
-                self._source = self._open()
-            self._array = selected(self._source, self._variable)
-        return self._array
+            source = self._source() if self._reopens else self._source
+            # SciPy closes a file that is dropped
+            self._array = selected(source, self._variable), source
+        return self._array[0]
 
     def close(self) -> None:
         """Drop an array that a function opened; the next read opens it again."""
         self._kept = self._array = None
-        if self._open is not None:
-            self._source = None
 
     def requests(self, ids: Array) -> tuple[_Request, ...]:
         """Return the requests that read rows, ascending and each once: no chunk is in two."""
