@@ -19,9 +19,10 @@ from varcomm.graph.neighbours.links import EdgeCounts, Links
 from varcomm.graph.node_shard import NodeShard, described
 from varcomm.graph.partitioned_graph import EdgeType, NodeType
 from varcomm.ops.checks import checked_tensor
+from varcomm.ops.digest import require_equal
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.sizes import ShardSizes
-from varcomm.transport.agreement import agree_and_share, compare
+from varcomm.transport.agreement import agree_and_share
 from varcomm.transport.engines.choose import engine_for
 from varcomm.transport.group import Group
 
@@ -112,13 +113,12 @@ def agreed(
     `check` also returns what must be equal on all ranks; all raise if it is not.
     """
 
-    def public(found: tuple[T, dict[str, object]]) -> tuple[int, int, Any]:
-        return crc32(repr(found[1]).encode()), randbits(32), outline(found[0])
+    def public(found: tuple[T, dict[str, object]]) -> tuple[dict[str, object], int, Any]:
+        return found[1], randbits(32), outline(found[0])
 
-    (own, equal), shared = agree_and_share(what, check, public, group)
-    digests, numbers, outlines = zip(*shared, strict=True)
-    if len(set(digests)) > 1:
-        compare(group, {"operation": what} | equal)  # raises on every rank
+    (own, _), shared = agree_and_share(what, check, public, group)
+    equal, numbers, outlines = zip(*shared, strict=True)
+    require_equal(what, equal)
     return own, [*outlines], crc32(repr(numbers).encode())
 
 
