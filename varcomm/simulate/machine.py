@@ -15,8 +15,6 @@ import torch
 from varcomm.simulate.work import Work
 from varcomm.transport.engines.simulated import Transfer
 
-__all__ = ["MACHINES", "Machine", "Times"]
-
 
 @dataclass(frozen=True)
 class Times:

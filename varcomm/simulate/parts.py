@@ -24,8 +24,6 @@ if TYPE_CHECKING:  # which needs PyTorch Geometric
     from varcomm.graph.partitioned_graph import PartitionedGraph
     from varcomm.graph.report import Report
 
-__all__ = ["Counts", "Needs", "Parts", "partition", "sums"]
-
 _EDGES = 1 << 22  # per pass, so that temporary memory is a few hundred MB for any graph
 _DRAWN = 200_000  # nodes in a picture, as in graph.plot
 

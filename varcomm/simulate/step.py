@@ -20,8 +20,6 @@ from varcomm.transport.engines.simulated import Transfer
 if TYPE_CHECKING:  # which needs PyTorch Geometric
     from varcomm.graph.partitioned_graph import PartitionedGraph
 
-__all__ = ["Sample", "Step", "sample", "step"]
-
 # From a rank's part of the graph to a function that does one step.
 Prepare = Callable[["PartitionedGraph"], Callable[[], object]]
 

@@ -17,8 +17,6 @@ from varcomm.transport.engines.simulated import Transfer, alone, transfers
 from varcomm.transport.trace import Call, Trace, trace
 from varcomm.transport.world import World, init
 
-__all__ = ["Work", "count", "world"]
-
 # Operators that read as many rows of their first tensor as they write.
 _PICKING = ("index_select", "gather", "index", "embedding")
 # Operators that touch no values; views are found by their storage.
