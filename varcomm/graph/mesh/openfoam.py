@@ -29,15 +29,13 @@ _SPACE = rb"(?:\s|//[^\n]*\n|/\*.*?\*/)*+"
 _WORD = r'("[^"]*"|[^\s;{}()"]+)'
 
 
-def read_case(path: Path) -> PolyMesh | None:
-    """Read an OpenFOAM case; None if the path is another kind of file or folder.
+def read_case(path: Path) -> PolyMesh:
+    """Read an OpenFOAM case.
 
     `path` is a case, its ``.foam`` file, its ``polyMesh`` folder, or the folder of a time, whose
     fields are read.
     """
     folders = _mesh_folders(path)
-    if folders is None:
-        return None
     points = _list(_file(folders, "points"), "vectorField", 3)
     faces = _faces(_file(folders, "faces"))
     owner = _list(_file(folders, "owner"), "labelList", 1)
@@ -55,7 +53,7 @@ def read_case(path: Path) -> PolyMesh | None:
 
 def is_case(path: Path) -> bool:
     """Return whether :func:`read_case` reads this path."""
-    return _mesh_folders(path) is not None
+    return bool(_mesh_folders(path))
 
 
 def _is_time(path: Path) -> bool:
@@ -65,12 +63,12 @@ def _is_time(path: Path) -> bool:
     )
 
 
-def _mesh_folders(path: Path) -> list[Path] | None:
+def _mesh_folders(path: Path) -> list[Path]:
     """Return the folders in which files of the mesh may stand, the first one first."""
     if path.suffix == ".foam":
         path = path.absolute().parent
     if not path.is_dir():
-        return None
+        return []
     if path.name == "polyMesh":
         return [path]
     if _is_time(path):
@@ -82,7 +80,7 @@ def _mesh_folders(path: Path) -> list[Path] | None:
             f"read_mesh: {path} is decomposed and has no constant/polyMesh. Run reconstructParMesh "
             "-constant first, or read a folder processorN alone."
         )
-    return None
+    return []
 
 
 class _File:
