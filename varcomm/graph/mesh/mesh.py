@@ -186,7 +186,7 @@ def read_mesh(
         - ``edge_index`` (2, E): both directions of each edge, sorted, without duplicates.
         - ``edge_attr`` (E, D + 1): the displacement from source to target, and its length.
         - ``volume`` (N,), of cells only: length, area or volume. Of polyhedra and of OpenFOAM cases
-          it is OpenFOAM's, see Notes.
+          it is OpenFOAM's: see :doc:`/how_to/read_openfoam`.
         - ``edge_area`` (E,), of the cells of polyhedra and of OpenFOAM cases only: the area of the
           faces between two cells.
         - every numeric field of the nodes, (N, *F), by its name: ``_`` replaces characters that
@@ -209,12 +209,6 @@ def read_mesh(
 
     Notes
     -----
-    OpenFOAM cuts a face into triangles around the mean of its corners. The area vector of a face is
-    the sum of theirs, and its centre the mean of their centres, weighted by area. The volume of a
-    cell is the sum of the pyramids that its faces form with the mean of the faces' centres. This is
-    the formula of openfoam.com; openfoam.org since 2020 weights with projected areas, which changes
-    centres of faces that are not flat.
-
     Communication: none without `src`; with it, an agreement on errors, 1 KiB per rank.
     In one process: the same call.
 
