@@ -61,15 +61,14 @@ def checkpoint(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
     Examples
     --------
-    >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel import RandomStreams, checkpoint
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
     >>> def fn(rank):
-    ...     streams = RandomStreams(7)
+    ...     streams = tp.RandomStreams(7)
     ...     def block(x):
     ...         with streams.fork("sharded"):
     ...             return torch.nn.functional.dropout(x.exp(), 0.5)
     ...     x = torch.ones(5, requires_grad=True)
-    ...     y = checkpoint(block, x)
+    ...     y = tp.checkpoint(block, x)
     ...     y.sum().backward()
     ...     return torch.equal(x.grad, y.detach())
     >>> varcomm.launch(fn, 2)
@@ -108,10 +107,9 @@ class CheckpointWithoutOutput:
 
     Examples
     --------
-    >>> import torch
-    >>> from varcomm.tensor_parallel import CheckpointWithoutOutput
+    >>> import torch, varcomm.tensor_parallel as tp
     >>> x, w = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
-    >>> with CheckpointWithoutOutput() as keep:
+    >>> with tp.CheckpointWithoutOutput() as keep:
     ...     y = keep.checkpoint(torch.exp, x) * w
     >>> y.sum().backward()
     >>> x.grad

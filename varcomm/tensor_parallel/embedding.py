@@ -114,11 +114,10 @@ def vocab_parallel_embedding(
 
     Examples
     --------
-    >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel import vocab_parallel_embedding
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
     >>> def fn(rank):
     ...     weight = torch.arange(5.0).view(5, 1)[[slice(0, 3), slice(3, 5)][rank]]
-    ...     return vocab_parallel_embedding(torch.tensor([4, 0, 4]), weight, [3, 2]).view(-1)
+    ...     return tp.vocab_parallel_embedding(torch.tensor([4, 0, 4]), weight, [3, 2]).view(-1)
     >>> varcomm.launch(fn, 2)
     [tensor([4., 0., 4.]), tensor([4., 0., 4.])]
     """
@@ -189,11 +188,10 @@ def feature_parallel_embedding(
 
     Examples
     --------
-    >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel import feature_parallel_embedding
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
     >>> def fn(rank):
     ...     weight = torch.arange(6).view(2, 3)[:, [slice(0, 1), slice(1, 3)][rank]].float()
-    ...     return feature_parallel_embedding(torch.tensor([1]), weight, [1, 2])
+    ...     return tp.feature_parallel_embedding(torch.tensor([1]), weight, [1, 2])
     >>> varcomm.launch(fn, 2)
     [tensor([[3., 4., 5.]]), tensor([[3., 4., 5.]])]
     """
@@ -564,11 +562,6 @@ class VocabParallelEmbedding(_ParallelEmbedding):
     spec : ShardSpec
         The sharding of the table.
 
-    Raises
-    ------
-    ArgumentError
-        On all ranks, if an argument is wrong on one rank.
-
     See Also
     --------
     FeatureParallelEmbedding, vocab_parallel_embedding, vocab_parallel_cross_entropy
@@ -583,11 +576,10 @@ class VocabParallelEmbedding(_ParallelEmbedding):
 
     Examples
     --------
-    >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel import VocabParallelEmbedding
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
     >>> def fn(rank):
     ...     torch.manual_seed(0)
-    ...     layer = VocabParallelEmbedding(5, 4, padding_idx=3, sequence_sizes=[1, 2])
+    ...     layer = tp.VocabParallelEmbedding(5, 4, padding_idx=3, sequence_sizes=[1, 2])
     ...     return layer(torch.tensor([4, 3, 0])).shape, layer.weight.shape
     >>> varcomm.launch(fn, 2)
     [(torch.Size([1, 4]), torch.Size([3, 4])), (torch.Size([2, 4]), torch.Size([2, 4]))]
@@ -630,11 +622,6 @@ class FeatureParallelEmbedding(_ParallelEmbedding):
     spec : ShardSpec
         The sharding of the table.
 
-    Raises
-    ------
-    ArgumentError
-        On all ranks, if an argument is wrong on one rank.
-
     Notes
     -----
     Communication: per call as :func:`feature_parallel_embedding`; the constructor is collective.
@@ -643,10 +630,9 @@ class FeatureParallelEmbedding(_ParallelEmbedding):
 
     Examples
     --------
-    >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel import FeatureParallelEmbedding
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
     >>> def fn(rank):
-    ...     layer = FeatureParallelEmbedding(5, 3)
+    ...     layer = tp.FeatureParallelEmbedding(5, 3)
     ...     return layer(torch.tensor([[4, 3, 0]])).shape, layer.weight.shape
     >>> varcomm.launch(fn, 2)[1]
     (torch.Size([1, 3, 3]), torch.Size([5, 1]))

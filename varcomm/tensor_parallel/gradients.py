@@ -76,14 +76,13 @@ def grad_norm(
 
     Examples
     --------
-    >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel import grad_norm
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
     >>> from varcomm.sharding import ShardSpec, mark
     >>> def fn(rank):
     ...     bias, weight = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(rank))
     ...     mark(weight, ShardSpec.of([0, 1]))
     ...     bias.grad, weight.grad = torch.full((1,), 3.0), torch.full((rank,), 4.0)
-    ...     return grad_norm([bias, weight]).item()
+    ...     return tp.grad_norm([bias, weight]).item()
     >>> varcomm.launch(fn, 2)
     [5.0, 5.0]
     """
@@ -162,13 +161,12 @@ def clip_grad_norm_(
 
     Examples
     --------
-    >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel import clip_grad_norm_
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
     >>> from varcomm.sharding import ShardSpec, mark
     >>> def fn(rank):
     ...     weight = mark(torch.nn.Parameter(torch.zeros(1)), ShardSpec.of([1, 1]))
     ...     weight.grad = torch.tensor([3.0 + rank])
-    ...     return clip_grad_norm_([weight], 1.0).item(), round(weight.grad.item(), 4)
+    ...     return tp.clip_grad_norm_([weight], 1.0).item(), round(weight.grad.item(), 4)
     >>> varcomm.launch(fn, 2)
     [(5.0, 0.6), (5.0, 0.8)]
     """

@@ -96,11 +96,10 @@ def column_parallel_linear(
 
     Examples
     --------
-    >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel import column_parallel_linear
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
     >>> def fn(rank):
     ...     weight = torch.arange(6.0).view(3, 2).split([1, 2])[rank]
-    ...     return column_parallel_linear(torch.ones(1, 2), weight)
+    ...     return tp.column_parallel_linear(torch.ones(1, 2), weight)
     >>> varcomm.launch(fn, 2)
     [tensor([[1.]]), tensor([[5., 9.]])]
     """
@@ -170,11 +169,11 @@ def row_parallel_linear(
 
     Examples
     --------
-    >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel import row_parallel_linear
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
     >>> def fn(rank):
     ...     weight = torch.arange(6.0).view(2, 3).split([1, 2], dim=1)[rank]
-    ...     return row_parallel_linear(torch.ones(1, rank + 1), weight, torch.tensor([0.5, 0.25]))
+    ...     bias = torch.tensor([0.5, 0.25])
+    ...     return tp.row_parallel_linear(torch.ones(1, rank + 1), weight, bias)
     >>> varcomm.launch(fn, 2)
     [tensor([[ 3.5000, 12.2500]]), tensor([[ 3.5000, 12.2500]])]
     """
@@ -396,11 +395,6 @@ class ColumnParallelLinear(_ParallelLinear):
     spec : ShardSpec
         The sharding of weight and bias.
 
-    Raises
-    ------
-    ArgumentError
-        On all ranks, if an argument is wrong on one rank.
-
     See Also
     --------
     RowParallelLinear, column_parallel_linear, parallelize
@@ -416,11 +410,10 @@ class ColumnParallelLinear(_ParallelLinear):
 
     Examples
     --------
-    >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
     >>> def fn(rank):
     ...     torch.manual_seed(0)
-    ...     up, down = ColumnParallelLinear(4, 7), RowParallelLinear(7, 4)
+    ...     up, down = tp.ColumnParallelLinear(4, 7), tp.RowParallelLinear(7, 4)
     ...     return up.weight.shape[0], round(down(up(torch.ones(2, 4)).relu()).sum().item(), 4)
     >>> one, two = varcomm.launch(fn, 1), varcomm.launch(fn, 2)
     >>> one[0][1] == two[0][1] == two[1][1], [rows for rows, _ in two]
@@ -469,11 +462,6 @@ class RowParallelLinear(_ParallelLinear):
     spec : ShardSpec
         The sharding of the weight.
 
-    Raises
-    ------
-    ArgumentError
-        On all ranks, if an argument is wrong on one rank.
-
     Notes
     -----
     Communication: per call as :func:`row_parallel_linear`; the constructor is collective.
@@ -482,10 +470,9 @@ class RowParallelLinear(_ParallelLinear):
 
     Examples
     --------
-    >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel import RowParallelLinear
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
     >>> def fn(rank):
-    ...     layer = RowParallelLinear(3, 2)
+    ...     layer = tp.RowParallelLinear(3, 2)
     ...     return layer.weight.shape, layer(torch.ones(4, 2 - rank)).shape
     >>> varcomm.launch(fn, 2)
     [(torch.Size([2, 2]), torch.Size([4, 2])), (torch.Size([2, 1]), torch.Size([4, 2]))]

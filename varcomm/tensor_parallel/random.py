@@ -69,10 +69,9 @@ class RandomStreams:
 
     Examples
     --------
-    >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel import RandomStreams
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
     >>> def fn(rank):
-    ...     streams = RandomStreams(7)
+    ...     streams = tp.RandomStreams(7)
     ...     with streams.fork("replicated"):
     ...         same = torch.rand(()).item()
     ...     with streams.fork("sharded"):
