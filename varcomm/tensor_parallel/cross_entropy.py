@@ -409,13 +409,7 @@ _recorded_parts = torch.library.custom_op(
     mutates_args=(),
     schema="(Tensor top, Tensor log, Tensor classes, str name, str group, int rank, SymInt size, "
     "bool stated) -> Tensor",
-)(lambda top, *others: _parts(top, *others).clone())
-
-
-@_recorded_parts.register_fake
-def _(top: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(top)
-
+)(lambda top, *others: _parts(top, *others).clone(memory_format=torch.contiguous_format))
 
 # in a compiled graph the targets are checked when it runs
 _recorded_classes = torch.library.custom_op(
@@ -424,7 +418,5 @@ _recorded_classes = torch.library.custom_op(
     schema="(Tensor target, SymInt classes, int ignored, str name, int rank, int ranks) -> Tensor",
 )(_classes)
 
-
-@_recorded_classes.register_fake
-def _(target: Tensor, *_: object) -> Tensor:
-    return target.new_empty(target.shape)
+for _recorded in (_recorded_parts, _recorded_classes):
+    _recorded.register_fake(lambda x, *_: x.new_empty(x.shape))

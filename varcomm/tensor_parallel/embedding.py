@@ -43,7 +43,6 @@ from varcomm.tensor_parallel.mappings import (
     shard_ends,
     shard_sizes,
 )
-from varcomm.transport.agreement import agree
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
 
@@ -474,8 +473,6 @@ class _ParallelEmbedding(ShardedModule):
         group: GroupLike = None,
         **options: Any,
     ) -> None:
-        super().__init__()
-
         def more(layout: Layout) -> dict[str, Any]:
             if len(layout.spec.blocks) != 1:
                 raise ArgumentError(f"sizes must be one int per rank; got {sizes!r}.")
@@ -484,28 +481,22 @@ class _ParallelEmbedding(ShardedModule):
             return {"padding_idx": self.padding_idx}
 
         shape = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}
-        layout, seed = Layout.agree(type(self), shape, sizes, group, options, more)
-        self._use(layout)
-        # a device may be missing or full on one rank, and `init` is the caller's
-        drawn = agree(type(self).__name__, lambda: self._drawn(seed, ["weight"]), self.group)
-        self.weight = drawn["weight"]
+        super().__init__(shape, sizes, group, options, more)
 
     @property
     def sizes(self) -> ShardSizes:
         """Ids or columns per rank."""
         return self.spec.blocks[0]
 
-    def _drawn(self, seed: int, names: Collection[str]) -> dict[str, torch.nn.Parameter]:
-        def normal(tile: Tensor, generator: torch.Generator) -> None:
-            tile.normal_(generator=generator)
-
-        parameter = self._draw("weight", (self.num_embeddings, self.embedding_dim), normal, seed)
-        by_ids = self.spec.dim == 0
+    def _drawn(self, seed: int, names: Collection[str]) -> dict[str, Tensor]:
+        drawn, by_ids = super()._drawn(seed, names), self.spec.dim == 0
         own = self.sizes.range(self.group.rank) if by_ids else range(self.num_embeddings)
         if self.padding_idx is not None and self.padding_idx in own:
-            with torch.no_grad():
-                parameter[own.index(self.padding_idx)] = 0
-        return {"weight": parameter}
+            drawn["weight"][own.index(self.padding_idx)] = 0
+        return drawn
+
+    def _fill(self, tile: Tensor, generator: torch.Generator) -> None:
+        tile.normal_(generator=generator)
 
     @classmethod
     def from_embedding(

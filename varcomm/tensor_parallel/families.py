@@ -83,19 +83,17 @@ class ModelPlan:
     def column(self, name: str, *blocks: ShardSizes, fused: int = 1, **options: Any) -> None:
         """Shard the outputs of a linear layer: in these blocks, or in equal ones, balanced."""
         outputs = _features(self.modules[name])[1]
-        options["sizes"] = blocks or fused * (self.balanced(outputs // fused),)
-        options["group"] = self.group.process_group
-        self.layers[name] = partial(ColumnParallelLinear.from_linear, **options)
+        blocks = blocks or fused * (self.balanced(outputs // fused),)
+        self.replace(name, ColumnParallelLinear.from_linear, sizes=blocks, **options)
 
     def row(self, name: str, sizes: ShardSizes | None = None, **options: Any) -> None:
         """Shard the inputs of a linear layer, balanced or in these sizes."""
-        options["sizes"] = sizes or self.balanced(_features(self.modules[name])[0])
-        options["group"] = self.group.process_group
-        self.layers[name] = partial(RowParallelLinear.from_linear, **options)
+        sizes = sizes or self.balanced(_features(self.modules[name])[0])
+        self.replace(name, RowParallelLinear.from_linear, sizes=sizes, **options)
 
     def replace(self, name: str, make: Callable[..., nn.Module], **options: Any) -> None:
         """Replace a layer by ``make(layer, group=group, **options)``."""
-        self.layers[name] = partial(make, group=self.group, **options)
+        self.layers[name] = partial(make, group=self.group.process_group, **options)
 
     def vocabulary(self) -> None:
         """Shard embedding and head by ids, and all layers that share their weights."""
@@ -140,7 +138,7 @@ def t5(plan: ModelPlan) -> None:
             plan.column(f"{name}.{child}", features)
         plan.row(f"{name}.o", features)
         if attention.has_relative_attention_bias:
-            plan.replace(f"{name}.relative_attention_bias", HeadTable, weight=(heads, 1))
+            plan.replace(f"{name}.relative_attention_bias", HeadTable.from_embedding, sizes=heads)
         rank = plan.group.rank
         plan.attributes[attention] = {"n_heads": heads[rank], "inner_dim": features[rank]}
     for name, _ in plan.named("*.DenseReluDense.wi*"):  # wi, or wi_0 and wi_1

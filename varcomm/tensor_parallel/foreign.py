@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from functools import partial
 from inspect import unwrap
 from types import MethodType
@@ -16,7 +17,7 @@ from torch.nn import functional
 from varcomm.errors import ArgumentError
 from varcomm.sharding import ShardSpec
 from varcomm.sizes import ShardSizes
-from varcomm.tensor_parallel.embedding import VocabParallelEmbedding, vocab_parallel_embedding
+from varcomm.tensor_parallel.embedding import FeatureParallelEmbedding, VocabParallelEmbedding
 from varcomm.tensor_parallel.layout import (
     AFTER,
     MarkedModule,
@@ -32,7 +33,7 @@ from varcomm.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
 )
 from varcomm.transport.agreement import agree
-from varcomm.transport.group import Group
+from varcomm.transport.group import GroupLike, resolve
 
 
 class _Shards(MarkedModule):
@@ -44,21 +45,25 @@ class _Shards(MarkedModule):
     weight: nn.Parameter
     bias: nn.Parameter
 
-    def __init__(self, layer: nn.Module, group: Group, **shards: tuple[Sizes, int]) -> None:
+    def __init__(self, layer: nn.Module, group: GroupLike, **shards: tuple[Sizes, int]) -> None:
         def check() -> dict[str, Any]:
-            if hooks := [key for key in lost_state(layer) if "hooks" in key]:
-                raise ArgumentError(
-                    f"{type(layer).__name__} has hooks ({hooks}), which would be lost. Remove "
-                    f"them, and add them to the sharded model. {AFTER}"
-                )
+            _refuse_hooks(layer)
             return digests(layer)
 
         super().__init__()
-        pg, self.group = group.process_group, group
-        self._specs = {name: ShardSpec.of(sizes, dim, pg) for name, (sizes, dim) in shards.items()}
-        agreed(f"a sharded {type(layer).__name__}", check, group)
-        self._in_log = in_log(self, group)
+        self.group = resolve(group)
+        self._specs = {name: ShardSpec.of(*how, group) for name, how in shards.items()}
+        agreed(f"a sharded {type(layer).__name__}", check, self.group)
+        self._in_log = in_log(self, self.group)
         self._keep_parts(layer)
+
+
+def _refuse_hooks(layer: nn.Module) -> None:
+    if hooks := [key for key in lost_state(layer) if "hooks" in key]:
+        raise ArgumentError(
+            f"{type(layer).__name__} has hooks ({hooks}), which would be lost. Remove them, and "
+            f"add them to the sharded model. {AFTER}"
+        )
 
 
 class Conv1DColumn(_Shards):
@@ -68,7 +73,7 @@ class Conv1DColumn(_Shards):
     layer that follows drops them.
     """
 
-    def __init__(self, layer: nn.Module, group: Group, blocks: Sizes, padding: int = 0) -> None:
+    def __init__(self, layer: nn.Module, group: GroupLike, blocks: Sizes, padding: int = 0) -> None:
         super().__init__(layer, group, weight=(blocks, 1), bias=(blocks, 0))
         self.padding = padding
 
@@ -88,21 +93,7 @@ class Conv1DRow(_Shards):
         return row_parallel_linear(x[..., : weight.shape[0]], weight.mT, self.bias, group=pg)
 
 
-class _Table(_Shards):
-    """Sharded table of an embedding."""
-
-    padding_idx: int | None = None
-
-    def reset_parameters(self) -> None:
-        """Draw the table as torch's embedding in one process draws it; collective."""
-        shape, spec = list(self.weight.shape), self._specs["weight"]
-        shape[spec.dim] = spec.total
-        like: Any = {"device": self.weight.device, "dtype": self.weight.dtype}
-        rows, columns = shape
-        self._draw_again(lambda: nn.Embedding(rows, columns, self.padding_idx, **like), self.group)
-
-
-class HeadTable(_Table):
+class HeadTable(FeatureParallelEmbedding):
     """Table of T5's position biases, with the columns of this rank's heads."""
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -131,7 +122,7 @@ class Experts(_Shards):
     The model's own forward runs with the parameters of this module.
     """
 
-    def __init__(self, layer: Any, group: Group) -> None:
+    def __init__(self, layer: Any, group: GroupLike) -> None:
         up, down = (getattr(layer, name, None) for name in ("gate_up_proj", "down_proj"))
         shapes = [tuple(getattr(x, "shape", ())) for x in (up, down)]
         usual = len(shapes[0]) == len(shapes[1]) == 3 and shapes[0][1] == 2 * shapes[1][2]
@@ -142,16 +133,16 @@ class Experts(_Shards):
                 f"(experts, h, f) and no other parameter; got {shapes}, {odd}. Pass a plan of your "
                 "own."
             )
-        features = shapes[1][2]
-        in_units = features % _UNIT == 0 and features >= _UNIT * group.size
-        hidden = ShardSizes.balanced(features, group.size, _UNIT if in_units else 1)
+        features, ranks = shapes[1][2], resolve(group)
+        in_units = features % _UNIT == 0 and features >= _UNIT * ranks.size
+        hidden = ShardSizes.balanced(features, ranks.size, _UNIT if in_units else 1)
         super().__init__(layer, group, gate_up_proj=([hidden, hidden], 1), down_proj=(hidden, 2))
         # a copy without values, with the config of the model itself
         config = getattr(layer, "config", None)
         no_values = {id(p): nn.Parameter(p.detach().to("meta")) for p in layer.parameters()}
         plain = copy.deepcopy(layer, {**no_values, id(config): config})
         if vars(plain).get("intermediate_dim") == features:
-            plain.intermediate_dim = hidden[group.rank]
+            plain.intermediate_dim = hidden[ranks.rank]
         plain.forward = MethodType(_of_any_width, plain)
         self._call = partial(functional_call, plain)
 
@@ -163,32 +154,29 @@ class Experts(_Shards):
         return reduce_from_tensor_model_parallel_region(y, group=pg)
 
 
-class _ScaledEmbedding(_Table):
+class _ScaledEmbedding(VocabParallelEmbedding):
     """Table sharded by ids, whose rows are multiplied by ``embed_scale``, as in Gemma."""
 
     embed_scale: Tensor | float
 
-    def __init__(self, layer: nn.Embedding, group: Group) -> None:
-        sizes = ShardSizes.balanced(layer.num_embeddings, group.size)
-        super().__init__(layer, group, weight=(sizes, 0))
-        self.sizes, self.padding_idx = sizes, layer.padding_idx
-        scale = getattr(layer, "embed_scale", 1.0)
-        self.embed_scale = nn.Buffer(scale, persistent=False) if torch.is_tensor(scale) else scale
-
-    def forward(self, ids: Tensor) -> Tensor:
-        pg = self.group.process_group
-        rows = vocab_parallel_embedding(ids, self.weight, self.sizes, self.padding_idx, group=pg)
-        scale = self.embed_scale
+    def forward(self, ids: Tensor, sequence_sizes: Sequence[int] | None = None) -> Tensor:
+        rows, scale = super().forward(ids, sequence_sizes), self.embed_scale
         return rows * (scale.to(rows.dtype) if isinstance(scale, Tensor) else scale)
 
 
-def sharded_embedding(layer: nn.Embedding, group: Group) -> nn.Module:
+def sharded_embedding(layer: nn.Embedding, group: GroupLike) -> nn.Module:
     """Shard an embedding by ids; one with a forward of its own may only scale its rows."""
     if type(layer).forward is nn.Embedding.forward or not isinstance(layer, nn.Embedding):
-        return VocabParallelEmbedding.from_embedding(layer, group=group.process_group)
-    made = _ScaledEmbedding(layer, group)
+        return VocabParallelEmbedding.from_embedding(layer, group=group)
+    rows, columns = layer.weight.shape
+    plain = nn.Embedding(rows, columns, layer.padding_idx, _weight=layer.weight)
+    plain.weight = layer.weight
+    made = _ScaledEmbedding.from_embedding(plain.train(layer.training), group=group)
+    scale = getattr(layer, "embed_scale", 1.0)
+    made.embed_scale = nn.Buffer(scale, persistent=False) if torch.is_tensor(scale) else scale
 
     def check() -> None:
+        _refuse_hooks(layer)
         ids = torch.arange(layer.num_embeddings, device=layer.weight.device)
         ids = ids[:: made.sizes.total - 1 or 1]
         with torch.no_grad():
@@ -199,5 +187,5 @@ def sharded_embedding(layer: nn.Embedding, group: Group) -> nn.Module:
             "change. Pass a plan that leaves it, and the head if both share a table."
         )
 
-    agree("the look-up of an embedding", check, group)
+    agree("the look-up of an embedding", check, made.group)
     return made

@@ -13,7 +13,7 @@ from varcomm._torch_private import is_fake
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.sizes import ShardSizes
 from varcomm.tensor_parallel.linear import ColumnParallelLinear
-from varcomm.transport.group import Group
+from varcomm.transport.group import Group, GroupLike, resolve
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,11 @@ class KeyValueLinear(ColumnParallelLinear):
     readers: ExchangePlan
 
     @classmethod
-    def of_heads(cls, linear: nn.Linear, heads: Heads, width: int, group: Group) -> Self:
+    def of_heads(cls, linear: nn.Linear, heads: Heads, width: int, group: GroupLike) -> Self:
         """Shard a Linear by heads of `width` outputs; collective."""
-        readers = heads.plan(width, group)
+        readers = heads.plan(width, resolve(group))
         assert readers is not None
-        made = cls.from_linear(linear, sizes=heads.keys * width, group=group.process_group)
+        made = cls.from_linear(linear, sizes=heads.keys * width, group=group)
         made.readers = readers
         return made
 

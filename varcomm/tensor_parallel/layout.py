@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from numbers import Real
 from typing import Any, ClassVar, Self
 
@@ -162,25 +161,14 @@ class MarkedModule(Module):
     def _keep_parts(self, layer: nn.Module) -> None:
         """Keep this rank's parts of another module's own parameters, in memory of their own."""
         for name, whole in layer.named_parameters(recurse=False):
-            spec, values = self._specs.get(name), whole.detach()
-            own = values.clone() if spec is None else spec.shard(values)
-            self.register_parameter(name, nn.Parameter(own, whole.requires_grad))
+            part = nn.Parameter(self._part_of(name, whole.detach()), whole.requires_grad)
+            self.register_parameter(name, part)
         self.after_conversion()
         self.train(layer.training)
 
-    def _draw_again(self, layer: Callable[[], nn.Module], group: Group) -> None:
-        """Copy this rank's parts of the parameters of a new torch layer; collective."""
-        own = dict(self.named_parameters(recurse=False))
-
-        def parts() -> dict[str, Tensor]:
-            whole = {name: values.detach() for name, values in layer().named_parameters()}
-            specs = self._specs
-            return {n: specs[n].shard(x) if n in specs else x for n, x in whole.items()}
-
-        with torch.no_grad(), numbers_of_first(group, next(iter(own.values())).device):
-            # a device may be full on one rank
-            for name, values in agree("reset_parameters", parts, group).items():
-                own[name].copy_(values)
+    def _part_of(self, name: str, whole: Tensor) -> Tensor:
+        spec = self._specs.get(name)
+        return whole.clone() if spec is None else spec.shard(whole)
 
 
 def _mark_loaded(module: Any, incompatible_keys: object) -> None:
@@ -199,33 +187,7 @@ class Layout:
     dtype: torch.dtype
 
     @classmethod
-    def agree(
-        cls,
-        layer: type[ShardedModule],
-        extents: Mapping[str, int],
-        sizes: Sizes | None,
-        group: GroupLike,
-        options: Mapping[str, Any],
-        more: Callable[[Layout], Mapping[str, Any]],
-    ) -> tuple[Self, int]:
-        """Return the layout of a layer, and a seed; collective.
-
-        ``more(layout)`` checks and returns further arguments that must be identical.
-        """
-
-        def check() -> dict[str, Any]:
-            layout = cls._checked(layer, extents, sizes, group, options)
-            layouts.append(layout)
-            words = {"sizes": layout.spec.blocks, "dtype": layout.dtype}
-            words["an init"] = layout.init is not None
-            return {**layout.extents, **layout.options, **words, **more(layout)}
-
-        layouts: list[Self] = []
-        seed = int(agreed(layer.__name__, check, resolve(group), random_seed)[1])
-        return layouts[0], seed
-
-    @classmethod
-    def _checked(
+    def of(
         cls,
         layer: type[ShardedModule],
         extents: Mapping[str, int],
@@ -282,18 +244,37 @@ class ShardedModule(MarkedModule):
     # optional parameters, which a layer gets later
     _fixed: ClassVar[Mapping[str, Any]] = {}
 
-    @property
-    def group(self) -> Group:  # type: ignore[override]
-        """The ranks that share the weight."""
-        return self.spec.group
+    def __init__(
+        self,
+        extents: Mapping[str, int],
+        sizes: Sizes | None,
+        group: GroupLike,
+        options: Mapping[str, Any],
+        more: Callable[[Layout], Mapping[str, Any]],
+        names: Collection[str] = ("weight",),
+    ) -> None:
+        """Agree on the layout, whose extents and options become attributes; draw parameters.
 
-    def _use(self, layout: Layout) -> None:
-        """Keep a layout; its extents and options are attributes by their names."""
-        self._layout, self.spec = layout, layout.spec
+        ``more(layout)`` checks and returns further arguments that must be identical.
+        """
+
+        def check() -> dict[str, Any]:
+            layout = self._layout = Layout.of(type(self), extents, sizes, group, options)
+            words = {"sizes": layout.spec.blocks, "dtype": layout.dtype}
+            words["an init"] = layout.init is not None
+            return {**layout.extents, **layout.options, **words, **more(layout)}
+
+        super().__init__()
+        seed = agreed(type(self).__name__, check, resolve(group), random_seed)[1]
+        self.spec, self.group = self._layout.spec, self._layout.spec.group
         self._in_log = in_log(self, self.group)
-        self._specs = dict.fromkeys(self._sharded, layout.spec)
-        for name, value in {**layout.extents, **layout.options}.items():
-            setattr(self, name, value)
+        self._specs = dict.fromkeys(self._sharded, self.spec)
+        vars(self).update(self._layout.extents, **self._layout.options)
+        # a device may be missing or full on one rank, and `init` is the caller's
+        drawn = agree(type(self).__name__, lambda: self._drawn(seed, names), self.group)
+        for name in ("weight", *self._fixed):
+            self.register_parameter(name, nn.Parameter(drawn[name]) if name in drawn else None)
+        self.after_conversion()
 
     def reset_parameters(self) -> None:
         """Draw parameters as the torch layer in one process draws them; collective.
@@ -304,28 +285,38 @@ class ShardedModule(MarkedModule):
         """
         own, ranks = dict(self.named_parameters(recurse=False)), self.group
         how: Any = {"device": self.weight.device, "dtype": self.weight.dtype}
-        if self._layout.init is None:
+
+        def as_in_one_process() -> dict[str, Tensor]:
             arguments = {key: getattr(self, key) for key in self._copied}
             arguments |= {name: name in own for name in self._fixed}
-            self._draw_again(partial(self._plain, **arguments, **how), ranks)
-            return
-        seed = agreed("reset_parameters", dict, ranks, random_seed)[1]
-        self._layout = replace(self._layout, **how)
-        drawn = agree("reset_parameters", lambda: self._drawn(seed, own), ranks)
+            whole = self._plain(**arguments, **how).named_parameters()
+            return {name: self._part_of(name, values.detach()) for name, values in whole}
+
+        if self._layout.init is None:
+            with numbers_of_first(ranks, how["device"]):
+                drawn = agree("reset_parameters", as_in_one_process, ranks)
+        else:
+            seed = agreed("reset_parameters", dict, ranks, random_seed)[1]
+            self._layout = replace(self._layout, **how)
+            drawn = agree("reset_parameters", lambda: self._drawn(seed, own), ranks)
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(drawn[name])
 
-    @abstractmethod
-    def _drawn(self, seed: int, names: Collection[str]) -> dict[str, nn.Parameter]:
+    def _drawn(self, seed: int, names: Collection[str]) -> dict[str, Tensor]:
         """Return this rank's parts of initial parameters of these names."""
+        layout, drawn = self._layout, dict[str, Tensor]()
+        shape = tuple(layout.extents.values())  # of the weight; a bias has one dimension
+        for number, name in enumerate(names):
+            fill = layout.init if layout.init is not None and name == "weight" else self._fill
+            # the bias from another seed, so that it does not repeat the weight
+            how = fill, seed + number, layout.dtype, layout.device
+            drawn[name] = initialised(shape[: 2 - number], self._specs.get(name), *how)
+        return drawn
 
-    def _draw(self, name: str, shape: Sequence[int], fill: Fill, seed: int) -> nn.Parameter:
-        """Return this rank's part of a parameter of the full `shape`."""
-        layout, spec = self._layout, self._specs.get(name)
-        fill = layout.init if layout.init is not None and name == "weight" else fill
-        parameter = nn.Parameter(initialised(shape, spec, fill, seed, layout.dtype, layout.device))
-        return parameter if spec is None else mark(parameter, spec)
+    @abstractmethod
+    def _fill(self, tile: Tensor, generator: torch.Generator) -> object:
+        """Draw initial elements as the torch layer does."""
 
     @classmethod
     def _replacing(
@@ -412,10 +403,9 @@ def param_is_not_tensor_parallel_duplicate(param: Tensor, group: GroupLike = Non
 
     Examples
     --------
-    >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel import param_is_not_tensor_parallel_duplicate
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
     >>> bias = torch.nn.Parameter(torch.zeros(4))
-    >>> varcomm.launch(lambda rank: param_is_not_tensor_parallel_duplicate(bias), 2)
+    >>> varcomm.launch(lambda rank: tp.param_is_not_tensor_parallel_duplicate(bias), 2)
     [True, False]
     """
     return shard_spec(param) is not None or resolve(group).rank == 0

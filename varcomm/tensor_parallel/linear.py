@@ -7,7 +7,7 @@ Both are one product, ``y = after(before(x) @ weight.T) + bias``. For a column-p
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import prod, sqrt
 from typing import Any, Literal, Self
@@ -22,12 +22,11 @@ from varcomm.ops.checks import checked_flag, checked_shard, checked_tensor, chec
 from varcomm.ops.handle import apply, send_in_rule
 from varcomm.ops.replicated import ReplicatedSum, ReplicatedUse
 from varcomm.tensor_parallel.derivatives import in_transform, recorded_gradients
-from varcomm.tensor_parallel.layout import FLAG, Layout, ShardedModule, Sizes, checked_choice
+from varcomm.tensor_parallel.layout import FLAG, ShardedModule, Sizes, checked_choice
 from varcomm.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from varcomm.transport.agreement import agree
 from varcomm.transport.group import Group, GroupLike, resolve
 
 Before = ReplicatedUse | AllGatherV
@@ -312,31 +311,17 @@ class _ParallelLinear(ShardedModule):
         group: GroupLike = None,
         **options: Any,
     ) -> None:
-        super().__init__()
-
         def more(_: object) -> dict[str, Any]:
             checked_flag(bias, "bias", "")
             return {"bias": bias}
 
         shape = {"out_features": out_features, "in_features": in_features}
-        layout, seed = Layout.agree(type(self), shape, sizes, group, options, more)
-        self._use(layout)
-        # a device may be missing or full on one rank, and `init` is the caller's
         names = ("weight", "bias") if bias else ("weight",)
-        drawn = agree(type(self).__name__, lambda: self._drawn(seed, names), self.group)
-        for name in ("weight", "bias"):
-            self.register_parameter(name, drawn.get(name))
+        super().__init__(shape, sizes, group, options, more, names)
 
-    def _drawn(self, seed: int, names: Collection[str]) -> dict[str, nn.Parameter]:
+    def _fill(self, tile: Tensor, generator: torch.Generator) -> None:
         bound = 1 / sqrt(self.in_features) if self.in_features else 0.0
-
-        def uniform(tile: Tensor, generator: torch.Generator) -> None:
-            tile.uniform_(-bound, bound, generator=generator)
-
-        shapes = {"weight": (self.out_features, self.in_features), "bias": (self.out_features,)}
-        # the bias from another seed, so that it does not repeat the weight
-        seeds = {"weight": seed, "bias": seed + 1}
-        return {name: self._draw(name, shapes[name], uniform, seeds[name]) for name in names}
+        tile.uniform_(-bound, bound, generator=generator)
 
     def _call_options(self, sequence_sizes: Sequence[int] | None) -> dict[str, Any]:
         """Return the options of a call; `sequence_sizes` overrides the layer's sizes in it."""

@@ -9,7 +9,7 @@ before any message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from varcomm.ops.handle import apply
 from varcomm.ops.reduce_scatter_v import reduce_scatter_operator
 from varcomm.ops.reduction import checked_summable
 from varcomm.ops.replicated import ReplicatedGather, ReplicatedShard, ReplicatedSum, ReplicatedUse
-from varcomm.ops.rule import Operator
 from varcomm.sizes import ShardSizes, checked_dim, checked_sizes
 from varcomm.transport.agreement import share
 from varcomm.transport.group import Group, GroupLike, resolve
@@ -83,7 +82,10 @@ def copy_to_tensor_model_parallel_region(
     >>> varcomm.launch(fn, 2)
     [tensor([1., 1.]), tensor([1., 1.])]
     """
-    return _applied("copy_to_tensor_model_parallel_region", ReplicatedUse, tensor, use_fp32, group)
+    ranks = resolve(group)
+    with checking("copy_to_tensor_model_parallel_region", ranks, use_fp32=use_fp32) as where:
+        checked_summable(tensor, where, use_fp32)
+    return apply(ReplicatedUse(ranks, use_fp32), tensor)
 
 
 def reduce_from_tensor_model_parallel_region(
@@ -117,8 +119,10 @@ def reduce_from_tensor_model_parallel_region(
     >>> varcomm.launch(lambda rank: tp.reduce_from_tensor_model_parallel_region(torch.ones(1)), 2)
     [tensor([2.]), tensor([2.])]
     """
-    name = "reduce_from_tensor_model_parallel_region"
-    return _applied(name, ReplicatedSum, tensor, use_fp32, group)
+    ranks = resolve(group)
+    with checking("reduce_from_tensor_model_parallel_region", ranks, use_fp32=use_fp32) as where:
+        checked_summable(tensor, where, use_fp32)
+    return apply(ReplicatedSum(ranks, use_fp32), tensor)
 
 
 def scatter_to_tensor_model_parallel_region(
@@ -216,8 +220,9 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(
     :func:`reduce_scatter_to_sequence_parallel_region` with ``dim=-1``. The adjoint is
     :func:`all_gather_last_dim_from_tensor_parallel_region`.
     """
-    name = "reduce_scatter_last_dim_to_tensor_parallel_region"
-    return _reduce_scattered(name, tensor, sizes, -1, use_fp32, group)
+    name, ranks = "reduce_scatter_last_dim_to_tensor_parallel_region", resolve(group)
+    sizes = _whole_sizes(name, tensor, sizes, -1, ranks)
+    return apply(reduce_scatter_operator(ranks, tensor, sizes, -1, use_fp32, name), tensor)
 
 
 def scatter_to_sequence_parallel_region(
@@ -293,8 +298,9 @@ def reduce_scatter_to_sequence_parallel_region(
     :func:`varcomm.reduce_scatter_v`; if `sizes` is None, sizes are balanced. The adjoint is
     :func:`gather_from_sequence_parallel_region`.
     """
-    name = "reduce_scatter_to_sequence_parallel_region"
-    return _reduce_scattered(name, tensor, sizes, dim, use_fp32, group)
+    name, ranks = "reduce_scatter_to_sequence_parallel_region", resolve(group)
+    sizes = _whole_sizes(name, tensor, sizes, dim, ranks)
+    return apply(reduce_scatter_operator(ranks, tensor, sizes, dim, use_fp32, name), tensor)
 
 
 def all_to_all(
@@ -460,19 +466,6 @@ def _whole_sizes(
         return ShardSizes.balanced(tensor.shape[checked_dim(dim, tensor.shape, where)], group.size)
 
 
-def _applied(
-    name: str,
-    kind: Callable[[Group, bool], Operator],
-    tensor: Tensor,
-    use_fp32: bool,
-    group: GroupLike,
-) -> Tensor:
-    ranks = resolve(group)
-    with checking(name, ranks, use_fp32=use_fp32) as where:
-        checked_summable(tensor, where, use_fp32)
-    return apply(kind(ranks, use_fp32), tensor)
-
-
 def _gathered(
     kind: type[AllGatherV],
     name: str,
@@ -496,18 +489,4 @@ def _scattered(
     sizes = _whole_sizes(name, tensor, sizes, dim, ranks)
     with checking(name, ranks) as where:
         operator = ReplicatedShard(ranks, *checked_whole(tensor, sizes, dim, ranks, where))
-    return apply(operator, tensor)
-
-
-def _reduce_scattered(
-    name: str,
-    tensor: Tensor,
-    sizes: Sequence[int] | None,
-    dim: int,
-    use_fp32: bool,
-    group: GroupLike,
-) -> Tensor:
-    ranks = resolve(group)
-    sizes = _whole_sizes(name, tensor, sizes, dim, ranks)
-    operator = reduce_scatter_operator(ranks, tensor, sizes, dim, use_fp32, name)
     return apply(operator, tensor)
