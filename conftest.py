@@ -150,6 +150,12 @@ def mpi_worlds():
     pools.close()
 
 
+@pytest.fixture
+def launch_on_worlds(worlds, monkeypatch):
+    """Let ``vc.launch`` run on the ranks of the pool."""
+    monkeypatch.setattr(varcomm, "launch", lambda fn, size, *args: worlds.run(size, fn, *args))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def little_to_collect():
     """Spare the collector what modules and earlier tests keep: simulated ranks call it often."""
@@ -158,9 +164,8 @@ def little_to_collect():
 
 
 @pytest.fixture(autouse=True)
-def ranks_for_examples(request, monkeypatch):
+def ranks_for_examples(request):
     """Examples in docstrings launch ranks: give them those that are there, without a start."""
     where = request.node.nodeid
     if "::" in where and where.startswith(("varcomm/", "models/")) and "launch.py" not in where:
-        run = request.getfixturevalue("worlds").run
-        monkeypatch.setattr(varcomm, "launch", lambda fn, size, *args: run(size, fn, *args))
+        request.getfixturevalue("launch_on_worlds")

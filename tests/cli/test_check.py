@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch_geometric.data import Data
 
-import varcomm as vc
 from varcomm.cli.main import main
 
 SOURCE = """
@@ -47,8 +46,7 @@ def squares(out, data):
 
 
 @pytest.fixture
-def folder(worlds, monkeypatch, tmp_path):
-    monkeypatch.setattr(vc, "launch", lambda fn, size, *args: worlds.run(size, fn, *args))
+def folder(launch_on_worlds, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [*sys.path])
     (tmp_path / "net_of_check.py").write_text(SOURCE)

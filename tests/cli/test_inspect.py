@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import varcomm as vc
+from tests.checkpoint.test_files import flipped
 from tests.graph.graphs import wild
 from tests.simulate.test_partition import papers
 from varcomm.checkpoint import save
@@ -92,21 +93,11 @@ def test_files_of_other_tools_have_no_checksums(tmp_path, capsys):
         assert shown.endswith("\nchecksums: none in files of other tools\n")
 
 
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    path.write_bytes(bytes(content))
-
-
 @pytest.mark.parametrize(
-    ("make", "pattern", "damages"),
-    [
-        (saved_partition, "rank-00001*", (flip, os.remove)),
-        (saved_checkpoint, "rank-*", (flip, os.remove)),
-    ],
+    ("make", "pattern"), [(saved_partition, "rank-00001*"), (saved_checkpoint, "rank-*")]
 )
-def test_damage_is_printed_in_one_line(make, pattern, damages, tmp_path, capsys):
-    for damage in damages:
+def test_damage_is_printed_in_one_line(make, pattern, tmp_path, capsys):
+    for damage in (flipped, os.remove):
         folder = tmp_path / damage.__name__
         make(folder)
         (path,) = folder.rglob(pattern)

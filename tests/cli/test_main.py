@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.transport.processes import all_end
 from varcomm.cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -123,13 +124,6 @@ def children(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def is_alive(pid):
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-
-
 def has_ranks(folder, pid):
     return len(children(pid)) == 2
 
@@ -169,7 +163,7 @@ def test_ctrl_c(line, is_time, tmp_path):
     ranks = children(process.pid)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    assert not any(map(is_alive, ranks))
+    assert all_end(ranks, within=0)
     assert process.returncode == 130
     assert errors == f"python -m varcomm {line.split()[0]}: interrupted\n"
     assert {path.name for path in tmp_path.iterdir()} <= {"ring.npz", "said"}

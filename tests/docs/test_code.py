@@ -44,14 +44,15 @@ def comments_of(block):
     return "\n".join(lines)
 
 
-def test_start(worlds, monkeypatch):
-    test_pages_that_explain(DOCS / "start.md", worlds, monkeypatch)
+@pytest.mark.usefixtures("launch_on_worlds")
+def test_start():
+    test_pages_that_explain(DOCS / "start.md")
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("launch_on_worlds")
 @pytest.mark.parametrize("page", EXPLANATIONS, ids=lambda page: page.stem)
-def test_pages_that_explain(page, worlds, monkeypatch):
-    monkeypatch.setattr(vc, "launch", lambda fn, size, *args: worlds.run(size, fn, *args))
+def test_pages_that_explain(page):
     assert blocks_of(page)
     names = {"__name__": "__main__"}  # so that functions travel to the ranks by value
     for block in blocks_of(page):
@@ -60,10 +61,11 @@ def test_pages_that_explain(page, worlds, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("launch_on_worlds")
 @pytest.mark.filterwarnings("ignore")
-def test_mace(worlds, monkeypatch):
+def test_mace():
     pytest.importorskip("mace")
-    test_pages_that_explain(DOCS / "coming_from" / "mace.md", worlds, monkeypatch)
+    test_pages_that_explain(DOCS / "coming_from" / "mace.md")
 
 
 def run_page(rank, page, folder):
@@ -224,8 +226,8 @@ def check_readme(output_of):
     assert len(losses) == 3
 
 
-def test_readme(worlds, monkeypatch):
-    monkeypatch.setattr(vc, "launch", lambda fn, size, *args: worlds.run(size, fn, *args))
+@pytest.mark.usefixtures("launch_on_worlds")
+def test_readme():
     check_readme(lambda script: run(script, {"__name__": "__main__"}))
 
 

@@ -304,8 +304,8 @@ def test_pools_outside_a_distributed_model(rank):
     torch.testing.assert_close(loss, scatter(data.x, data.cell, 0).square().sum())
 
 
-def test_same_as_one_process(worlds, monkeypatch):
-    monkeypatch.setattr(vc, "launch", lambda fn, size, *args: worlds.run(size, fn, *args))
+@pytest.mark.usefixtures("launch_on_worlds")
+def test_same_as_one_process():
     assert same_as_one_process(TwoScales(), cells(), groups=["cell"]).owned[-1] == 0
     with pytest.raises(ArgumentError, match=r'groups=\["cell"\]'):
         same_as_one_process(TwoScales(), cells())

@@ -1,8 +1,8 @@
 """Layers, models and functions of PyG on ranks: as in one process, or refused on all ranks."""
 
 import copy
-import importlib.util
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -162,16 +162,12 @@ def test_edges_and_weights_of_gcn_norm(rank):
 
 
 def maker():
-    path = DOCS / "make_graph_layers.py"
-    spec = importlib.util.spec_from_file_location("make_graph_layers", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return runpy.run_path(str(DOCS / "make_graph_layers.py"))
 
 
 def test_the_page_lists_every_layer_of_pyg_once():
     page = (DOCS / "reference" / "graph_layers.md").read_text()
-    assert page == maker().page(), "run: python docs/make_graph_layers.py"
+    assert page == maker()["page"](), "run: python docs/make_graph_layers.py"
     rows = re.findall(r"^\| `(\w+)` \| (exact|refused) \| (.*) \|$", page, re.MULTILINE)
     states = [row for row in rows if row[0] in conv.__all__]
     assert sorted(name for name, _, _ in states) == sorted(conv.__all__)
@@ -180,7 +176,7 @@ def test_the_page_lists_every_layer_of_pyg_once():
 
 
 def test_functions_do_what_the_page_says(worlds):
-    told = {name: state for name, (state, _) in maker().of_functions().items()}
+    told = {name: state for name, (state, _) in maker()["of_functions"]().items()}
     called = functions.cases()
     assert called.keys() <= told.keys()
     # the others need packages, or fail in one process
@@ -201,7 +197,7 @@ def outside(rank):
 
 def test_norms_outside_of_a_distributed_model(worlds):
     """With a batch vector they are as inside; rows alone do not show that they are nodes."""
-    told = maker().of_functions()
+    told = maker()["of_functions"]()
     for name, found in worlds.run(3, outside)[0].items():
         if name not in functions.BY_ROWS:
             assert (name, found) == (name, told[name][0])

@@ -87,8 +87,8 @@ def distributed_step(net, data):
     return one_step(vc.graph.distribute(net, data), data)
 
 
-def test_same_as_one_process(worlds, monkeypatch):
-    monkeypatch.setattr(vc, "launch", lambda fn, size, *args: worlds.run(size, fn, *args))
+@pytest.mark.usefixtures("launch_on_worlds")
+def test_same_as_one_process():
     found = same_as_one_process(Net(), graph(), step=distributed_step)
     assert max(found.errors.values()) < 1e-12
     with pytest.raises(AssertionError, match="sum_gradients"):

@@ -28,9 +28,7 @@ from varcomm.testing import same_as_one_process
 TARGETS = torch.tensor([0, 1, 2])
 
 
-@pytest.fixture(autouse=True)
-def ranks_that_are_there(worlds, monkeypatch):
-    monkeypatch.setattr(vc, "launch", lambda fn, size, *args: worlds.run(size, fn, *args))
+pytestmark = pytest.mark.usefixtures("launch_on_worlds")
 
 
 def graph(nodes=30, edges=120):
@@ -182,7 +180,7 @@ def test_right_models_pass():
         (with_norm.eval(), data, {"step": step}),
         (OfEdges(), data, {}),
         (Classifier(), data, {}),
-        (Classifier(global_max_pool), data, {"loss": counted_once, "parts": 5}),
+        (Classifier(global_max_pool), data, {"loss": counted_once}),
         (Typed(), papers(), {"loss": of_papers}),
         (Sequential("x, edge_index", in_order), rows, {}),
         (Pooled(), rows, {}),
@@ -356,8 +354,9 @@ def test_refusals():
 
 
 @pytest.mark.slow
-def test_failures_of_runs():
+def test_five_ranks_and_failures_of_runs():
     data = graph()
+    assert len(same_as_one_process(Classifier(), data, parts=5).owned) == 5
     with pytest.raises(ArgumentError, match=r"call="):
         same_as_one_process(WithTime(), data)
     with pytest.raises(ArgumentError, match="cannot distribute"):

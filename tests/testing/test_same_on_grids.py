@@ -13,9 +13,7 @@ from varcomm.testing import same_as_one_process
 GRID = (13, 6)
 
 
-@pytest.fixture(autouse=True)
-def ranks_that_are_there(worlds, monkeypatch):
-    monkeypatch.setattr(vc, "launch", lambda fn, size, *args: worlds.run(size, fn, *args))
+pytestmark = pytest.mark.usefixtures("launch_on_worlds")
 
 
 def image(channels=2):
