@@ -1,10 +1,9 @@
-"""Files of safetensors and Hugging Face, and states in torch.distributed.checkpoint."""
+"""Files of safetensors and Hugging Face, and DTensors."""
 
 import os
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,12 +13,7 @@ from tests.checkpoint.of_other_tools import write
 from tests.worlds import on_ranks
 from varcomm import ArgumentError
 from varcomm.checkpoint import RowsById, export, load, read, save
-from varcomm.sharding import Sharded, ShardSpec
 from varcomm.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint"
-)
 
 
 def layers(sharded):
@@ -135,8 +129,8 @@ def test_a_hostile_index_of_other_tools(tmp_path):
 
 
 @on_ranks(3)
-def test_dtensors_and_torch_distributed_checkpoint(rank, tmp_path):
-    """Of odd sizes on a mesh of three; torch.distributed.checkpoint has Sharded tensors too."""
+def test_dtensors(rank, tmp_path):
+    """Of odd sizes on a mesh of three."""
     folder = tmp_path
     mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("a",))
     whole = torch.arange(35.0).view(5, 7)
@@ -149,19 +143,7 @@ def test_dtensors_and_torch_distributed_checkpoint(rank, tmp_path):
     assert all(isinstance(value, DTensor) for value in other.values())
     assert torch.equal(other["w"].full_tensor(), whole)
     assert torch.equal(other["one"].full_tensor(), whole[:1])
-    whole = torch.arange(12.0).view(2, 6)
-    spec = ShardSpec.of([[1, 2, 0], [2, 0, 1]], 1)
-    dcp.save({"w": Sharded.of(spec.shard(whole), spec), "n": 5}, checkpoint_id=folder / "torch")
-    spec = ShardSpec.of([0, 2, 0])
-    target = torch.zeros(spec.local, 6)
-    state = {"w": Sharded.of(target, spec), "n": 0}
-    dcp.load(state, checkpoint_id=folder / "torch")
-    assert torch.equal(target, spec.shard(whole))
-    assert state["n"] == 5
     assert read(folder / "ours")["one"].tolist() == [torch.arange(7.0).tolist()]
-    plain = {"w": torch.zeros(2, 6)}
-    dcp.load(plain, checkpoint_id=folder / "torch", no_dist=True)
-    assert torch.equal(plain["w"], whole)
 
 
 @pytest.mark.slow

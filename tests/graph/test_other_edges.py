@@ -189,35 +189,25 @@ def test_extremes_at_sources(rank):
 
 
 @on_ranks(3)
-def test_a_part_put_in_while_an_inner_model_runs(rank):
-    data = wild()
-    graph = partition(data, method="random")
-    torch.manual_seed(0)
-    inner = pyg.Sequential("x, e", [(pyg.GCNConv(4, 4), "x, e -> x")])
-    model = pyg.Sequential("x, e", [(inner, "x, e -> x"), (torch.nn.Identity(), "x -> x")])
-    distribute(inner.double(), graph)
-    distribute(model.double(), graph)
-    model[1].norm = pyg.BatchNorm(4)
-    inner(graph.x, graph.edge_index)
-    with pytest.raises(ArgumentError, match="put into the model after distribute"):
-        model(graph.x, graph.edge_index)
-
-
-@on_ranks(3)
-def test_parts_that_are_inserted(rank):
-    """Also into a container that was itself put in after distribute."""
-    data = wild()
-    graph = partition(data, method="random")
-    for late in (False, True):
+def test_parts_that_are_put_in(rank):
+    """Into a part, while an inner model runs, or a container that came after distribute."""
+    graph = partition(wild(), method="random")
+    for case in ("inside", "a container", "late"):
         torch.manual_seed(0)
-        model = pyg.Sequential("x, e", [(pyg.GCNConv(4, 4), "x, e -> x")]).double()
-        model.extra = torch.nn.Sequential(torch.nn.Identity())
-        if late:
-            del model.extra
-        distribute(model, graph)
-        if late:
-            model.extra = torch.nn.Sequential(torch.nn.Identity())
+        inner = pyg.Sequential("x, e", [(pyg.GCNConv(4, 4), "x, e -> x")])
+        model = pyg.Sequential("x, e", [(inner, "x, e -> x"), (torch.nn.Identity(), "x -> x")])
+        distribute(inner.double(), graph)
+        late = torch.nn.Sequential(torch.nn.Identity())
+        if case == "a container":
+            model.extra = late
+        distribute(model.double(), graph)
+        if case == "late":
+            model.extra = late
         model(graph.x, graph.edge_index)
-        model.extra.insert(0, torch.nn.BatchNorm1d(4))
+        if case == "inside":
+            model[1].norm = pyg.BatchNorm(4)
+        else:
+            model.extra.insert(0, torch.nn.BatchNorm1d(4))
+        inner(graph.x, graph.edge_index)
         with pytest.raises(ArgumentError, match="put into the model after distribute"):
             model(graph.x, graph.edge_index)
