@@ -20,7 +20,8 @@ def results(path):
 @pytest.mark.parametrize(
     ("worlds", "operations", "engine"),
     [
-        ("1,3", SOME, "gloo"),
+        ("2", "all_gather_v,halo", "gloo"),
+        pytest.param("1,3", SOME, "gloo", marks=pytest.mark.slow),
         pytest.param("2", ALL, "gloo", marks=pytest.mark.slow),
         pytest.param("2", ALL, "mpi", marks=pytest.mark.slow),
     ],

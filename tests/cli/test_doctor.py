@@ -41,6 +41,7 @@ def test_a_page_to_paste(monkeypatch, capsys):
     assert lines[-1] == "OK: Gloo works; MPI: pip install mpi4py mpich"
 
 
+@pytest.mark.slow
 def test_an_engine_that_does_not_start(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "engines", lambda: [GLOO])
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")

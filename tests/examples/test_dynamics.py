@@ -1,5 +1,6 @@
 """Moving atoms: they migrate to the rank of their slab, and energy and momentum stay."""
 
+import pytest
 import torch
 
 from tests.examples.loading import example
@@ -17,6 +18,7 @@ def move(rank):
     return atoms.graph.owned_ids, atoms.migrated, change, atoms.graph.sum(atoms.velocity)
 
 
+@pytest.mark.slow
 def test_atoms_migrate_and_energy_and_momentum_stay(worlds):
     ids, migrated, change, momentum = zip(*worlds.run(3, move), strict=True)
     assert torch.equal(torch.cat(ids).sort().values, torch.arange(64))

@@ -6,13 +6,18 @@ from tests.fuzz import faults, files, load, programs, swaps
 from tests.fuzz.run import draw
 from tests.grid import programs as grids
 
+SLOW = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
-    "job", [programs, grids, faults], ids=["programs", "programs of grids", "faulty calls"]
+    "job",
+    [
+        pytest.param(programs, id="programs"),
+        pytest.param(grids, id="programs of grids", marks=SLOW),  # first tier: tests/grid
+        pytest.param(faults, id="faulty calls"),
+    ],
 )
-@pytest.mark.parametrize(
-    ("pool", "examples"), [(3, 6), pytest.param(4, 30, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("pool", "examples"), [(3, 6), pytest.param(4, 30, marks=SLOW)])
 def test_samples(worlds, job, pool, examples):
     """Programs are as in one process; faulty calls are one error on all ranks."""
     drawn = draw(worlds.run, job, pool, examples, 0)

@@ -374,7 +374,7 @@ def test_refused():
 SHARDED = ("hilbert", "rcb")
 
 
-def cases():
+def cases(ranks):
     """Yield positions and weights of all nodes, parts, and the bounds of ranks' shards."""
     for seed in range(15):
         nodes = (0, 1, 2, 7, 60, 113)[seed % 6]
@@ -389,7 +389,8 @@ def cases():
         yield pos, weights, 1 + seed % 9, starts
     pos = torch.rand(5011, 3, generator=torch.Generator().manual_seed(0))
     pos[500:900] = pos[:400]
-    yield pos, None, 97, torch.tensor([1000, 1001, 4000, 4500])
+    parts = 97 if ranks in (2, 5) else 13  # each cut takes messages, in the second tier more
+    yield pos, None, parts, torch.tensor([1000, 1001, 4000, 4500])
     line = torch.tensor([3.0, 0.0, 2.0, 1.0])
     for column in (line, line[:, None], line.half(), line.int()):
         yield column, None, 2, torch.tensor([2, 2, 3, 4])
@@ -398,7 +399,7 @@ def cases():
 @on_ranks(*WORLDS)
 def test_as_one_process_with_all_positions(rank, ranks):
     for method in SHARDED:
-        for pos, weights, parts, starts in cases():
+        for pos, weights, parts, starts in cases(ranks):
             bounds = starts[: ranks - 1].sort().values.tolist()
             mine = pos.tensor_split(bounds)[rank]
             weight = None if weights is None else weights.tensor_split(bounds)[rank]

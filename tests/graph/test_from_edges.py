@@ -133,7 +133,8 @@ def by_position(rank, ranks):
 
 @on_ranks(*WORLDS)
 def test_pieces_make_what_partition_makes_of_the_full_graph(rank, ranks):
-    given = [(f"plain, {seed}", pieces_of(plain(), ranks, seed)) for seed in range(24)]
+    seeds = range(24 if ranks in (2, 5) else 12)  # 12 have all remainders
+    given = [(f"plain, {seed}", pieces_of(plain(), ranks, seed)) for seed in seeds]
     given += [(f"rich, {seed}", pieces_of(rich(), ranks, seed)) for seed in range(3, 6)]
     for name, data in SMALL.items():
         given += [(f"{name}, {seed}", pieces_of(data, ranks, seed)) for seed in range(6)]

@@ -60,14 +60,16 @@ def by_position(data, ranks):
 
 @on_ranks(*WORLDS)
 def test_a_migrated_graph_is_that_of_partition(rank, ranks):
-    """Migrate from every way to every other one; the old graph stays, and the way back exists."""
+    """The old graph stays, and the way back exists; in the second tier, from every way to every."""
     data, wrong = rich(), []
     data.serial = torch.arange(NODES).to(torch.uint16)
     ways = new_owners(NODES, ranks)
-    for start, first in ways.items():
+    names = [*ways]
+    for place, (start, first) in enumerate(ways.items()):
         old = partition(data, method=first)
         before = contents(old)
-        for end, owner in ways.items():
+        for end in names if ranks in (2, 5) else (names * 2)[place + 1 : place + 3]:
+            owner = ways[end]
             new = old.migrate(owner[old.owned_ids])
             found = differences(new, partition(data, method=owner))
             back = new.migrate(first[new.owned_ids].int())

@@ -281,7 +281,7 @@ class InOneProcess:
         return [found[rank] for rank in range(len(rounds))]
 
 
-@pytest.mark.parametrize("node", [0, 2, 8])
+@pytest.mark.parametrize("node", [0, 8, pytest.param(2, marks=pytest.mark.slow)])
 def test_trees_of_every_number_of_ranks(monkeypatch, node):
     for size in (*range(16, 65), 127, 128):
         if node and size % node:

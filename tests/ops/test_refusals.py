@@ -167,7 +167,11 @@ def transforms_unlike_the_root(rank):
     ("call", "message"),
     [
         (sizes_unlike_the_root, r"sizes \[1, 2\] are not those of the root, rank 0"),
-        (transforms_unlike_the_root, "transforms of torch.func reach the tensor of the root, "),
+        pytest.param(
+            transforms_unlike_the_root,
+            "transforms of torch.func reach the tensor of the root, ",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_calls_unlike_that_of_the_root(call, message):

@@ -130,6 +130,7 @@ def test_arguments_by_position(rank):
         assert torch.equal(found, plan.adjoint(g, 1, use_fp32))
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_compiled(rank):
     plan = ALL_TO_ALL.plan_of_indices(rank)

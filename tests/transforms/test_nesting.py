@@ -58,7 +58,7 @@ def loss_of(y, rank):
     return (y**3).sum() if rank == 0 else y.sum()
 
 
-@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("async_op", [False, pytest.param(True, marks=pytest.mark.slow)])
 @on_ranks(2, timeout=40)
 def test_nestings_where_one_rank_is_linear(rank, async_op):
     """Only rank 0 has a gradient that depends on anything."""

@@ -182,7 +182,11 @@ FAILURES = {
 
 
 @pytest.mark.parametrize(
-    "fn", [fn if fn is not exits else pytest.param(fn, marks=pytest.mark.slow) for fn in FAILURES]
+    "fn",
+    [
+        pytest.param(fn, marks=pytest.mark.slow) if fn in (exits, raises_on_both) else fn
+        for fn in FAILURES
+    ],
 )
 def test_a_failed_rank_is_named_and_all_end(ranks, fn):
     message, cause = FAILURES[fn]

@@ -270,6 +270,7 @@ def test_refusals(start):
     assert "LaunchError: rank 0: MPI was started without support for threads" in done.stderr
 
 
+@pytest.mark.slow
 def test_gloo_does_without_mpi4py(tmp_path):
     code = """
 import sys
