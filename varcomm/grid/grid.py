@@ -147,7 +147,10 @@ class Grid:
             if any(g.rank != roots[g] for g in later):
                 continue  # this rank gets its part of a later group's root
             dim = split.dim
-            x = scatter_v(x, split.sizes, dim=dim, src=roots[group], group=group.process_group)
+            try:
+                x = scatter_v(x, split.sizes, dim=dim, src=roots[group], group=group.process_group)
+            except ArgumentError as error:
+                raise ArgumentError(f"Grid.scatter to a grid of {self.shape}: {error}") from None
         return self.field(x)
 
     def sum(
