@@ -46,3 +46,26 @@ def test_at_the_next_sum(rank, name):
     with pytest.raises(vc.DisagreementError, match="read_rows"):
         grid.sum(x)
     grid.sum(x)  # the group works on
+
+
+@on_ranks(3)
+def test_a_forgotten_sum_is_found_inside_debug(rank):
+    torch.manual_seed(0)
+    grid, x = field()
+    right, wrong = torch.nn.Conv2d(1, 1, 3, padding=1), torch.nn.Linear(4, 4)
+
+    def step(model):
+        grid.mean(model(x).square()).backward()
+        if model is right:
+            vc.data_parallel.sum_gradients(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+        model.zero_grad()
+
+    with vc.debug():
+        for _ in range(12):
+            step(right)
+        with pytest.raises(vc.DisagreementError, match="no longer have the same values"):
+            for _ in range(20):
+                step(wrong)

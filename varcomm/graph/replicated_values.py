@@ -10,17 +10,17 @@ is its gradient. The copies are assumed to be equal; :func:`varcomm.debug` compa
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
 
-from varcomm.errors import ArgumentError, DisagreementError
+from varcomm.errors import ArgumentError
 from varcomm.ops.checks import checked_tensor, checking
 from varcomm.ops.digest import digest
 from varcomm.ops.graph_operator import torch_operator
 from varcomm.ops.handle import apply
+from varcomm.ops.loss_parameters import compare_parameters, nodes_of
 from varcomm.ops.replicated import ReplicatedSum
 from varcomm.ops.rule import Operator
 from varcomm.transport.agreement import share
@@ -28,14 +28,13 @@ from varcomm.transport.debug import debugging
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
 
-_EVERY = 10  # calls between comparisons of parameters inside debug()
 _COUNTED_ONCE = "varcomm: counted once"  # of nodes of autograd's graph
 
 
 def replicated_sum(partial: torch.Tensor, group: Group) -> torch.Tensor:
     """Sum over ranks; the gradient of the result is assumed to be the same on all ranks."""
     if debugging() and not torch.compiler.is_compiling():
-        _compare_parameters(partial, group)
+        compare_parameters(partial, group)
     return apply(ReplicatedSum(group, use_fp32=True), partial)
 
 
@@ -117,7 +116,7 @@ def replicated(value: torch.Tensor, group: HasGroup | GroupLike = None) -> torch
                 f"{where}value must be of floats, to have a gradient; got {value.dtype}."
             )
     if debugging() and not torch.compiler.is_compiling():
-        for node in _nodes(value):
+        for node in nodes_of(value):
             node.metadata[_COUNTED_ONCE] = True
     return apply(_CopiesToOne(ranks, compared=True), value)
 
@@ -146,39 +145,6 @@ def of_all_ranks(value: torch.Tensor, group: Group) -> torch.Tensor:
 
     value.register_hook(check)
     return value
-
-
-def _nodes(value: torch.Tensor) -> Iterator[Any]:
-    """Return the nodes of autograd's graph below a value, in an order that the graph fixes."""
-    left, seen = [value.grad_fn], set()
-    while left:
-        node = left.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            left.extend(following for following, _ in node.next_functions)
-            yield node
-
-
-def _compare_parameters(loss: torch.Tensor, group: Group) -> None:
-    """Raise if parameters that were equal on all ranks differ; looks at every tenth call."""
-    known = group.auxiliary.setdefault("parameters of losses", {"calls": 0})
-    known["calls"] += 1
-    if known["calls"] % _EVERY != 1:
-        return
-    leaves = (getattr(node, "variable", None) for node in _nodes(loss))
-    own = [repr(digest(leaf)) for leaf in leaves if isinstance(leaf, torch.nn.Parameter)]
-    ranks = share("parameters of a loss", lambda: own, group)
-    if any(len(other) != len(own) for other in ranks):
-        return
-    differ = {place for place, values in enumerate(zip(*ranks, strict=True)) if len({*values}) > 1}
-    # a parameter that differs from the first belongs to one rank, as a table of owned rows
-    first = known.setdefault(len(own), differ)
-    if drifted := differ - first:
-        raise DisagreementError(
-            f"{len(drifted)} of {len(own)} parameters of a loss no longer have the same values on "
-            "all ranks. Call vc.data_parallel.sum_gradients(model) after every backward, before "
-            "the optimizer's step."
-        )
 
 
 @torch_operator

@@ -13,8 +13,10 @@ from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.grid.field import RULES, Field, ranks_of, wrap
 from varcomm.grid.layout import Layout, Split
 from varcomm.ops.gather_v import scatter_v
+from varcomm.ops.loss_parameters import compare_parameters
 from varcomm.sizes import ShardSizes, checked_sizes
 from varcomm.transport.agreement import agree_and_share
+from varcomm.transport.debug import debugging
 from varcomm.transport.group import Group, GroupLike, resolve
 
 
@@ -158,7 +160,7 @@ class Grid:
     ) -> Field:
         """Return the sum over all ranks, whole; its gradient counts once. As :meth:`mean`."""
         total: Field = wrap(self._times(value, mask, weights)[0].sum(), self._whole)
-        return total
+        return self._compared(total)
 
     def mean(
         self, value: Tensor, mask: Tensor | None = None, weights: Tensor | None = None
@@ -179,7 +181,14 @@ class Grid:
         for factor in factors:
             total = total * (factor.numel() / factor.sum())
         mean: Field = total / product.numel()
-        return mean
+        return self._compared(mean)
+
+    def _compared(self, loss: Field) -> Field:
+        """Return a loss; inside debug() its parameters are compared between ranks."""
+        if debugging():
+            for group in self.grid_layout.groups:
+                compare_parameters(loss.local, group)
+        return loss
 
     def _times(
         self, value: Tensor, mask: Tensor | None, weights: Tensor | None
