@@ -46,7 +46,7 @@ def compare_parameters(loss: torch.Tensor, group: Group) -> None:
     first = known.setdefault(len(own), differ)
     if differ > first:
         raise DisagreementError(
-            f"{differ - first} of {len(own)} parameters of a loss no longer have the same values on "
-            "all ranks. Call vc.data_parallel.sum_gradients(model) after every backward, before "
-            "the optimizer's step."
+            f"{differ - first} of {len(own)} parameters of a loss no longer have the same values "
+            "on all ranks. Call vc.data_parallel.sum_gradients(model) after every backward, "
+            "before the optimizer's step."
         )
