@@ -35,18 +35,7 @@ CANNOT_FAIL = {
     "varcomm.trace",
     "varcomm.sharding.shard_spec",
     "varcomm.tensor_parallel.param_is_not_tensor_parallel_duplicate",
-}
-# Functions that are another one with other defaults, which their docstrings name.
-SHORT_FORMS = {
-    f"varcomm.tensor_parallel.{name}"
-    for name in (
-        *("all_gather_last_dim_from_tensor_parallel_region", "all_to_all"),
-        *("all_to_all_hp2sp", "all_to_all_sp2hp", "gather_split_1d_tensor"),
-        "reduce_scatter_last_dim_to_tensor_parallel_region",
-        "reduce_scatter_to_sequence_parallel_region",
-        *("scatter_to_sequence_parallel_region", "split_tensor_along_last_dim"),
-        *("split_tensor_into_1d_equal_chunks", "vocab_range"),
-    )
+    "varcomm.tensor_parallel.split_tensor_along_last_dim",
 }
 # Results of calls, whose examples show them; and functions that need a minute, or a file.
 WITHOUT_EXAMPLE = {
@@ -158,10 +147,6 @@ def problems(name, value):
     of = sections(value.__doc__)
     signature = inspect.signature(value.__init__ if issubclass_of_tensor(value) else value)
     yield from summary_problems(value.__doc__)
-    if name in SHORT_FORMS:
-        if not re.search(":(func|meth):`", value.__doc__):
-            yield "the other function is not named"
-        return
     yield from see_also_problems(name.rpartition(".")[0], of)
     if name not in MADE_BY_VARCOMM:
         yield from argument_problems(value)
@@ -179,14 +164,13 @@ def problems(name, value):
                     found += argument_problems(function, is_method=not is_static)
                 yield from (f"{method}: {problem}" for problem in found)
         return
-    is_mapping = value.__name__ in mappings.__all__  # their page states their errors
-    if ("Raises" in of) == (name in CANNOT_FAIL or is_mapping):
+    if ("Raises" in of) == (name in CANNOT_FAIL):
         yield "errors are missing, or not expected"
     gives = signature.return_annotation not in (None, "None", "Iterator[None]")
     if bool({"Returns", "Yields"} & of.keys()) != gives:
         yield "a result is missing, or not expected"
     is_operator = value.__module__.startswith(("varcomm.ops.", "varcomm.plan."))
-    if is_operator or is_mapping:
+    if is_operator or value.__name__ in mappings.__all__:
         yield from line_problems(value.__doc__, "Adjoint")
 
 

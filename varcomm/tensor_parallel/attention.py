@@ -61,9 +61,10 @@ def attention(query: Tensor, key: Tensor, value: Tensor, causal: bool = True) ->
 
     Examples
     --------
-    >>> import torch, varcomm.tensor_parallel as tp
+    >>> import torch
+    >>> from varcomm.tensor_parallel import attention
     >>> one = torch.ones(3, 1, 1)  # three places, one head
-    >>> tp.attention(one, one, torch.tensor([1.0, 3.0, 5.0]).view(3, 1, 1)).flatten()
+    >>> attention(one, one, torch.tensor([1.0, 3.0, 5.0]).view(3, 1, 1)).flatten()
     tensor([1., 2., 3.])
     """
     _check(query, key, value, causal)
@@ -172,8 +173,9 @@ def split_heads(
 
     Examples
     --------
-    >>> import torch, varcomm.tensor_parallel as tp
-    >>> [x.shape[-2:] for x in tp.split_heads(torch.zeros(7, 40), head_dim=5, queries_per_key=2)]
+    >>> import torch
+    >>> from varcomm.tensor_parallel import split_heads
+    >>> [x.shape[-2:] for x in split_heads(torch.zeros(7, 40), head_dim=5, queries_per_key=2)]
     [torch.Size([4, 5]), torch.Size([2, 5]), torch.Size([2, 5])]
     """
     checked_tensor(qkv, "split_heads: ", "qkv")
@@ -230,6 +232,11 @@ class ParallelAttention(nn.Module):
     out : RowParallelLinear
         Layer that maps the results of the heads to the output.
 
+    Raises
+    ------
+    ArgumentError
+        On all ranks, if an argument is wrong on one rank.
+
     See Also
     --------
     attention, split_heads, parallelize
@@ -245,10 +252,11 @@ class ParallelAttention(nn.Module):
     --------
     Two heads on one rank, and on three ranks; the third rank has none:
 
-    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import ParallelAttention
     >>> def fn(rank):
     ...     torch.manual_seed(0)
-    ...     layer = tp.ParallelAttention(8, num_heads=2)
+    ...     layer = ParallelAttention(8, num_heads=2)
     ...     return list(layer.sizes), round(layer(torch.eye(8)).sum().item(), 4)
     >>> one, three = varcomm.launch(fn, 1)[0], varcomm.launch(fn, 3)[2]
     >>> one[0], three[0], one[1] == three[1]

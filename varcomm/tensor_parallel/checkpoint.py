@@ -61,14 +61,15 @@ def checkpoint(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
     Examples
     --------
-    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import RandomStreams, checkpoint
     >>> def fn(rank):
-    ...     streams = tp.RandomStreams(7)
+    ...     streams = RandomStreams(7)
     ...     def block(x):
     ...         with streams.fork("sharded"):
     ...             return torch.nn.functional.dropout(x.exp(), 0.5)
     ...     x = torch.ones(5, requires_grad=True)
-    ...     y = tp.checkpoint(block, x)
+    ...     y = checkpoint(block, x)
     ...     y.sum().backward()
     ...     return torch.equal(x.grad, y.detach())
     >>> varcomm.launch(fn, 2)
@@ -107,9 +108,10 @@ class CheckpointWithoutOutput:
 
     Examples
     --------
-    >>> import torch, varcomm.tensor_parallel as tp
+    >>> import torch
+    >>> from varcomm.tensor_parallel import CheckpointWithoutOutput
     >>> x, w = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
-    >>> with tp.CheckpointWithoutOutput() as keep:
+    >>> with CheckpointWithoutOutput() as keep:
     ...     y = keep.checkpoint(torch.exp, x) * w
     >>> y.sum().backward()
     >>> x.grad

@@ -106,10 +106,11 @@ def vocab_parallel_cross_entropy(
 
     Examples
     --------
-    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import vocab_parallel_cross_entropy
     >>> def fn(rank):
     ...     logits = torch.zeros(2, [2, 1][rank], requires_grad=True)
-    ...     loss = tp.vocab_parallel_cross_entropy(logits, torch.tensor([2, 0]), [2, 1])
+    ...     loss = vocab_parallel_cross_entropy(logits, torch.tensor([2, 0]), [2, 1])
     ...     loss.sum().backward()
     ...     return loss.exp().tolist(), (3 * logits.grad).round().tolist()
     >>> varcomm.launch(fn, 2)
@@ -180,10 +181,11 @@ def linear_cross_entropy(
 
     Examples
     --------
-    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import linear_cross_entropy
     >>> def fn(rank):
-    ...     head, target = torch.zeros([2, 1][rank], 4), torch.tensor([2, 0])
-    ...     return tp.linear_cross_entropy(torch.ones(2, 4), head, target, [2, 1]).exp()
+    ...     head = torch.zeros([2, 1][rank], 4)
+    ...     return linear_cross_entropy(torch.ones(2, 4), head, torch.tensor([2, 0]), [2, 1]).exp()
     >>> varcomm.launch(fn, 2)
     [tensor([3., 3.]), tensor([3., 3.])]
     """

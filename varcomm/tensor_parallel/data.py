@@ -64,10 +64,11 @@ def broadcast_data(
 
     Examples
     --------
-    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import broadcast_data
     >>> def fn(rank):
     ...     batch = {"tokens": torch.tensor([[3, 1]]), "mask": torch.zeros(0, 2).long()}
-    ...     got = tp.broadcast_data(["tokens", "mask"], batch if rank == 0 else None, torch.int64)
+    ...     got = broadcast_data(["tokens", "mask"], batch if rank == 0 else None, torch.int64)
     ...     return got["tokens"], got["mask"].shape
     >>> varcomm.launch(fn, 2)[1]
     (tensor([[3, 1]]), torch.Size([0, 2]))

@@ -113,10 +113,11 @@ def vocab_parallel_embedding(
 
     Examples
     --------
-    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import vocab_parallel_embedding
     >>> def fn(rank):
     ...     weight = torch.arange(5.0).view(5, 1)[[slice(0, 3), slice(3, 5)][rank]]
-    ...     return tp.vocab_parallel_embedding(torch.tensor([4, 0, 4]), weight, [3, 2]).view(-1)
+    ...     return vocab_parallel_embedding(torch.tensor([4, 0, 4]), weight, [3, 2]).view(-1)
     >>> varcomm.launch(fn, 2)
     [tensor([4., 0., 4.]), tensor([4., 0., 4.])]
     """
@@ -187,10 +188,11 @@ def feature_parallel_embedding(
 
     Examples
     --------
-    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import feature_parallel_embedding
     >>> def fn(rank):
     ...     weight = torch.arange(6).view(2, 3)[:, [slice(0, 1), slice(1, 3)][rank]].float()
-    ...     return tp.feature_parallel_embedding(torch.tensor([1]), weight, [1, 2])
+    ...     return feature_parallel_embedding(torch.tensor([1]), weight, [1, 2])
     >>> varcomm.launch(fn, 2)
     [tensor([[3., 4., 5.]]), tensor([[3., 4., 5.]])]
     """
@@ -553,6 +555,11 @@ class VocabParallelEmbedding(_ParallelEmbedding):
     spec : ShardSpec
         The sharding of the table.
 
+    Raises
+    ------
+    ArgumentError
+        On all ranks, if an argument is wrong on one rank.
+
     See Also
     --------
     FeatureParallelEmbedding, vocab_parallel_embedding, vocab_parallel_cross_entropy
@@ -567,10 +574,11 @@ class VocabParallelEmbedding(_ParallelEmbedding):
 
     Examples
     --------
-    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import VocabParallelEmbedding
     >>> def fn(rank):
     ...     torch.manual_seed(0)
-    ...     layer = tp.VocabParallelEmbedding(5, 4, padding_idx=3, sequence_sizes=[1, 2])
+    ...     layer = VocabParallelEmbedding(5, 4, padding_idx=3, sequence_sizes=[1, 2])
     ...     return layer(torch.tensor([4, 3, 0])).shape, layer.weight.shape
     >>> varcomm.launch(fn, 2)
     [(torch.Size([1, 4]), torch.Size([3, 4])), (torch.Size([2, 4]), torch.Size([2, 4]))]
@@ -613,6 +621,11 @@ class FeatureParallelEmbedding(_ParallelEmbedding):
     spec : ShardSpec
         The sharding of the table.
 
+    Raises
+    ------
+    ArgumentError
+        On all ranks, if an argument is wrong on one rank.
+
     Notes
     -----
     Communication: per call as :func:`feature_parallel_embedding`; the constructor is collective.
@@ -621,9 +634,10 @@ class FeatureParallelEmbedding(_ParallelEmbedding):
 
     Examples
     --------
-    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import FeatureParallelEmbedding
     >>> def fn(rank):
-    ...     layer = tp.FeatureParallelEmbedding(5, 3)
+    ...     layer = FeatureParallelEmbedding(5, 3)
     ...     return layer(torch.tensor([[4, 3, 0]])).shape, layer.weight.shape
     >>> varcomm.launch(fn, 2)[1]
     (torch.Size([1, 3, 3]), torch.Size([5, 1]))

@@ -76,13 +76,14 @@ def grad_norm(
 
     Examples
     --------
-    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import grad_norm
     >>> from varcomm.sharding import ShardSpec, mark
     >>> def fn(rank):
     ...     bias, weight = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(rank))
     ...     mark(weight, ShardSpec.of([0, 1]))
     ...     bias.grad, weight.grad = torch.full((1,), 3.0), torch.full((rank,), 4.0)
-    ...     return tp.grad_norm([bias, weight]).item()
+    ...     return grad_norm([bias, weight]).item()
     >>> varcomm.launch(fn, 2)
     [5.0, 5.0]
     """
@@ -161,12 +162,13 @@ def clip_grad_norm_(
 
     Examples
     --------
-    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import clip_grad_norm_
     >>> from varcomm.sharding import ShardSpec, mark
     >>> def fn(rank):
     ...     weight = mark(torch.nn.Parameter(torch.zeros(1)), ShardSpec.of([1, 1]))
     ...     weight.grad = torch.tensor([3.0 + rank])
-    ...     return tp.clip_grad_norm_([weight], 1.0).item(), round(weight.grad.item(), 4)
+    ...     return clip_grad_norm_([weight], 1.0).item(), round(weight.grad.item(), 4)
     >>> varcomm.launch(fn, 2)
     [(5.0, 0.6), (5.0, 0.8)]
     """

@@ -95,10 +95,11 @@ def column_parallel_linear(
 
     Examples
     --------
-    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import column_parallel_linear
     >>> def fn(rank):
     ...     weight = torch.arange(6.0).view(3, 2).split([1, 2])[rank]
-    ...     return tp.column_parallel_linear(torch.ones(1, 2), weight)
+    ...     return column_parallel_linear(torch.ones(1, 2), weight)
     >>> varcomm.launch(fn, 2)
     [tensor([[1.]]), tensor([[5., 9.]])]
     """
@@ -168,11 +169,11 @@ def row_parallel_linear(
 
     Examples
     --------
-    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import row_parallel_linear
     >>> def fn(rank):
     ...     weight = torch.arange(6.0).view(2, 3).split([1, 2], dim=1)[rank]
-    ...     bias = torch.tensor([0.5, 0.25])
-    ...     return tp.row_parallel_linear(torch.ones(1, rank + 1), weight, bias)
+    ...     return row_parallel_linear(torch.ones(1, rank + 1), weight, torch.tensor([0.5, 0.25]))
     >>> varcomm.launch(fn, 2)
     [tensor([[ 3.5000, 12.2500]]), tensor([[ 3.5000, 12.2500]])]
     """
@@ -380,6 +381,11 @@ class ColumnParallelLinear(_ParallelLinear):
     spec : ShardSpec
         The sharding of weight and bias.
 
+    Raises
+    ------
+    ArgumentError
+        On all ranks, if an argument is wrong on one rank.
+
     See Also
     --------
     RowParallelLinear, column_parallel_linear, parallelize
@@ -395,10 +401,11 @@ class ColumnParallelLinear(_ParallelLinear):
 
     Examples
     --------
-    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     >>> def fn(rank):
     ...     torch.manual_seed(0)
-    ...     up, down = tp.ColumnParallelLinear(4, 7), tp.RowParallelLinear(7, 4)
+    ...     up, down = ColumnParallelLinear(4, 7), RowParallelLinear(7, 4)
     ...     return up.weight.shape[0], round(down(up(torch.ones(2, 4)).relu()).sum().item(), 4)
     >>> one, two = varcomm.launch(fn, 1), varcomm.launch(fn, 2)
     >>> one[0][1] == two[0][1] == two[1][1], [rows for rows, _ in two]
@@ -447,6 +454,11 @@ class RowParallelLinear(_ParallelLinear):
     spec : ShardSpec
         The sharding of the weight.
 
+    Raises
+    ------
+    ArgumentError
+        On all ranks, if an argument is wrong on one rank.
+
     Notes
     -----
     Communication: per call as :func:`row_parallel_linear`; the constructor is collective.
@@ -455,9 +467,10 @@ class RowParallelLinear(_ParallelLinear):
 
     Examples
     --------
-    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import RowParallelLinear
     >>> def fn(rank):
-    ...     layer = tp.RowParallelLinear(3, 2)
+    ...     layer = RowParallelLinear(3, 2)
     ...     return layer.weight.shape, layer(torch.ones(4, 2 - rank)).shape
     >>> varcomm.launch(fn, 2)
     [(torch.Size([2, 2]), torch.Size([4, 2])), (torch.Size([2, 1]), torch.Size([4, 2]))]

@@ -2,9 +2,8 @@
 
 A tensor is *replicated* (every rank has a copy of one value), *sharded* (every rank has its own
 rows) or *partial* (the value is the sum over ranks). A mapping is exact under the assumption in
-the first line of its docstring, which no rank checks. All mappings return new tensors and have
-derivatives of any order. If an argument is wrong, a mapping raises ArgumentError on this rank,
-before any message.
+the first line of its docstring, which no rank checks. All mappings return new tensors, have
+derivatives of any order, and raise ArgumentError before any communication.
 """
 
 from __future__ import annotations
@@ -66,6 +65,11 @@ def copy_to_tensor_model_parallel_region(
     torch.Tensor
         A copy of `tensor`.
 
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
     Notes
     -----
     Adjoint: :func:`reduce_from_tensor_model_parallel_region`.
@@ -107,6 +111,11 @@ def reduce_from_tensor_model_parallel_region(
     torch.Tensor
         The sum, replicated, bit for bit the same on all ranks.
 
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
     Notes
     -----
     Adjoint: :func:`copy_to_tensor_model_parallel_region`.
@@ -142,6 +151,11 @@ def scatter_to_tensor_model_parallel_region(
     torch.Tensor
         A copy of this rank's ``sizes[rank]`` rows.
 
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
     Notes
     -----
     Adjoint: :func:`gather_from_tensor_model_parallel_region`.
@@ -176,6 +190,11 @@ def gather_from_tensor_model_parallel_region(
     torch.Tensor
         ``sum(sizes)`` rows along `dim`, replicated.
 
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
     Notes
     -----
     Adjoint: :func:`scatter_to_tensor_model_parallel_region`.
@@ -202,8 +221,37 @@ def all_gather_last_dim_from_tensor_parallel_region(
 ) -> Tensor:
     """Assume that ranks use the gathered tensor differently; shards of the last dimension.
 
-    :func:`gather_from_sequence_parallel_region` with ``tensor_parallel_output_grad=True`` and
-    ``dim=-1``. The adjoint is :func:`reduce_scatter_last_dim_to_tensor_parallel_region`.
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        This rank's shard, ``(*F, sizes[rank])``.
+    sizes, use_fp32, group
+        As in :func:`varcomm.all_gather_v`. If `sizes` is None, ranks exchange their sizes.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(*F, sum(sizes))``.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
+    Notes
+    -----
+    Adjoint: :func:`reduce_scatter_last_dim_to_tensor_parallel_region`.
+    Communication: :func:`varcomm.all_gather_v`; in backward a reduce-scatter.
+    In one process: ``torch.cat(shards, -1)``.
+
+    Examples
+    --------
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> def fn(rank):
+    ...     own = torch.full((1, rank + 1), rank)
+    ...     return tp.all_gather_last_dim_from_tensor_parallel_region(own)
+    >>> varcomm.launch(fn, 2)
+    [tensor([[0, 1, 1]]), tensor([[0, 1, 1]])]
     """
     name = "all_gather_last_dim_from_tensor_parallel_region"
     return _gathered(AllGatherV, name, tensor, sizes, -1, group, use_fp32)
@@ -217,8 +265,35 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(
 ) -> Tensor:
     """Assume that `tensor` is partial, and keep this rank's columns of the sum.
 
-    :func:`reduce_scatter_to_sequence_parallel_region` with ``dim=-1``. The adjoint is
-    :func:`all_gather_last_dim_from_tensor_parallel_region`.
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        This rank's part of the sum, ``(*F, sum(sizes))``.
+    sizes, use_fp32, group
+        As in :func:`varcomm.reduce_scatter_v`. If `sizes` is None, sizes are balanced.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(*F, sizes[rank])``.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
+    Notes
+    -----
+    Adjoint: :func:`all_gather_last_dim_from_tensor_parallel_region`.
+    Communication: :func:`varcomm.reduce_scatter_v`; in backward an all-gather.
+    In one process: part ``rank`` of ``sum(tensors).split(sizes, -1)``.
+
+    Examples
+    --------
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> fn = lambda _: tp.reduce_scatter_last_dim_to_tensor_parallel_region(torch.ones(1, 3))
+    >>> varcomm.launch(fn, 2)
+    [tensor([[2., 2.]]), tensor([[2.]])]
     """
     name, ranks = "reduce_scatter_last_dim_to_tensor_parallel_region", resolve(group)
     sizes = _whole_sizes(name, tensor, sizes, -1, ranks)
@@ -230,8 +305,34 @@ def scatter_to_sequence_parallel_region(
 ) -> Tensor:
     """Assume that `tensor` is replicated, and keep this rank's part of the sequence.
 
-    :func:`scatter_to_tensor_model_parallel_region` with another default of `dim`. The adjoint is
-    :func:`gather_from_sequence_parallel_region` with ``tensor_parallel_output_grad=False``.
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        ``sum(sizes)`` rows along `dim`, identical on all ranks.
+    sizes, dim, group
+        As in :func:`varcomm.shard_v`. If `sizes` is None, sizes are balanced.
+
+    Returns
+    -------
+    torch.Tensor
+        A copy of this rank's ``sizes[rank]`` rows.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
+    Notes
+    -----
+    Adjoint: :func:`gather_from_sequence_parallel_region`.
+    Communication: none; in backward every rank sends its gradient to every other rank.
+    In one process: part ``rank`` of ``tensor.split(sizes, dim)``.
+
+    Examples
+    --------
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> varcomm.launch(lambda rank: tp.scatter_to_sequence_parallel_region(torch.arange(3)), 2)
+    [tensor([0, 1]), tensor([2])]
     """
     return _scattered("scatter_to_sequence_parallel_region", tensor, sizes, dim, group)
 
@@ -261,6 +362,11 @@ def gather_from_sequence_parallel_region(
     -------
     torch.Tensor
         ``sum(sizes)`` rows along `dim`.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
 
     Notes
     -----
@@ -295,8 +401,35 @@ def reduce_scatter_to_sequence_parallel_region(
 ) -> Tensor:
     """Assume that `tensor` is partial, and keep this rank's part of the summed sequence.
 
-    :func:`varcomm.reduce_scatter_v`; if `sizes` is None, sizes are balanced. The adjoint is
-    :func:`gather_from_sequence_parallel_region`.
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        This rank's part of the sum, ``sum(sizes)`` rows along `dim`.
+    sizes, dim, use_fp32, group
+        As in :func:`varcomm.reduce_scatter_v`. If `sizes` is None, sizes are balanced.
+
+    Returns
+    -------
+    torch.Tensor
+        ``sizes[rank]`` rows along `dim`.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
+    Notes
+    -----
+    Adjoint: :func:`gather_from_sequence_parallel_region`.
+    Communication: :func:`varcomm.reduce_scatter_v`; in backward an all-gather.
+    In one process: part ``rank`` of ``sum(tensors).split(sizes, dim)``.
+
+    Examples
+    --------
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> fn = lambda rank: tp.reduce_scatter_to_sequence_parallel_region(torch.arange(3))
+    >>> varcomm.launch(fn, 2)
+    [tensor([0, 2]), tensor([4])]
     """
     name, ranks = "reduce_scatter_to_sequence_parallel_region", resolve(group)
     sizes = _whole_sizes(name, tensor, sizes, dim, ranks)
@@ -310,11 +443,40 @@ def all_to_all(
     dim: int = 0,
     group: GroupLike = None,
 ) -> Tensor:
-    """Send rows to every rank, for any input.
+    """Send rows to every rank, like :func:`varcomm.all_to_all_v`; for any input.
 
-    :func:`varcomm.all_to_all_v` with Megatron's names and order of sizes. Rows for each rank are
-    `input_split_sizes`; if None, sizes are balanced. Rows from each rank are `output_split_sizes`;
-    if None, ranks exchange their sizes.
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        ``sum(input_split_sizes)`` rows along `dim`, those for rank 0 first.
+    output_split_sizes : sequence of int, optional
+        Rows from each rank; if None, ranks exchange their sizes.
+    input_split_sizes : sequence of int, optional
+        Rows for each rank; None means balanced sizes.
+    dim, group
+        As in :func:`varcomm.all_to_all_v`.
+
+    Returns
+    -------
+    torch.Tensor
+        ``sum(output_split_sizes)`` rows along `dim`, sender by sender.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
+    Notes
+    -----
+    Adjoint: :func:`all_to_all`.
+    Communication: every rank sends all rows except the block for itself.
+    In one process: see :func:`varcomm.all_to_all_v`.
+
+    Examples
+    --------
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> varcomm.launch(lambda rank: tp.all_to_all(torch.arange(3) + 10 * rank), 2)
+    [tensor([ 0,  1, 10, 11]), tensor([ 2, 12])]
     """
     name, ranks = "all_to_all", resolve(group)
     sends, receives = _whole_sizes(name, tensor, input_split_sizes, dim, ranks), output_split_sizes
@@ -331,11 +493,40 @@ def all_to_all_sp2hp(
     hidden_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
 ) -> Tensor:
-    """Convert parts of the sequence into shards of the hidden dimension, for any input.
+    """Convert parts of the sequence into shards of the hidden dimension; for any input.
 
-    :func:`varcomm.transpose_v` of ``(sequence_sizes[rank], *F, H)`` to ``(S, *F,
-    hidden_sizes[rank])``. If `sequence_sizes` is None, ranks exchange their sizes; if
-    `hidden_sizes` is None, sizes are balanced. The adjoint is :func:`all_to_all_hp2sp`.
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        This rank's part of the sequence, ``(sequence_sizes[rank], *F, H)``.
+    sequence_sizes : sequence of int, optional
+        Rows of the first dimension per rank; if None, ranks exchange their sizes.
+    hidden_sizes : sequence of int, optional
+        Columns of the last dimension per rank; None means balanced sizes.
+    group
+        As in :func:`varcomm.all_to_all_v`.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(sum(sequence_sizes), *F, hidden_sizes[rank])``.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
+    Notes
+    -----
+    Adjoint: :func:`all_to_all_hp2sp`.
+    Communication: :func:`varcomm.transpose_v`.
+    In one process: the full tensor is equal before and after.
+
+    Examples
+    --------
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> varcomm.launch(lambda rank: tp.all_to_all_sp2hp(torch.arange(3).expand(rank, 3)), 2)
+    [tensor([[0, 1]]), tensor([[2]])]
     """
     name, ranks = "all_to_all_sp2hp", resolve(group)
     rows = shard_sizes(name, tensor, sequence_sizes, 0, ranks, "sequence_sizes")
@@ -351,11 +542,40 @@ def all_to_all_hp2sp(
     hidden_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
 ) -> Tensor:
-    """Convert shards of the hidden dimension into parts of the sequence, for any input.
+    """Convert shards of the hidden dimension into parts of the sequence; for any input.
 
-    :func:`varcomm.transpose_v` of ``(S, *F, hidden_sizes[rank])`` to ``(sequence_sizes[rank], *F,
-    H)``. If `hidden_sizes` is None, ranks exchange their sizes; if `sequence_sizes` is None, sizes
-    are balanced. The adjoint is :func:`all_to_all_sp2hp`.
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        This rank's columns, ``(sum(sequence_sizes), *F, hidden_sizes[rank])``.
+    sequence_sizes : sequence of int, optional
+        Rows of the first dimension per rank; None means balanced sizes.
+    hidden_sizes : sequence of int, optional
+        Columns of the last dimension per rank; if None, ranks exchange their sizes.
+    group
+        As in :func:`varcomm.all_to_all_v`.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(sequence_sizes[rank], *F, sum(hidden_sizes))``.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
+    Notes
+    -----
+    Adjoint: :func:`all_to_all_sp2hp`.
+    Communication: :func:`varcomm.transpose_v`.
+    In one process: the full tensor is equal before and after.
+
+    Examples
+    --------
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> varcomm.launch(lambda rank: tp.all_to_all_hp2sp(torch.full((3, rank + 1), rank)), 2)[1]
+    tensor([[0, 1, 1]])
     """
     name, ranks = "all_to_all_hp2sp", resolve(group)
     columns = shard_sizes(name, tensor, hidden_sizes, -1, ranks, "hidden_sizes")
@@ -368,8 +588,35 @@ def all_to_all_hp2sp(
 def split_tensor_into_1d_equal_chunks(tensor: Tensor, group: GroupLike = None) -> Tensor:
     """Assume that `tensor` is replicated, and keep this rank's balanced share of its elements.
 
-    :func:`scatter_to_tensor_model_parallel_region` of ``tensor.reshape(-1)``, of any shape. The
-    adjoint is :func:`gather_split_1d_tensor`.
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Any shape, identical on all ranks.
+    group
+        As in :func:`varcomm.shard_v`.
+
+    Returns
+    -------
+    torch.Tensor
+        A new tensor of one dimension.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
+    Notes
+    -----
+    Adjoint: :func:`gather_split_1d_tensor`.
+    Communication: none; in backward every rank sends its gradient to every other rank.
+    In one process: part ``rank`` of ``tensor.reshape(-1).split(sizes)``.
+
+    Examples
+    --------
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> fn = lambda rank: tp.split_tensor_into_1d_equal_chunks(torch.arange(3).view(3, 1))
+    >>> varcomm.launch(fn, 2)
+    [tensor([0, 1]), tensor([2])]
     """
     name, ranks = "split_tensor_into_1d_equal_chunks", resolve(group)
     with checking(name, ranks) as where:
@@ -382,9 +629,37 @@ def gather_split_1d_tensor(
 ) -> Tensor:
     """Assume that all ranks use the gathered pieces identically.
 
-    :func:`gather_from_tensor_model_parallel_region` of ``piece.reshape(-1)``. If the pieces are of
-    :func:`split_tensor_into_1d_equal_chunks`, `numel` is the number of elements of the full tensor.
-    If it is None, ranks exchange the sizes of their pieces.
+    Parameters
+    ----------
+    piece : torch.Tensor
+        This rank's piece, of any shape.
+    numel : int, optional
+        Elements of the full tensor, for pieces of :func:`split_tensor_into_1d_equal_chunks`. If
+        None, ranks exchange the sizes of their pieces.
+    group
+        As in :func:`varcomm.all_gather_v`.
+
+    Returns
+    -------
+    torch.Tensor
+        The pieces of all ranks, of one dimension.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument is wrong: on this rank, before any message.
+
+    Notes
+    -----
+    Adjoint: :func:`split_tensor_into_1d_equal_chunks`.
+    Communication: every rank sends its piece to every other rank; none in backward.
+    In one process: ``torch.cat(pieces)``.
+
+    Examples
+    --------
+    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> varcomm.launch(lambda rank: tp.gather_split_1d_tensor(torch.full((2 - rank,), rank)), 2)
+    [tensor([0, 0, 1]), tensor([0, 0, 1])]
     """
     name, ranks = "gather_split_1d_tensor", resolve(group)
     with checking(name, ranks) as where:
@@ -398,17 +673,63 @@ def split_tensor_along_last_dim(
 ) -> tuple[Tensor, ...]:
     """Split a tensor into parts of `sizes` along its last dimension; no communication.
 
-    :func:`torch.split` with ``dim=-1``. With `contiguous`, parts that are not contiguous are
-    copied; otherwise all parts are views.
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        ``sum(sizes)`` columns along the last dimension.
+    sizes : sequence of int
+        Columns per part, for example of queries, keys and values.
+    contiguous : bool
+        Copy parts that are not contiguous; otherwise all parts are views.
+
+    Returns
+    -------
+    tuple of torch.Tensor
+        One tensor per entry of `sizes`, which is its number of columns.
+
+    See Also
+    --------
+    split_tensor_into_1d_equal_chunks, varcomm.shard_v
+
+    Examples
+    --------
+    >>> import torch
+    >>> from varcomm.tensor_parallel import split_tensor_along_last_dim
+    >>> split_tensor_along_last_dim(torch.tensor([[1, 2, 3]]), [2, 1])
+    (tensor([[1, 2]]), tensor([[3]]))
     """
     parts = tensor.split(list(sizes), -1)
     return tuple(part.contiguous() for part in parts) if contiguous else tuple(parts)
 
 
 def vocab_range(sizes: Sequence[int], rank: int) -> tuple[int, int]:
-    """Return the ids of one rank as ``(start, stop)``, from the ids per rank; no communication.
+    """Return the ids of one rank as ``(start, stop)``.
 
-    The bounds of :meth:`varcomm.ShardSizes.range`, with its errors.
+    Parameters
+    ----------
+    sizes : sequence of int
+        Ids per rank, identical on all ranks; zeros are allowed.
+    rank : int
+        The rank that owns the ids.
+
+    Returns
+    -------
+    tuple of int
+
+    Raises
+    ------
+    ArgumentError
+        If a size is negative, or `rank` is out of range.
+
+    See Also
+    --------
+    varcomm.ShardSizes, VocabParallelEmbedding
+
+    Examples
+    --------
+    >>> from varcomm.tensor_parallel import vocab_range
+    >>> vocab_range([5, 3], 1)
+    (5, 8)
     """
     ids = ShardSizes(sizes).range(rank)
     return ids.start, ids.stop

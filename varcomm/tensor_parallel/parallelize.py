@@ -116,13 +116,14 @@ def parallelize(
 
     Examples
     --------
-    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import parallelize
     >>> def fn(rank):
     ...     torch.manual_seed(0)
     ...     linears = torch.nn.Linear(4, 7), torch.nn.Linear(7, 4)
     ...     model, x = torch.nn.Sequential(*linears), torch.ones(2, 4)
     ...     expected = model(x)
-    ...     tp.parallelize(model, {"0": "column", "1": "row"})
+    ...     parallelize(model, {"0": "column", "1": "row"})
     ...     return model[0].weight.shape[0], torch.allclose(model(x), expected)
     >>> varcomm.launch(fn, 2)
     [(4, True), (3, True)]
@@ -396,9 +397,10 @@ def sequence_parallel(module: M, group: GroupLike = None) -> M:
 
     Examples
     --------
-    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import sequence_parallel
     >>> def fn(rank):
-    ...     norm = tp.sequence_parallel(torch.nn.RMSNorm(2, eps=0.0))
+    ...     norm = sequence_parallel(torch.nn.RMSNorm(2, eps=0.0))
     ...     norm(torch.ones(rank + 1, 2)).sum().backward()
     ...     return norm.weight.grad.tolist()
     >>> varcomm.launch(fn, 2)

@@ -69,9 +69,10 @@ class RandomStreams:
 
     Examples
     --------
-    >>> import torch, varcomm, varcomm.tensor_parallel as tp
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import RandomStreams
     >>> def fn(rank):
-    ...     streams = tp.RandomStreams(7)
+    ...     streams = RandomStreams(7)
     ...     with streams.fork("replicated"):
     ...         same = torch.rand(()).item()
     ...     with streams.fork("sharded"):
