@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import varcomm
 from tests.graph.graphs import split_by, wild
 from tests.graph.typed import drawn
 from tests.worlds import on_ranks, refused_alike
@@ -75,3 +76,16 @@ def test_migrate_compares_all_rows(rank):
         refused_alike(DisagreementError, lambda r=rows: graph.migrate(owner, {"u": r}), *words)
     rows = torch.ones(graph.num_owned, 2 + rank)
     refused_alike(DisagreementError, lambda: graph.migrate(owner, {"u": rows}), "rows of shape")
+
+
+@on_ranks(3)
+def test_later_calls_are_compared_at_the_next_sum(rank):
+    graph, x = graph_of(), torch.ones(())
+    call, rows = graph.with_halo, torch.ones(graph.num_owned, 4)
+    for _ in range(4):
+        call(rows)
+    call(rows.to(torch.int32 if rank == 1 else torch.float32))
+    with pytest.raises(DisagreementError, match="different calls"):
+        varcomm.all_reduce(x)
+    with varcomm.debug(), pytest.raises(DisagreementError, match="dtype"):
+        call(rows.to(torch.int32 if rank == 1 else torch.float32))

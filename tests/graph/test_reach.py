@@ -9,6 +9,7 @@ import torch_geometric.nn as pyg
 from torch import nn
 from torch_geometric import utils
 from torch_geometric.nn import global_add_pool
+from torch_geometric.nn.resolver import aggregation_resolver
 
 from tests.graph.against_one import assert_verdicts, data_of
 from tests.ops.comparing import Failures
@@ -43,14 +44,21 @@ def of_any_dimensions(x, batch):
     return tuple(f(rows, batch, n) for f in pools for rows in given for n in (None, GRAPHS + 1))
 
 
-# each is a function of rows of nodes and the batch vector; test_groups.py has more of them
+# each is a function of rows of nodes and the batch vector
 READ = {
+    "an aggregation": lambda x, batch: aggregation_resolver("mean")(x, batch),
+    "several": lambda x, batch: aggregation_resolver(["sum", "min", "var"])(x, batch),
     "index_add_": in_place,
+    "scatter_add": lambda x, batch: x.new_zeros(GRAPHS, 4).scatter_add(
+        0, batch.view(-1, 1).expand_as(x), x
+    ),
+    "some nodes": lambda x, batch: global_add_pool(x[x[:, 0] > 0], batch[x[:, 0] > 0], GRAPHS),
     "a copy": lambda x, batch: global_add_pool(x, batch.clone().contiguous()),
     "values of graphs": lambda x, batch: global_add_pool(
         x * x.new_tensor([1.0, 2.0, 3.0, 4.0])[batch].view(-1, 1), batch
     ),
     "of any dimensions": of_any_dimensions,
+    "counts": lambda x, batch: global_add_pool(x, batch) / batch.bincount().view(-1, 1),
 }
 
 

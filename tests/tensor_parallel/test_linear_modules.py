@@ -205,6 +205,17 @@ def test_initial_weights_do_not_depend_on_the_ranks(rank, kind):
 
 
 @on_ranks(2)
+def test_a_parameter_of_a_user_is_not_drawn_again(rank):
+    for how in ({}, {"init": lambda t, generator: t.normal_(generator=generator)}):
+        for bias in (True, False):
+            layer = ColumnParallelLinear(4, 6, bias=bias, **how)
+            layer.gain, before = torch.nn.Parameter(torch.ones(6)), layer.weight.detach().clone()
+            layer.reset_parameters()
+            assert torch.equal(layer.gain, torch.ones(6))
+            assert not torch.equal(layer.weight, before)
+
+
+@on_ranks(2)
 def test_marks_stay_with_parameters(rank):
     failures = Failures()
     for kind, sizes in ((KINDS[0], SIZES[KINDS[0]][2]), (KINDS[1], [6, 0])):

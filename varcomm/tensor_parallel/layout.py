@@ -283,7 +283,8 @@ class ShardedModule(MarkedModule):
         rank holds the full parameters of this layer. A layer made with `init` draws as its
         constructor does.
         """
-        own, ranks = dict(self.named_parameters(recurse=False)), self.group
+        ranks, known = self.group, dict(self.named_parameters(recurse=False))
+        own = {name: known[name] for name in ("weight", *self._fixed) if name in known}
         how: Any = {"device": self.weight.device, "dtype": self.weight.dtype}
 
         def as_in_one_process() -> dict[str, Tensor]:
