@@ -164,11 +164,10 @@ def _attention(
     others, in_order = layout.unsplit(-2), split is None or split.repeats == 1
     q, ends = placed(query, layout), split if is_causal and in_order else None
     k, v = _tokens(key, others, ends), _tokens(value, others, ends)
-    if is_causal and in_order:
-        start = 0 if split is None else split.start
-        attn_mask = q.new_ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril(start)
-    elif is_causal and split is not None:  # columns are split: tokens of a rank have gaps
-        attn_mask = part(q.new_ones(query.shape[-2], k.shape[-2], dtype=torch.bool).tril(), split)
+    if is_causal:  # where columns are split, the tokens of a rank have gaps
+        at = torch.arange(query.shape[-2], device=q.device)[:, None]
+        at = at if split is None else part(at, split)
+        attn_mask = torch.arange(k.shape[-2], device=q.device) <= at
     elif attn_mask is not None:
         attn_mask = placed(attn_mask, layout)
     if split is not None and not split.own:  # one row of zeros, so that this rank takes part
