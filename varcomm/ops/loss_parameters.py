@@ -30,7 +30,12 @@ def nodes_of(value: torch.Tensor) -> Iterator[Any]:
 
 
 def compare_parameters(loss: torch.Tensor, group: Group) -> None:
-    """Raise if parameters that were equal on all ranks differ; looks at every tenth call."""
+    """Raise if parameters that were equal on all ranks differ; looks at every tenth loss.
+
+    A metric that is computed without gradients is no loss.
+    """
+    if not torch.is_grad_enabled():
+        return
     known = group.auxiliary.setdefault("parameters of losses", {"calls": 0})
     known["calls"] += 1
     if known["calls"] % _EVERY != 1:

@@ -152,7 +152,7 @@ def send(
     return pending
 
 
-_MOST = 512  # calls and names that a group or plan keeps
+_MOST = 512  # calls and names that a group or plan keeps; a network has several per layer
 _OF_A_RANK = frozenset({"send", "recv", "async_op"})  # which may differ between ranks
 
 
