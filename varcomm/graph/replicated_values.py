@@ -33,8 +33,7 @@ _COUNTED_ONCE = "varcomm: counted once"  # of nodes of autograd's graph
 
 def replicated_sum(partial: torch.Tensor, group: Group) -> torch.Tensor:
     """Sum over ranks; the gradient of the result is assumed to be the same on all ranks."""
-    if debugging() and not torch.compiler.is_compiling():
-        compare_parameters(partial, group)
+    compare_parameters(partial, group)
     return apply(ReplicatedSum(group, use_fp32=True), partial)
 
 

@@ -61,8 +61,16 @@ def class_statistics(
     return found
 
 
-def _plain(share: float, use: ReplicatedUse | None, *tensors: Any) -> Three:
-    values, column, q, head, bias, weight = tensors
+def _plain(
+    share: float,
+    use: ReplicatedUse | None,
+    values: Tensor,
+    column: Tensor,
+    q: Tensor,
+    head: Tensor | None,
+    bias: Tensor | None,
+    weight: Tensor | None,
+) -> Three:
     used = values if use is None else apply(use, values)
     return _of_rows(_logits(used, head, bias), column, q, weight, share, owned=False)
 

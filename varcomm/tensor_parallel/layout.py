@@ -269,7 +269,8 @@ class ShardedModule(MarkedModule):
         self.spec, self.group = self._layout.spec, self._layout.spec.group
         self._in_log = in_log(self, self.group)
         self._specs = dict.fromkeys(self._sharded, self.spec)
-        vars(self).update(self._layout.extents, **self._layout.options)
+        for name, value in {**self._layout.extents, **self._layout.options}.items():
+            setattr(self, name, value)
         # a device may be missing or full on one rank, and `init` is the caller's
         drawn = agree(type(self).__name__, lambda: self._drawn(seed, names), self.group)
         for name in ("weight", *self._fixed):

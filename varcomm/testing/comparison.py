@@ -275,8 +275,8 @@ def same_as_one_process(
             raise AssertionError(
                 f"the model runs in one process, and fails on {parts} ranks: {error}\n{words.fails}"
             ) from error
-        hint = "\nPass call=lambda model, data: model(data.pos, ...), with what the model takes."
-        hint = "" if call or step else hint
+        how = "\nPass call=lambda model, data: model(data.pos, ...), with what the model takes."
+        hint = "" if call or step else how
         if "ModuleNotFoundError" in str(error):  # a class that PyG made in this process
             hint = "\nPass a function that makes the model, in place of the model."
         raise ArgumentError(f"the model fails in one process: {error}{hint}") from error
