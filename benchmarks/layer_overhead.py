@@ -110,7 +110,7 @@ def inputs_of(name, graph):
 
 
 def steps(name, nodes, compiled, kinds=("distributed", "plain")):
-    """Return the steps of the distributed and of the plain model."""
+    """Return a step of each kind of model."""
     data = data_of(name, nodes)
     graph = vc.graph.partition(data)
     made = {}
@@ -152,7 +152,7 @@ def measured(rank, names, nodes, compiled, turns):
 
 
 def first_call(rank, name, nodes, kind):
-    """Return the seconds of the first compiled step, after compiled code of another kind."""
+    """Return the seconds of the first compiled step; a smaller function compiles the headers."""
     torch.set_num_threads(1)
     x = torch.randn(8, 8, requires_grad=True)
     torch.compile(lambda x: (x.sin() @ x.cos()).sum())(x).backward()  # headers, once per folder

@@ -126,7 +126,7 @@ def test_without_cloudpickle_functions_go_by_name(ranks, monkeypatch):
 
 def test_what_cannot_be_pickled_is_named(ranks):
     lock = threading.Lock()
-    with pytest.raises(ArgumentError, match=r"cannot pickle '_thread.lock'.*inside of fn"):
+    with pytest.raises(ArgumentError, match=r"cannot pickle '_thread.lock'.*inside fn"):
         ranks.run(lambda rank: lock)
 
 

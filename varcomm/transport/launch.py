@@ -472,7 +472,7 @@ def _pickled_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """Pickle ``(fn, args)``, or raise ArgumentError."""
     if not callable(fn):
         raise ArgumentError(f"fn must be callable as fn(rank, *args); got {fn!r}.")
-    hint = "Make or import inside of fn what cannot be pickled, or put fn into a module."
+    hint = "Create or import that object inside fn, or move fn to a module."
     try:
         data = _dumps((fn, args))
         if sys.modules.get("cloudpickle") is None and b"__main__" in data:
