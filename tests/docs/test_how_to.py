@@ -11,20 +11,19 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from page_code import blocks_of
 
 PAGES = sorted((Path(__file__).parents[2] / "docs" / "how_to").glob("*.md"))
 
 
 def parts_of(page):
-    """Return the extra packages of a page, its script, the command, and the printed lines."""
+    """Return the extra packages of a page, and each script with its command and printed lines."""
     text = page.read_text()
     needs = re.match(r"<!-- needs: (.*?) -->", text)
-    scripts = blocks_of(page)
-    shown = re.search(r"```text\n\$ (.*?)\n(.*?)```", text, re.DOTALL)
-    assert scripts, f"{page.name} needs a script"
-    assert shown, f"{page.name} needs a text block that begins with its command"
-    return needs[1].split() if needs else [], scripts[0], shown[1], shown[2].strip()
+    pattern = r"```python\n((?:(?!```).)*)```(?:(?!```).)*```text\n\$ (.*?)\n(.*?)```"
+    found = re.findall(pattern, text, re.DOTALL)
+    scripts = [(code, command, shown.strip()) for code, command, shown in found]
+    assert scripts, f"{page.name} needs a script, and a text block that begins with its command"
+    return needs[1].split() if needs else [], scripts
 
 
 def on_page(printed, folder):
@@ -47,13 +46,21 @@ def test_index_lists_every_page():
     "page", [page for page in PAGES if page.stem != "index"], ids=lambda page: page.stem
 )
 def test_page(page, tmp_path):
-    needs, script, command, expected = parts_of(page)
+    needs, scripts = parts_of(page)
     for package in needs:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
+    for script, command, expected in scripts:
+        ran = run(script, command, tmp_path)
+        assert ran.returncode == 0, ran.stderr[-4000:]
+        assert on_page(ran.stdout, tmp_path) == expected, ran.stderr[-2000:]
+
+
+def run(script, command, folder):
+    """Run a script in a folder by the command of its page."""
     program, *options, name = shlex.split(command)
     assert program in ("torchrun", "python", "mpiexec"), command
-    (tmp_path / name).write_text(script)
+    (folder / name).write_text(script)
     launcher = [sys.executable]
     if program == "torchrun":
         launcher += ["-m", "torch.distributed.run", f"--master-port={20000 + os.getpid() % 20000}"]
@@ -61,14 +68,12 @@ def test_page(page, tmp_path):
         places = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         launcher = [shutil.which("mpiexec", path=places)]
         options = [sys.executable if option == "python" else option for option in options]
-    ran = subprocess.run(
+    return subprocess.run(
         [*launcher, *options, name],
-        cwd=tmp_path,
+        cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    assert on_page(ran.stdout, tmp_path) == expected, ran.stderr[-2000:]
