@@ -79,7 +79,8 @@ class Field(torch.Tensor):
     Attributes
     ----------
     grid_layout : Layout
-        The dimensions that are split, and their sizes on all ranks.
+        Its ``splits``, one per split dimension: ``dim`` (-1 is the last), ``sizes`` on all ranks,
+        and ``start``, the first row of this rank.
 
     See Also
     --------
