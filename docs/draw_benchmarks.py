@@ -174,11 +174,23 @@ def simulate():
     yield Panel("", "predicted / measured time of a step", *pivot(rows), (0.5, 1, 2, 4))
 
 
+def gpu():
+    names = {"distributed": "distributed", "captured": "captured in a CUDA graph"}
+    rows = [
+        (f"{model}, {edges:,} edges", names[step], ratio)
+        for model in ("MeshGraphNet", "GraphSAGE", "GAT")
+        for edges in (100_000, 1_000_000, 5_000_000)
+        for step, _, ratio, _ in table("gpu/fast", "step", f"## {model}, {edges} edges")
+        if step in names
+    ]
+    yield Panel("One H200", "time / time of the plain step", *pivot(rows), (0.25, 0.5, 1, 2, 4))
+
+
 CHARTS = {
     chart.__name__: chart
     for chart in (
         *(calls, engines, debug, gradients, graphs, grids, tensor_parallel, checkpoints),
-        simulate,
+        *(simulate, gpu),
     )
 }
 

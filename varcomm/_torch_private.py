@@ -3,9 +3,9 @@
 Each entry says what the name is for, why no public name serves, and where torch defines it. Links
 are to torch 2.13. ``python tests/test_torch_private.py`` uses each name; it needs no other package
 than torch, and passes on torch 2.11.0, 2.12.1, 2.13.0 and 2.14.1. No entry needs a branch for one
-of these versions; 2.15 has not been tried with this list. Protocols that torch calls by a dunder
-name, such as ``__torch_dispatch__``, are not listed: torch documents them, or promises them to
-other libraries.
+of these versions. The source of 2.15.0 has each name; the file has not run there. Protocols that
+torch calls by a dunder name, such as ``__torch_dispatch__``, are not listed: torch documents them,
+or promises them to other libraries.
 """
 
 from __future__ import annotations

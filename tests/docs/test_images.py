@@ -20,7 +20,7 @@ PAGES = [
 BENCHMARKS = [
     page
     for page in sorted((ROOT / "docs" / "benchmarks").glob("*.md"))
-    if page.stem not in ("index", "gpu")
+    if page.stem != "index"
 ]
 COMMANDS = (ROOT / "docs" / "reference" / "command_line.md").read_text()
 MARKDOWN = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)[^)]*\)")
