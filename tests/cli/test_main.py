@@ -96,9 +96,9 @@ def test_without_a_stdout(monkeypatch, tmp_path):
     assert main(["partition", str(tmp_path / "path.npz"), "--parts", "1"]) == 0
 
 
-def started(*words, **more):
+def started(*words, environ=(), **more):
     """Start Python with the library in its path; stderr is text."""
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | dict(environ)
     return subprocess.Popen(
         [sys.executable, *words], env=environ, stderr=subprocess.PIPE, text=True, **more
     )
@@ -125,7 +125,8 @@ def children(pid):
 
 
 def has_ranks(folder, pid):
-    return len(children(pid)) == 2
+    # both serve: one that is forked just now belongs to nobody yet
+    return len([*folder.glob("temporary/varcomm-*/stack-*")]) == 2
 
 
 def has_parts(folder, pid):
@@ -153,8 +154,11 @@ def has_printed(folder, pid):
 def test_ctrl_c(line, is_time, tmp_path):
     ring = np.stack([np.arange(100_000), np.roll(np.arange(100_000), 1)])
     np.savez(tmp_path / "ring.npz", edge_index=ring)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    more = {"environ": {"TMPDIR": str(temporary)}, "cwd": tmp_path}
     with (tmp_path / "said").open("wb") as said:
-        process = started("-c", START, *line.split(), cwd=tmp_path, stdout=said)
+        process = started("-c", START, *line.split(), stdout=said, **more)
     deadline = time.monotonic() + 90
     while not is_time(tmp_path, process.pid):
         assert time.monotonic() < deadline
@@ -166,4 +170,5 @@ def test_ctrl_c(line, is_time, tmp_path):
     assert all_end(ranks, within=0)
     assert process.returncode == 130
     assert errors == f"python -m varcomm {line.split()[0]}: interrupted\n"
-    assert {path.name for path in tmp_path.iterdir()} <= {"ring.npz", "said"}
+    assert {path.name for path in tmp_path.iterdir()} <= {"ring.npz", "said", "temporary"}
+    assert not [*temporary.glob("varcomm-*")]
