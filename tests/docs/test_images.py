@@ -18,9 +18,7 @@ PAGES = [
     *(ROOT / "examples").rglob("README.md"),
 ]
 BENCHMARKS = [
-    page
-    for page in sorted((ROOT / "docs" / "benchmarks").glob("*.md"))
-    if page.stem != "index"
+    page for page in sorted((ROOT / "docs" / "benchmarks").glob("*.md")) if page.stem != "index"
 ]
 COMMANDS = (ROOT / "docs" / "reference" / "command_line.md").read_text()
 MARKDOWN = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)[^)]*\)")
