@@ -95,7 +95,7 @@ def close(one, other, tolerance=1e-9):
     np.testing.assert_allclose(one, other, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_properties_are_those_of_ase(calculators, ranks):
     """One calculator for all structures: numbers of atoms, cell and periodicity change."""
     for make in STRUCTURES.values():

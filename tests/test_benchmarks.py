@@ -115,7 +115,9 @@ COMPARE = "compare.py --sizes 2K --skews 1:2 --dtypes bfloat16 --repeat 2"
 @pytest.mark.parametrize(
     ("chosen", "cases"),
     [
-        ("--world 3 --suite ops,plan --operations all_gather_v,halo_with_own", 4),
+        pytest.param(
+            "--world 3 --suite ops,plan --operations all_gather_v,halo_with_own", 4, marks=SLOW
+        ),
         pytest.param("--world 2 --suite ops,plan", 18, marks=SLOW),
         pytest.param("--world 3 --suite graph,tensor-parallel --no-peers", 12, marks=SLOW),
         pytest.param("--world 2 --suite debug --no-peers", 12, marks=SLOW),

@@ -7,6 +7,8 @@ import sys
 import tarfile
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 NOT_SOURCES = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "out")
 
@@ -50,6 +52,7 @@ for code, builtin in (
 """
 
 
+@pytest.mark.slow
 def test_release_builds_and_its_wheel_has_all_modules(tmp_path):
     """The wheel is built from the source release, as `python -m build` does."""
     clean, dist, target = tmp_path / "clean", tmp_path / "dist", tmp_path / "installed"

@@ -130,7 +130,8 @@ if "fail" in sys.argv:
 """
 
 
-@pytest.mark.parametrize("more", [["fail"], pytest.param([], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [["fail"], []])
 def test_the_interpreter_waits_and_an_error_is_logged(tmp_path, more):
     done = finished("-c", UNSEEN, tmp_path, *more)
     said = f"checkpoint.save to {tmp_path} with async_=True: rank-00000.safetensors cannot be"

@@ -75,6 +75,7 @@ def test_stages(rank):
         assert found["layer2.weight"].shape == (2, 2)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_state_dicts_in_other_order(rank):
     """Ranks registered the same layers in other orders; each keeps its own."""

@@ -49,7 +49,8 @@ def loaded(rank, ranks, folder):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [(3, 1), (1, 3), pytest.param(5, 3, marks=pytest.mark.slow)]
+    ("before", "after"),
+    [(3, 1), *(pytest.param(before, 3, marks=pytest.mark.slow) for before in (1, 5))],
 )
 def test_saved_on_some_ranks_and_loaded_on_others(worlds, tmp_path, before, after):
     worlds.run(before, saved, before, tmp_path)

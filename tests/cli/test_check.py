@@ -89,6 +89,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.slow
 def test_errors_of_the_user(folder, capsys):
     for line, named in WRONG:
         with pytest.raises(SystemExit, match="2"):

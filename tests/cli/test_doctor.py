@@ -25,6 +25,7 @@ def test_checks_pass(worlds, ranks):
         assert found == [""] * len(CHECKS)
 
 
+@pytest.mark.slow
 def test_a_page_to_paste(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "engines", lambda: [GLOO, ABSENT])
     assert main(["doctor", "--markdown"]) == 0

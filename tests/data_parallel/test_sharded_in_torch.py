@@ -236,6 +236,7 @@ def test_a_closed_optimizer_leaves_no_gradients(rank, ranks):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_compiled_models(rank, ranks):
     """Compiled before and after: gradients are no part of what is compiled."""

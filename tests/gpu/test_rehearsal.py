@@ -84,6 +84,7 @@ def test_results_of_cases(tmp_path):
     assert "out of time" in text
 
 
+@pytest.mark.slow
 def test_usage_errors(tmp_path):
     command = [sys.executable, "-m", "tests.gpu", "right"]
     refused = {"pass --page": ["--device", "cpu"]}

@@ -175,6 +175,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_rebalance_of_few_nodes_moves_or_warns(rank):
     """On all ranks, with the ratio that is left."""

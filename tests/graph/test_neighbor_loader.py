@@ -441,7 +441,7 @@ def test_resuming(rank):
         other.load_state_dict(states[1])
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("prefetch", [0, pytest.param(2, marks=pytest.mark.slow)])
 @on_ranks(3)
 def test_several_iterators_of_a_loader(rank, prefetch):
     """Their messages have one order on all ranks."""

@@ -174,6 +174,7 @@ def check_narrow(failures, graph, name, dtype, close, parameters, shift=0):
             torch.testing.assert_close(moved, value, rtol=close, atol=close)
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_rows_of_the_halo_and_narrow_floats(rank):
     failures, graph = Failures(), partitions()[0]

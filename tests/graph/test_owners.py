@@ -46,6 +46,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_owners_of_every_kind(rank):
     """One rank owns nothing: its list is empty, without a dtype."""

@@ -312,6 +312,7 @@ def loaded(rank, folder):
     return orders
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_loaders_draw_the_same_samples_on_every_rank(worlds, files):
     first, *others = worlds.run(3, loaded, str(files), timeout=150)

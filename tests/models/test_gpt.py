@@ -119,6 +119,7 @@ UNEVEN = {
 }
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_other_sizes_and_models(rank):
     """Sizes with zeros, grouped queries, recomputation, no batch."""

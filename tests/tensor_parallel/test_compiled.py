@@ -56,17 +56,10 @@ SOURCES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "ranks"),
-    [
-        ("linears", 3),
-        *(
-            pytest.param(source, ranks, marks=pytest.mark.slow)
-            for source in SOURCES
-            for ranks in (1, 3)
-            if (source, ranks) != ("linears", 3)
-        ),
-    ],
+    [(source, ranks) for source in SOURCES for ranks in (1, 3)],
 )
 @on_ranks()
 def test_functions_of_parts(rank, ranks, source):

@@ -314,6 +314,7 @@ def skipped(x, edge_index):
     return x if edge_index.size(1) == 0 else x + x[edge_index[0]].sum() * 0
 
 
+@pytest.mark.slow
 def test_calls_that_depend_on_edges_of_a_rank():
     """The rank that owns nothing makes no call, and the others do not wait for it."""
     data = graph()
@@ -400,6 +401,7 @@ class Local(torch.nn.Module):
         return x.mean().item()
 
 
+@pytest.mark.slow
 def test_models_of_other_forms():
     generator = torch.Generator().manual_seed(0)
     edges = torch.randint(9, (2, 40), generator=generator)

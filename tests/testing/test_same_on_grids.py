@@ -169,6 +169,7 @@ def skipped(x):
     return x if x.local.numel() == 0 else x - x.mean()
 
 
+@pytest.mark.slow
 def test_ranks_that_differ():
     with pytest.raises(AssertionError, match="also a rank without rows"):
         same_as_one_process(Net(skipped), image(), grid=GRID)

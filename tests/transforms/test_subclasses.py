@@ -95,6 +95,7 @@ def results(rank, kind, folder):
     return [value.detach().as_subclass(torch.Tensor) for value in found]
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_a_subclass_of_a_user(rank, tmp_path):
     plain = results(rank, torch.Tensor, tmp_path / "plain")

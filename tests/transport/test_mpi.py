@@ -93,6 +93,7 @@ def dropped(rank):
     return whole
 
 
+@pytest.mark.slow
 def test_groups_and_dropped_calls(mpi_worlds):
     """The sample of the first tier."""
     first, second, third = mpi_worlds.run(3, many)
