@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+import varcomm
 from tests.worlds import on_ranks
-from varcomm import ArgumentError
+from varcomm import ArgumentError, DisagreementError
 from varcomm.sharding import ShardSpec, mark
 
 
@@ -55,3 +56,25 @@ def test_of_elements(rank):
     for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop):
         both = parameters(rank)
         step(kind(both, lr=0.1), both)
+
+
+@on_ranks(3)
+def test_a_step_that_one_rank_skips(rank):
+    """Rank 2 alone has an infinite gradient, and its GradScaler skips the step."""
+    both = parameters(rank)
+    optimizer = torch.optim.SGD(both, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+
+    def train(of_one):
+        optimizer.zero_grad()
+        scaler.scale(sum(p.square().sum() for p in both)).backward()
+        if rank == 2:
+            both[0].grad[0, 0] *= of_one
+        scaler.step(optimizer)
+        scaler.update()
+        varcomm.all_reduce(torch.ones(1))
+
+    train(1.0)
+    with pytest.raises(DisagreementError, match="step of sharded parameters"):
+        train(torch.inf)
+    train(1.0)

@@ -261,3 +261,13 @@ def test_group_without_rank_0(rank):
     every = varcomm.all_gather_v(weight[None], [1, 1], group=group)
     assert torch.equal(every[0], every[1])
     assert resolve(layer.group.process_group).rank == rank - 1
+
+
+@on_ranks(1, 3)
+def test_a_hook_that_returns_a_tuple(rank):
+    """As Megatron's layers return their bias."""
+    layer = ColumnParallelLinear(4, 7)
+    layer.register_forward_hook(lambda module, args, y: (y, None))
+    y, bias = layer(torch.ones(2, 4))
+    assert y.shape == (2, layer.spec.local)
+    assert bias is None

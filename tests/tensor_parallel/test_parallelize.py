@@ -185,3 +185,34 @@ def test_parameters_drawn_again_are_those_of_one_process(rank, dtype):
             assert torch.equal(parameter, own), name
         if not other_seed:
             assert torch.equal(torch.rand(3), expected)
+
+
+@on_ranks(3)
+def test_encoders_of_torch_call_their_layers_in_eval(rank):
+    """Their fused kernels would read this rank's weights and leave out the sum over ranks."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 5, 0.0, batch_first=True, dtype=torch.float64)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    x = torch.randn(2, 4, 8, dtype=torch.float64)
+    padding = torch.tensor([[False] * 4, [False, False, True, True]])
+    with torch.no_grad():
+        expected = model(x), model(x, src_key_padding_mask=padding)
+        parallelize(model, {"*.linear1": "column", "*.linear2": "row"})
+        torch.testing.assert_close(model(x), expected[0])
+        rows = ~padding
+        padded = model(x, src_key_padding_mask=padding)
+        torch.testing.assert_close(padded[rows], expected[1][rows])
+
+
+@on_ranks(3)
+def test_an_optimizer_of_the_layers_before(rank):
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 7), nn.Linear(7, 4)
+    model = nn.Sequential(first, second)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parallelize(model, {"0": "column", "1": "row"})
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(ArgumentError, match="Make the optimizer after parallelize"):
+        optimizer.step()
+    second(first(torch.ones(2, 4))).sum().backward()  # the old layers are trained on their own
+    optimizer.step()

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from varcomm.errors import ArgumentError
+from varcomm.transport.call_log import word_of
+from varcomm.transport.group import Group
+
+_REPLACED = "_varcomm_replaced"
 
 # By the names of their classes in torch, transformers and common packages. A rank would compute
 # what one process computes of whole tensors: products or norms of all gradients, factors, inverse
 # roots, orthogonal matrices.
-OF_ALL = frozenset({"LBFGS", "FullBatchLBFGS"})
+OF_ALL = frozenset(
+    {
+        *("LBFGS", "FullBatchLBFGS", "SAM", "ASAM", "Prodigy", "ProdigyPlusScheduleFree"),
+        *("DAdaptAdam", "DAdaptSGD", "DAdaptLion", "DAdaptAdaGrad", "DAdaptAdan"),
+    }
+)
 OF_A_TENSOR = frozenset(
     {
         *("Adafactor", "Muon", "SOAP", "Shampoo", "DistributedShampoo", "KFAC", "KFACOptimizer"),
         *("GaLoreAdamW", "LAMB", "Lamb", "FusedLAMB", "LARS", "Lars", "NovoGrad", "FusedNovoGrad"),
-        *("Adam_mini", "AdamMini", "PSGD", "Kron"),
+        *("Adam_mini", "AdamMini", "PSGD", "Kron", "AdaFactor", "CAME", "SM3", "AdaHessian"),
+        *("MuonWithAuxAdam", "SingleDeviceMuon", "SingleDeviceMuonWithAuxAdam"),
+        *("StableAdamW", "AdamP", "SGDP", "Ranger21"),
     }
 )
 
@@ -28,20 +40,56 @@ def names_of(optimizer: torch.optim.Optimizer) -> set[str]:
 
 
 @functools.cache  # one hook per process
-def refuse_mixing(mark: str) -> None:
-    """Refuse steps of such optimizers from now on, if a parameter has the attribute `mark`."""
+def check_steps(mark: str) -> None:
+    """Check steps of optimizers from now on, if a parameter has the attribute `mark`.
+
+    Optimizers that mix elements are refused. Ranks compare at their next sum whether all of them
+    have made the step: a GradScaler on each rank sees the gradients of this rank's part alone.
+    """
 
     def check(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if names_of(optimizer).isdisjoint(OF_ALL | OF_A_TENSOR):
-            return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if hasattr(parameter, mark) and getattr(parameter, mark).spec.group.size > 1:
-                    raise ArgumentError(
-                        f"{type(optimizer).__name__} computes with whole parameters, and this "
-                        f"rank has a part of one, of shape {tuple(parameter.shape)}. Use an "
-                        "optimizer whose update of an element needs only this element, such as "
-                        "AdamW or SGD, for sharded parameters."
-                    )
+        mixes = not names_of(optimizer).isdisjoint(OF_ALL | OF_A_TENSOR)
+        kind, groups = type(optimizer).__name__, set[Group]()
+        for parameter in _parameters(optimizer):
+            marked = getattr(parameter, mark, None)
+            if marked is None or not hasattr(marked, "spec") or marked.spec.group.size == 1:
+                continue
+            groups.add(marked.spec.group)
+            if mixes:
+                raise ArgumentError(
+                    f"{kind} computes with whole parameters, and this rank has a part of one, of "
+                    f"shape {tuple(parameter.shape)}. Use an optimizer whose update of an element "
+                    "needs only this element, such as AdamW or SGD, for sharded parameters."
+                )
+        name = f"{kind}.step of sharded parameters, which all ranks make or skip"
+        for log in (group.log for group in groups):
+            if log is not None:
+                log.add(name, word_of(name))
 
     register_optimizer_step_pre_hook(check)
+
+
+def refuse_replaced(parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse steps of optimizers that still have these parameters, which no longer train."""
+    for parameter in parameters:
+        setattr(parameter, _REPLACED, True)
+        _check_replaced()
+
+
+@functools.cache  # one hook per process
+def _check_replaced() -> None:
+    def check(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for parameter in _parameters(optimizer):
+            # the caller may go on to train the old layers elsewhere
+            if parameter.grad is None and hasattr(parameter, _REPLACED):
+                raise ArgumentError(
+                    f"{type(optimizer).__name__} has a parameter of shape "
+                    f"{tuple(parameter.shape)} that tensor_parallel.parallelize has replaced, and "
+                    "would not train the model. Make the optimizer after parallelize."
+                )
+
+    register_optimizer_step_pre_hook(check)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])

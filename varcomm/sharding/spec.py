@@ -12,7 +12,7 @@ from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.checks import checked_tensor, checking
 from varcomm.ops.gather_v import gather_v
-from varcomm.sharding.optimizers import refuse_mixing
+from varcomm.sharding.optimizers import check_steps
 from varcomm.sizes import ShardSizes, checked_dim, checked_sizes, exact_int
 from varcomm.transport.group import Group, GroupLike, OfGroup, resolve
 
@@ -204,7 +204,7 @@ def mark(param: T, spec: ShardSpec) -> T:
     """
     spec.check_local(param)
     setattr(param, _NAME, _Mark(spec))
-    refuse_mixing(_NAME)
+    check_steps(_NAME)
     return param
 
 

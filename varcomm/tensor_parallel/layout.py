@@ -148,7 +148,7 @@ class MarkedModule(Module):
         count = 0 if log is None else log.count
         y = super().__call__(*args, **kwargs)
         # one without messages in forward has them in backward
-        if log is not None and (log.count != count or y.requires_grad):
+        if log is not None and (log.count != count or getattr(y, "requires_grad", True)):
             log.add_layer(self._in_log)
         return y
 

@@ -14,6 +14,7 @@ from torch import nn
 from varcomm.errors import ArgumentError
 from varcomm.ops.checks import checked_flag
 from varcomm.sharding import shard_spec
+from varcomm.sharding.optimizers import refuse_replaced
 from varcomm.tensor_parallel.embedding import VocabParallelEmbedding
 from varcomm.tensor_parallel.families import (
     KEYS,
@@ -193,6 +194,10 @@ def parallelize(
             vars(attention).update(numbers)
     if not model_plans:
         _check_features(module, made)
+    _leave_out_fused_kernels(module, made)
+    now = {id(parameter) for parameter in module.parameters()}
+    before = (parameter for layer, _ in chosen.values() for parameter in layer.parameters())
+    refuse_replaced([parameter for parameter in before if id(parameter) not in now])
     guard(module)
     if model_plans and ranks.size > 1:
         refuse_dropout(module)
@@ -276,6 +281,18 @@ def _check_features(module: nn.Module, made: Mapping[int, nn.Module]) -> None:
         if type(layer) is nn.Linear and id(layer) not in planned and layer.in_features in widths:
             check = FeatureCheck(name, frozenset(widths[layer.in_features]))
             vars(layer)["_feature_check"] = layer.register_forward_pre_hook(check)
+
+
+def _leave_out_fused_kernels(module: nn.Module, made: Mapping[int, nn.Module]) -> None:
+    """Let encoder layers of torch call sharded layers in eval(), and not read their weights."""
+    sharded = {id(new) for new in made.values()}
+    for layer in module.modules():
+        if sharded.isdisjoint(map(id, layer.modules())):
+            continue
+        if isinstance(layer, nn.TransformerEncoderLayer):
+            layer.activation_relu_or_gelu = 0
+        elif isinstance(layer, nn.TransformerEncoder):
+            layer.use_nested_tensor = False  # which only the fused kernels accept
 
 
 def _chosen(module: Any, plan: Any) -> dict[str, tuple[nn.Module, str | Make]]:
