@@ -48,11 +48,24 @@ def test_at_the_next_sum(rank, name):
     grid.sum(x)  # the group works on
 
 
+class WithTable(torch.nn.Linear):
+    """A layer with a table of this rank's own rows, which no other rank has."""
+
+    def __init__(self, rows):
+        super().__init__(4, 4)
+        self.table = torch.nn.Parameter(torch.ones(rows, 1))
+
+    def forward(self, x):
+        return super().forward(x) + self.table.sum()
+
+
+@pytest.mark.parametrize("own_rows", [False, True])
 @on_ranks(3)
-def test_a_forgotten_sum_is_found_inside_debug(rank):
+def test_a_forgotten_sum_is_found_inside_debug(rank, own_rows):
     torch.manual_seed(0)
     grid, x = field()
-    right, wrong = torch.nn.Conv2d(1, 1, 3, padding=1), torch.nn.Linear(4, 4)
+    right = torch.nn.Conv2d(1, 1, 3, padding=1)
+    wrong = WithTable(rank + 1) if own_rows else torch.nn.Linear(4, 4)
 
     def step(model):
         grid.mean(model(x).square()).backward()
@@ -71,5 +84,5 @@ def test_a_forgotten_sum_is_found_inside_debug(rank):
 
     with vc.debug():
         steps(right, 12)
-        with pytest.raises(vc.DisagreementError, match="no longer have the same values"):
+        with pytest.raises(vc.DisagreementError, match=r"shape \(4, 4\).* no longer have the same"):
             steps(wrong, 20)

@@ -16,8 +16,6 @@ from varcomm.transport.agreement import share
 from varcomm.transport.debug import debugging
 from varcomm.transport.group import Group
 
-_EVERY = 10  # calls between comparisons
-
 
 def nodes_of(value: torch.Tensor) -> Iterator[Any]:
     """Return the nodes of autograd's graph below a value, in an order that the graph fixes."""
@@ -31,28 +29,28 @@ def nodes_of(value: torch.Tensor) -> Iterator[Any]:
 
 
 def compare_parameters(loss: torch.Tensor, group: Group) -> None:
-    """Raise inside debug() if parameters that were equal on all ranks differ, at every tenth loss.
+    """Raise inside debug() if parameters that were equal on all ranks at an earlier loss differ.
 
     A metric that is computed without gradients is no loss.
     """
     if not debugging() or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return
-    known = group.auxiliary.setdefault("parameters of losses", {"calls": 0})
-    known["calls"] += 1
-    if known["calls"] % _EVERY != 1:
-        return
+    known = group.auxiliary.setdefault("parameters of losses", {})
     leaves = (getattr(node, "variable", None) for node in nodes_of(loss))
-    own = [repr(digest(leaf)) for leaf in leaves if isinstance(leaf, torch.nn.Parameter)]
-    ranks = share("parameters of a loss", lambda: own, group)
-    if any(len(other) != len(own) for other in ranks):
-        return
+    trained = [leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter)]
+    own = [(str(tuple(each.shape)), repr(digest(each))) for each in trained]
+    shared = share("parameters of a loss", lambda: own, group)
+    ranks = [[(shape, values) for shape, values in each] for each in shared]
+    counts = [Counter(shape for shape, _ in each) for each in ranks]
+    everywhere = {s: n for s, n in counts[0].items() if all(each[s] == n for each in counts)}
     common = reduce(and_, map(Counter, ranks))  # graphs of ranks may have another order
-    differ = len(own) - common.total()
+    differ = Counter(s for s, _ in (Counter(own) - common).elements() if s in everywhere)
     # a parameter that differs from the first belongs to one rank, as a table of owned rows
-    first = known.setdefault(len(own), differ)
-    if differ > first:
+    more = differ - known.setdefault(frozenset(everywhere.items()), differ)
+    if more:
+        words = " and ".join(sorted(more))
         raise DisagreementError(
-            f"{differ - first} of {len(own)} parameters of a loss no longer have the same values "
-            "on all ranks. Call vc.data_parallel.sum_gradients(model) after every backward, "
-            "before the optimizer's step."
+            f"{more.total()} of {len(own)} parameters of a loss, of shape {words}, no longer have "
+            "the same values on all ranks. Call vc.data_parallel.sum_gradients(model) after every "
+            "backward, before the optimizer's step."
         )
