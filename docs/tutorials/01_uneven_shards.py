@@ -243,7 +243,7 @@ def follow(rank, primitive, shapes):
 
 # %%
 # The drawings show what ``follow`` returns. The upper half is the forward pass, from left to right.
-# The lower half is backward, from right to left. The colour of a row is the rank that held the
+# The lower half is the backward pass, from right to left. The colour of a row is the rank that held the
 # row at the start of the arrow, and the number is the row's place on that rank. A row with several
 # fields is a sum.
 
@@ -381,7 +381,7 @@ plt.show()
 # Test an adjoint
 # ---------------
 #
-# An equation defines the adjoint :math:`A^*` of :math:`A`:
+# The adjoint :math:`A^*` of :math:`A` satisfies
 # :math:`\langle A x, y \rangle = \langle x, A^* y \rangle` for all :math:`x` and :math:`y`. The
 # inner products are summed over ranks.
 #
