@@ -7,6 +7,7 @@ import varcomm
 from tests.ops.primitives import PRIMITIVES, Setting, case
 from tests.transforms.layers import LAYERS
 from tests.transforms.transforms import TRANSFORMS, Operation
+from tests.worlds import on_ranks
 from varcomm import ShardSizes
 
 PLANS = [name for name in PRIMITIVES if "_from_" in name]
@@ -89,3 +90,21 @@ def one():
 )
 def test_export(one, column, name):
     assert one.run(check, 1, column, name) == [[]]
+
+
+BATCHED = {
+    "all_reduce": varcomm.all_reduce,
+    "a handle": lambda x: varcomm.all_reduce(x, async_op=True).wait(),
+    "a linear": lambda x: varcomm.tensor_parallel.column_parallel_linear(x, torch.eye(2)),
+}
+
+
+@pytest.mark.parametrize("name", BATCHED)
+@on_ranks(1, 3)
+def test_batches_of_gradients_are_refused(rank, name):
+    """As by jacobian(vectorize=True), in which a message would read memory that is not there."""
+    x = torch.ones(2, requires_grad=True)
+    for _ in range(2):
+        y = BATCHED[name](x)
+        with pytest.raises(varcomm.ArgumentError, match="vmap"):
+            torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True)

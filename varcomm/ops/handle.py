@@ -128,6 +128,7 @@ def send_in_rule(operator: Operator, x: Tensor, requires_grad: bool) -> Pending:
     if in_graph(x):
         result = call_in_graph(operator, x)[0]
         return Pending([], lambda: result)
+    _refuse_batch(operator, x)
     return send(Call(operator), x, requires_grad, overlaps=True)
 
 
@@ -278,6 +279,17 @@ def _check_gradient(adjoint: Operator, gradient: Tensor) -> None:
     if type(gradient) is not Tensor or gradient.layout is not torch.strided:
         with checking(adjoint.name, adjoint.group) as where:
             checked_tensor(gradient, f"{where.removesuffix(': ')}, in backward: ", "gradient")
+    else:
+        _refuse_batch(adjoint, gradient)
+
+
+def _refuse_batch(operator: Operator, gradient: Tensor) -> None:
+    """Raise ArgumentError for a batch of ``is_grads_batched``, which looks like one tensor."""
+    if type(gradient) is Tensor and not transforms_active():
+        try:
+            gradient.data_ptr()
+        except RuntimeError:
+            refuse_vmap(f"{operator.name} on {operator.group}: is_grads_batched uses vmap; ")
 
 
 def refuse_vmap(where: str) -> NoReturn:
