@@ -132,3 +132,18 @@ def test_debug_begins_and_ends_between_backward_and_step(rank, ranks):
         with nullcontext() if inside else varcomm.debug():
             own.reduce()
         assert all(p.value.grad is not None for p in own.pieces.values())
+
+
+@on_ranks(3)
+def test_a_scheduler_that_follows_this_ranks_loss(rank):
+    """Each rank would update its pieces with another learning rate."""
+    model = nn.Linear(4, 5)
+    own = ShardedGradients(model, partial(torch.optim.SGD, lr=0.1))
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(own, patience=0)
+    for loss in (3.0, 2.0):
+        scheduler.step(loss if rank else 3.0)
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(DisagreementError, match="such as lr"):
+        own.step()
+    own.param_groups[0]["lr"] = 0.1
+    own.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -114,6 +115,17 @@ def options(optimizer: torch.optim.Optimizer) -> dict[str, object]:
         for key, value in group.items()
         if key != "params"
     }
+
+
+def numbers(optimizer: torch.optim.Optimizer) -> str:
+    """Return the numbers in the options of each group, which need no look at a tensor."""
+    kinds = float, int, bool
+    found = [
+        {key: value for key, value in group.items() if type(value) in kinds}
+        for group in optimizer.param_groups
+    ]
+    lrs = [group.get("lr") for group in found]
+    return f"{crc32(repr(found).encode()):x}, with lr {lrs[:4]}"
 
 
 @torch.no_grad()

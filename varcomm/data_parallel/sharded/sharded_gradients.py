@@ -18,6 +18,7 @@ from varcomm.data_parallel.sharded.optimizer import (
     held,
     made,
     norms,
+    numbers,
     options,
     states_of,
 )
@@ -232,6 +233,8 @@ class ShardedGradients(torch.optim.Optimizer):
                     )
                 reducer.refuse_replaced()
             same = compared()
+            if what == "step":  # a scheduler of a rank's own loss sets another lr
+                same["numbers in the groups, such as lr"] = numbers(self.optimizer)
             if debugging():
                 frozen = [n for n, p in self._given.trained.items() if not p.requires_grad]
                 same |= {"frozen parameters": str(frozen)}
