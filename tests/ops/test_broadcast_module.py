@@ -82,3 +82,11 @@ def test_tensors_that_cannot_be_written(rank):
     for model in (meta, expanded):
         with pytest.raises(ArgumentError, match="rank 1"):
             vc.broadcast_module(model)
+
+
+@on_ranks(2)
+def test_shards_would_become_those_of_one_rank(rank):
+    layer = vc.tensor_parallel.ColumnParallelLinear(3, 4)
+    refused_alike(ArgumentError, lambda: vc.broadcast_module(layer), "bias", "shard")
+    alone = [torch.distributed.new_group([one]) for one in range(2)][rank]
+    vc.broadcast_module(layer, group=alone)

@@ -8,7 +8,7 @@ import torch
 
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops.broadcast import Broadcast
-from varcomm.ops.checks import checked_tensor
+from varcomm.ops.checks import SHARD_MARK, checked_tensor
 from varcomm.ops.digest import differing
 from varcomm.ops.handle import apply
 from varcomm.sizes import checked_rank
@@ -35,7 +35,7 @@ def broadcast_module(model: torch.nn.Module, src: int = 0, group: GroupLike = No
     ------
     ArgumentError
         On every rank, if `model` or `src` is wrong on one rank, or if a parameter is not
-        initialised.
+        initialised, or is sharded over these ranks.
     DisagreementError
         On every rank, before any value changes, if names, shapes, dtypes or ties differ.
 
@@ -81,6 +81,13 @@ def broadcast_module(model: torch.nn.Module, src: int = 0, group: GroupLike = No
                     f"{name} is not initialised, or sparse. Call the model once, or to_empty."
                 )
             checked_tensor(tensor, "", name)
+            spec = getattr(getattr(tensor, SHARD_MARK, None), "spec", None)
+            if spec is not None and len({*spec.group.ranks} & {*ranks.ranks}) > 1:
+                raise ArgumentError(
+                    f"{name} is this rank's shard, which the shard of rank {root} would replace. "
+                    "Call broadcast_module before the model is sharded, or pass the data-parallel "
+                    "group."
+                )
             strides = zip(tensor.shape, tensor.stride(), strict=True)
             if tensor.is_inference() or any(n > 1 and step == 0 for n, step in strides):
                 raise ArgumentError(f"{name} is expanded, or made in inference mode. Clone it.")

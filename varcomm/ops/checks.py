@@ -16,6 +16,9 @@ from varcomm.transport.group import Group
 TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _EMPTY = torch.empty(0)
 
+# Attribute of a parameter that is this rank's part of a sharded one; varcomm.sharding sets it.
+SHARD_MARK = "_varcomm_shard_spec"
+
 
 class checking:
     """Surround the checks of a call's arguments; returns the beginning of their messages.

@@ -10,15 +10,13 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import all_gather_v
-from varcomm.ops.checks import checked_tensor, checking
+from varcomm.ops.checks import SHARD_MARK, checked_tensor, checking
 from varcomm.ops.gather_v import gather_v
 from varcomm.sharding.optimizers import check_steps
 from varcomm.sizes import ShardSizes, checked_dim, checked_sizes, exact_int
 from varcomm.transport.group import Group, GroupLike, OfGroup, resolve
 
 T = TypeVar("T", bound=torch.Tensor)
-
-_NAME = "_varcomm_shard_spec"
 
 
 @dataclass(frozen=True)
@@ -203,8 +201,8 @@ def mark(param: T, spec: ShardSpec) -> T:
     [ShardSizes(1, 2), ShardSizes(1, 2)]
     """
     spec.check_local(param)
-    setattr(param, _NAME, _Mark(spec))
-    check_steps(_NAME)
+    setattr(param, SHARD_MARK, _Mark(spec))
+    check_steps(SHARD_MARK)
     return param
 
 
@@ -231,5 +229,5 @@ def shard_spec(param: torch.Tensor) -> ShardSpec | None:
     >>> print(shard_spec(torch.nn.Parameter(torch.zeros(4))))
     None
     """
-    found = getattr(param, _NAME, None)
+    found = getattr(param, SHARD_MARK, None)
     return found.spec if isinstance(found, _Mark) else None
