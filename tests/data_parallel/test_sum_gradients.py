@@ -205,6 +205,16 @@ def up():
 
 
 # arguments, and a word of the message
+def read_before(parameters):
+    list(parameters)
+    return parameters
+
+
+def with_main_grad(parameter):
+    parameter.grad, parameter.main_grad = None, torch.ones(2)
+    return parameter
+
+
 REFUSED = (
     (lambda: parameter(grad=1.0), {}, "parameters"),
     (lambda: nn.Linear(1, 1).named_parameters(), {}, "parameters"),
@@ -212,6 +222,8 @@ REFUSED = (
     (lambda: [parameter() * 2], {}, "parameters"),
     (sparse, {}, "sparse"),
     (up, {}, "grad_dtype"),
+    (lambda: read_before(nn.Linear(1, 1).parameters()), {}, "generator"),
+    (lambda: [with_main_grad(parameter())], {}, "main_grad"),
     (lambda: [parameter()], {"use_fp32": 1}, "use_fp32"),
     (lambda: [parameter()], {"reduce": "max"}, "reduce"),
     (lambda: [parameter()], {"bucket_bytes": 0}, "bucket_bytes"),

@@ -9,7 +9,7 @@ from torch import nn
 
 import varcomm
 from tests.worlds import on_ranks
-from varcomm import DisagreementError
+from varcomm import ArgumentError, DisagreementError
 from varcomm.sharding import ShardSpec, mark
 from varcomm.tensor_parallel import (
     ColumnParallelLinear,
@@ -187,3 +187,11 @@ def test_an_adapter_around_a_sharded_layer(rank, into_shards):
         return train()
     with pytest.raises(DisagreementError, match=r"'0\.A'.*copy_to_tensor_model_parallel_region"):
         train()
+
+
+@on_ranks(2)
+def test_a_generator_that_has_been_read(rank):
+    parameters = ColumnParallelLinear(3, 5).parameters()
+    clip_grad_norm_(parameters, 1.0)
+    with pytest.raises(ArgumentError, match="generator"):
+        clip_grad_norm_(parameters, 1.0)

@@ -23,7 +23,7 @@ from varcomm.data_parallel.global_count import Reduce, described, divisor_of
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_reduce import AllReduce
 from varcomm.ops.carried import Word, carried
-from varcomm.ops.checks import checked_tensor, checking
+from varcomm.ops.checks import checked_tensor, checking, refuse_exhausted
 from varcomm.ops.digest import digest
 from varcomm.ops.graph_operator import in_graph
 from varcomm.ops.handle import send_in_rule
@@ -152,6 +152,7 @@ def _sum(
 def _checked(
     parameters: Iterable[torch.nn.Parameter], where: str, ranks: Group
 ) -> list[torch.nn.Parameter]:
+    refuse_exhausted(parameters, where)
     given = list(parameters)
     for value in given:
         if not isinstance(value, torch.Tensor) or not value.is_leaf:
@@ -171,6 +172,12 @@ def _checked(
             raise ArgumentError(
                 f"{what} belongs to a ShardedGradients, which sums its gradients. Use one of the "
                 "two, or call its close() first."
+            )
+        if gradient is None and getattr(parameter, "main_grad", None) is not None:
+            raise ArgumentError(
+                f"{what} has its gradient in main_grad, which would not be summed. Set grad to "
+                "main_grad before, and main_grad to grad afterwards; or sum main_grad with "
+                "varcomm.all_reduce."
             )
         if gradient is not None and (gradient.layout, gradient.dtype) != (torch.strided, dtype):
             raise ArgumentError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import GEN_CLOSED, getgeneratorstate, isgenerator
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -88,6 +89,15 @@ def checked_tensor(tensor: object, where: str, name: str = "tensor") -> None:
         raise ArgumentError(
             f"{where}{name} must be dense; got {type(tensor).__name__}, which wraps other tensors. "
             "Pass these."
+        )
+
+
+def refuse_exhausted(parameters: object, where: str) -> None:
+    """Raise ArgumentError for a generator that has been read: it would stand for no parameter."""
+    if isgenerator(parameters) and getgeneratorstate(parameters) == GEN_CLOSED:
+        raise ArgumentError(
+            f"{where}parameters is a generator that has been read before, and nothing is left. "
+            "Pass the model, or call model.parameters() each time."
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.carried import refuse_if
-from varcomm.ops.checks import checked_tensor, checking, holds_values
+from varcomm.ops.checks import checked_tensor, checking, holds_values, refuse_exhausted
 from varcomm.ops.graph_operator import in_graph
 from varcomm.ops.handle import apply
 from varcomm.ops.reduction import accumulation_dtype
@@ -261,4 +261,5 @@ def _listed(parameters: Parameters) -> list[Tensor]:
         return list(parameters.parameters())
     if isinstance(parameters, Tensor):
         return [parameters]
+    refuse_exhausted(parameters, "")
     return list(dict.fromkeys(parameters))
