@@ -216,3 +216,18 @@ def test_an_optimizer_of_the_layers_before(rank):
         optimizer.step()
     second(first(torch.ones(2, 4))).sum().backward()  # the old layers are trained on their own
     optimizer.step()
+
+
+@on_ranks(3)
+def test_fused_blocks_of_a_glu(rank):
+    """Cut as one block, each rank would multiply features that do not belong together."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 14), nn.GLU(), nn.Linear(7, 4))
+    x, sizes = torch.randn(2, 4), [3, 0, 4]
+    expected = model(x)
+    with pytest.raises(ArgumentError, match="fused blocks"):
+        parallelize(model, {"0": "column", "2": "row"})
+    halves = partial(ColumnParallelLinear.from_linear, sizes=[sizes, sizes])
+    rows = partial(RowParallelLinear.from_linear, sizes=sizes)
+    parallelize(model, {"0": halves, "2": rows})
+    torch.testing.assert_close(model(x), expected)

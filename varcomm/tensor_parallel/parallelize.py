@@ -176,6 +176,7 @@ def parallelize(
         follow.update(_tied(module, made, followers))
         _check_heads(module, chosen, made)
         _check_siblings(module, made)
+        _check_blocks(module, chosen, made)
         _check_positions(module, made)
         check_guard(module, made)
         return {"what modules become": [type(layer).__name__ for layer in made.values()]}
@@ -253,6 +254,32 @@ def _check_siblings(module: nn.Module, made: Mapping[int, nn.Module]) -> None:
                     f"the plan shards {found[True]!r} and not {found[False]!r} of "
                     f"{type(attention).__name__}, so heads of queries and keys would not match. "
                     f"Add {found[False]!r} to the plan, or pass no plan."
+                )
+
+
+def _check_blocks(
+    module: nn.Module,
+    chosen: Mapping[str, tuple[nn.Module, str | Make]],
+    made: Mapping[int, nn.Module],
+) -> None:
+    """Raise ArgumentError if "column" cuts two or three fused blocks, as of a GLU, as one."""
+    for name, (layer, how) in chosen.items():
+        new: Any = made.get(id(layer))
+        if how != "column" or not isinstance(new, ColumnParallelLinear):
+            continue
+        parent = module.get_submodule(name.rpartition(".")[0])
+        beside: list[Any] = [made.get(id(child), child) for child in parent.children()]
+        widths = {x.in_features for x in beside if isinstance(x, RowParallelLinear)}
+        fed = {x.out_features for x in beside if isinstance(x, ColumnParallelLinear)}
+        for width in widths - fed:
+            if width and new.out_features in (2 * width, 3 * width) and new.group.size > 1:
+                count = new.out_features // width
+                raise ArgumentError(
+                    f"{name!r} has {count} times the {width} inputs of the row-parallel layer "
+                    "beside it, as fused blocks of a GLU or of queries, keys and values. Pass "
+                    "functools.partial(ColumnParallelLinear.from_linear, sizes=[sizes] * "
+                    f"{count}) with the sizes of the row-parallel layer, or multiple_of if the "
+                    "blocks are interleaved."
                 )
 
 
