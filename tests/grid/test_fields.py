@@ -268,6 +268,32 @@ def test_values_that_every_rank_has_drop_alike(rank):
     assert 0 < (dropped.local == 0).sum() < dropped.numel()
 
 
+DRAWS = {
+    "randn_like": torch.randn_like,
+    "dropout": lambda x: F.dropout(torch.ones_like(x), 0.5),
+    "dropout in place": lambda x: F.dropout(torch.ones_like(x), 0.5, inplace=True),
+    "normal_": lambda x: x.clone().normal_(),
+    "generator": lambda x: x.clone().uniform_(generator=torch.Generator().manual_seed(1)),
+    "attention": lambda x: F.scaled_dot_product_attention(
+        torch.zeros_like(x), torch.zeros_like(x), torch.ones_like(x), dropout_p=0.5
+    ),
+}
+
+
+@on_ranks(3)
+def test_ranks_with_one_seed_draw_other_numbers(rank):
+    grid = vc.grid.Grid((7, 5), sizes=[[3, 1, 3], None])
+    x = grid.field(torch.zeros(2, 8, len(grid.ranges[0]), 5))
+    for name, draw in DRAWS.items():
+        torch.manual_seed(0)
+        drawn = draw(x).gather()
+        assert not torch.equal(drawn[:, :, :3], drawn[:, :, 4:]), name
+        steps = torch.randint(1000, (4,))
+        assert torch.equal(steps, vc.broadcast(steps)), name
+        torch.manual_seed(0)
+        assert torch.equal(drawn, draw(x).gather()), name
+
+
 @on_ranks(3)
 def test_hooks_get_split_gradients(rank):
     whole, _, x = field_of(3)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from types import FunctionType
@@ -214,7 +215,8 @@ class Field(torch.Tensor):
                 args = first, *map_plain(others)
                 kwargs = {word: map_plain(value) for word, value in kwargs.items()}
         try:
-            out = found(func, *args, **kwargs)
+            with _drawing(name, given[0], kwargs):
+                out = found(func, *args, **kwargs)
         except TypeError:
             try:
                 inspect.signature(found).bind(func, *args, **kwargs)
@@ -312,6 +314,37 @@ _RANDOM = _DROPS | {
     "bernoulli", "bernoulli_", "normal_", "uniform_", "exponential_", "multinomial", "rrelu",
     "poisson", "normal", "gumbel_softmax",
 }  # fmt: skip
+# whole channels are dropped alike on all ranks
+_OF_ROWS = (_RANDOM - _DROPS) | {"dropout", "dropout_"}
+_ATTENTION = "scaled_dot_product_attention"
+
+
+@contextmanager
+def _drawing(name: str, x: Field, kwargs: dict[str, Any]) -> Iterator[None]:
+    """Let each rank draw other numbers, from a seed that all ranks draw from equal generators.
+
+    The generators are equal again afterwards, although ranks have drawn for as many rows as they
+    have: what is drawn next for an ordinary tensor is the same on all ranks.
+    """
+    layout, given = x.grid_layout, kwargs.get("generator")
+    draws = name in _OF_ROWS or (name == _ATTENTION and kwargs.get("dropout_p"))
+    if not draws or not layout.splits:
+        yield
+        return
+    where = "cpu" if given is None else given.device
+    seed = int(torch.randint(2**62, (), generator=given, device=where))
+    for group in layout.groups:
+        seed = seed * group.size % 2**62 + group.rank
+    if given is not None:
+        kwargs["generator"] = torch.Generator(where).manual_seed(seed)
+    device = plain(x).device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        else:
+            torch.default_generator.manual_seed(seed)
+        yield
 
 
 def _copied(name: str, source: Field, out: Any) -> Any:
