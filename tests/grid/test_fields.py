@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -292,6 +293,47 @@ def test_ranks_with_one_seed_draw_other_numbers(rank):
         assert torch.equal(steps, vc.broadcast(steps)), name
         torch.manual_seed(0)
         assert torch.equal(drawn, draw(x).gather()), name
+
+
+@on_ranks(3)
+def test_leaves_made_like_a_field(rank):
+    _, _, x = field_of(3)
+    for like in (torch.zeros_like, lambda x, **how: torch.full_like(x, 2.0, **how)):
+        leaf = like(x, requires_grad=True)
+        assert leaf.is_leaf
+        (leaf * x).sum().backward()
+        assert torch.equal(leaf.grad.gather(), x.gather())
+    value = torch.zeros_like(x.sum(), requires_grad=True)
+    assert value.is_leaf
+
+
+@on_ranks(3)
+def test_copies_of_parameters_are_parameters(rank):
+    _, _, x = field_of(3)
+    module = nn.Module()
+    module.weight = nn.Parameter(x)
+    found = copy.deepcopy(module)
+    (found.weight * x).sum().backward()
+    assert next(found.parameters()) is found.weight
+    assert torch.equal(found.weight.grad.gather(), x.gather())
+    assert not isinstance(copy.deepcopy(x), nn.Parameter)
+
+
+@on_ranks(3)
+def test_indices_of_other_classes(rank):
+    whole, _, x = field_of(3)
+    for index in (
+        np.array([2]),
+        np.array([2, 1]),
+        (2, 1),
+        range(2),
+        np.int64(2),
+        [True, False, True],
+    ):
+        assert torch.equal(x[:, index].gather(), whole[:, index])
+    assert torch.equal(torch.norm(x, 2, 1).gather(), torch.norm(whole, 2, 1))
+    refused_alike(vc.ArgumentError, lambda: x[True], "True or False")
+    refused_alike(vc.ArgumentError, lambda: x[:, 1.5], "class float")
 
 
 @on_ranks(3)

@@ -80,7 +80,10 @@ def _converted(func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(x, Field):
         return func(x, *map_plain(args), **kwargs)
     if func is torch.Tensor.__deepcopy__:
-        return wrap(plain(x).detach().clone().requires_grad_(x.requires_grad), x.grid_layout)
+        copy = wrap(plain(x).detach().clone(), x.grid_layout).requires_grad_(x.requires_grad)
+        if isinstance(x, torch.nn.Parameter):
+            return torch.nn.Parameter(copy, x.requires_grad)
+        return copy
     return wrap(func(plain(x), *map_plain(args), **kwargs), x.grid_layout)
 
 

@@ -177,6 +177,9 @@ class Field(torch.Tensor):
         if name == "register_hook":
             layout, hook = _of_gradient(name, args[0]), args[1]
             args = args[0], lambda gradient: plain(hook(wrap(gradient, layout)))
+        if name.endswith("_like") and kwargs.get("requires_grad"):  # a leaf, not a view of one
+            made = cls.__torch_function__(func, types, args, kwargs | {"requires_grad": False})
+            return made.requires_grad_()
         if name in _OF_THE_TENSOR or name.startswith(("get _", "set _")):
             args = [args[0], *map(plain, args[1:])]  # autograd adds to a gradient that is set
             return untraced(func, args, kwargs)
@@ -203,6 +206,7 @@ class Field(torch.Tensor):
                 raise refused(name)
             if kwargs.get("out") is not None:
                 raise refused(f"{name} with out=")
+            kwargs.pop("out", None)  # torch.norm passes None
             if "input" in kwargs and "condition" not in kwargs:
                 args = (kwargs["input"], *args)
                 kwargs = {word: value for word, value in kwargs.items() if word != "input"}

@@ -255,9 +255,25 @@ def _place(news: range, shape: Sequence[int], outer: int, elements: int) -> tupl
 # --- Rows
 
 
+def _index_of(entry: Any) -> Any:
+    """Return an index of arrays, tuples or ranges as a list; refuse other classes by name."""
+    if isinstance(entry, bool):
+        raise refused("an index of True or False", "Use unsqueeze(0), or None as the index.")
+    if isinstance(entry, tuple | range):
+        return [*entry]
+    if isinstance(entry, Tensor) or entry is None or entry is Ellipsis or hasattr(entry, "indices"):
+        return entry
+    if hasattr(entry, "__array__"):
+        return torch.as_tensor(entry)
+    if not isinstance(entry, list) and not hasattr(entry, "__index__"):
+        raise refused(f"an index of class {type(entry).__name__}")
+    return entry
+
+
 @rule("getitem")
 def _getitem(func: Func, x: Any, index: Any) -> Any:
     entries = [*index] if isinstance(index, tuple) else [index]
+    entries = [_index_of(entry) for entry in entries]
     used = sum(1 for e in entries if e is not None and e is not Ellipsis)
     if any(isinstance(e, Tensor) and e.dtype == torch.bool and e.dim() > 1 for e in entries):
         raise refused("a mask over several dimensions", "Multiply by it, or use torch.where.")
