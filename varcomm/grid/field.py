@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from types import FunctionType
@@ -219,7 +219,7 @@ class Field(torch.Tensor):
                 args = first, *map_plain(others)
                 kwargs = {word: map_plain(value) for word, value in kwargs.items()}
         try:
-            with _drawing(name, given[0], kwargs):
+            with _drawing(name, given[0], kwargs) if name in _DRAW else nullcontext():
                 out = found(func, *args, **kwargs)
         except TypeError:
             try:
@@ -319,8 +319,7 @@ _RANDOM = _DROPS | {
     "poisson", "normal", "gumbel_softmax",
 }  # fmt: skip
 # whole channels are dropped alike on all ranks
-_OF_ROWS = (_RANDOM - _DROPS) | {"dropout", "dropout_"}
-_ATTENTION = "scaled_dot_product_attention"
+_DRAW = (_RANDOM - _DROPS) | {"dropout", "dropout_", "scaled_dot_product_attention"}
 
 
 @contextmanager
@@ -331,8 +330,11 @@ def _drawing(name: str, x: Field, kwargs: dict[str, Any]) -> Iterator[None]:
     have: what is drawn next for an ordinary tensor is the same on all ranks.
     """
     layout, given = x.grid_layout, kwargs.get("generator")
-    draws = name in _OF_ROWS or (name == _ATTENTION and kwargs.get("dropout_p"))
-    if not draws or not layout.splits:
+    draws = name != "scaled_dot_product_attention" or kwargs.get("dropout_p")
+    device = plain(x).device
+    # a CUDA graph replays with a state of the generator of its own, which a capture cannot set
+    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if not draws or not layout.splits or captured:
         yield
         return
     where = "cpu" if given is None else given.device
@@ -341,7 +343,6 @@ def _drawing(name: str, x: Field, kwargs: dict[str, Any]) -> Iterator[None]:
         seed = seed * group.size % 2**62 + group.rank
     if given is not None:
         kwargs["generator"] = torch.Generator(where).manual_seed(seed)
-    device = plain(x).device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         if device.type == "cuda":
             with torch.cuda.device(device):
