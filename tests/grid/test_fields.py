@@ -308,6 +308,23 @@ def test_leaves_made_like_a_field(rank):
 
 
 @on_ranks(3)
+def test_gradients_of_an_ordinary_tensor_that_a_field_is_written_into(rank):
+    whole, _, x = field_of(3)
+    grads = []
+    for data in (whole, x):
+        weight = torch.ones(3, 1, 1, dtype=torch.float64, requires_grad=True)
+        waves = torch.fft.rfft2(data) * weight
+        out = torch.zeros(2, 3, 7, 3, dtype=waves.dtype)  # as Fourier networks keep low waves
+        out[:, :, :3, :2] = waves[:, :, :3, :2]
+        out[:, :, -3:, :2] = waves[:, :, -3:, :2]
+        y = torch.fft.irfft2(out, s=data.shape[-2:])
+        assert y.shape == data.shape
+        F.mse_loss(y, whole).backward()
+        grads.append(weight.grad)
+    torch.testing.assert_close(vc.all_reduce(grads[1]), grads[0], rtol=1e-12, atol=1e-12)
+
+
+@on_ranks(3)
 def test_copies_of_parameters_are_parameters(rank):
     _, _, x = field_of(3)
     module = nn.Module()

@@ -378,7 +378,13 @@ def _gather(func: Func, x: Any, dim: int, index: Any, **kwargs: Any) -> Any:
 def _setitem(func: Func, x: Any, index: Any, value: Any) -> None:
     """Write along dimensions that are not split; into an ordinary tensor, the whole."""
     if not isinstance(x, Field) or not x.grid_layout.splits:
-        func(plain(x), map_plain(index), value.gather() if isinstance(value, Field) else value)
+        if not isinstance(value, Field):
+            func(plain(x), map_plain(index), value)
+            return
+        func(plain(x), map_plain(index), value.gather())
+        if type(x) is Tensor and x.requires_grad:  # a value of all ranks, whose loss counts once
+            made: Any = x
+            made.__class__, made.grid_layout = Field, Layout(value.grid_layout.groups)
         return
     target = _getitem(torch.Tensor.__getitem__, x, index)
     if [s.sizes for s in target.grid_layout.splits] != [s.sizes for s in x.grid_layout.splits]:
