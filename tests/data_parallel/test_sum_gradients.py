@@ -224,6 +224,7 @@ REFUSED = (
     (up, {}, "grad_dtype"),
     (lambda: read_before(nn.Linear(1, 1).parameters()), {}, "generator"),
     (lambda: [with_main_grad(parameter())], {}, "main_grad"),
+    (lambda: {parameter()}, {}, "a set, whose order"),
     (lambda: [parameter()], {"use_fp32": 1}, "use_fp32"),
     (lambda: [parameter()], {"reduce": "max"}, "reduce"),
     (lambda: [parameter()], {"bucket_bytes": 0}, "bucket_bytes"),

@@ -153,6 +153,11 @@ def _checked(
     parameters: Iterable[torch.nn.Parameter], where: str, ranks: Group
 ) -> list[torch.nn.Parameter]:
     refuse_exhausted(parameters, where)
+    if isinstance(parameters, set | frozenset):
+        raise ArgumentError(
+            f"{where}parameters is a set, whose order differs between ranks. Pass the model, or a "
+            "list in the order of model.parameters()."
+        )
     given = list(parameters)
     for value in given:
         if not isinstance(value, torch.Tensor) or not value.is_leaf:
