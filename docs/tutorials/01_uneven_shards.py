@@ -243,9 +243,9 @@ def follow(rank, primitive, shapes):
 
 # %%
 # The drawings show what ``follow`` returns. The upper half is the forward pass, from left to right.
-# The lower half is the backward pass, from right to left. The colour of a row is the rank that held the
-# row at the start of the arrow, and the number is the row's place on that rank. A row with several
-# fields is a sum.
+# The lower half is the backward pass, from right to left. The colour of a row is the rank that held
+# the row at the start of the arrow, and the number is the row's place on that rank. A row with
+# several fields is a sum.
 
 drawn = {
     "all_gather_v": ranks.run(
