@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional
+from torch.nn.utils import parametrizations, parametrize
 
 import varcomm
 from tests.ops.comparing import Failures
@@ -271,3 +272,14 @@ def test_a_hook_that_returns_a_tuple(rank):
     y, bias = layer(torch.ones(2, 4))
     assert y.shape == (2, layer.spec.local)
     assert bias is None
+
+
+@on_ranks(3)
+def test_parametrizations_are_refused(rank):
+    for kind in KINDS:
+        layer = kind(IN, OUT)
+        parametrizations.orthogonal(layer)
+        with pytest.raises(varcomm.ArgumentError, match="parametrization"):
+            layer(torch.ones(2, IN))
+        parametrize.remove_parametrizations(layer, "weight")
+        assert layer(torch.ones(2, layer.weight.shape[1])).dim() == 2

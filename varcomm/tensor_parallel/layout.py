@@ -141,6 +141,11 @@ class MarkedModule(Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, and add it to the calls that ranks compare if it communicates."""
+        if self.group.size > 1 and parametrize.is_parametrized(self):
+            raise ArgumentError(
+                f"{self._in_log.name} has a parametrization, which sees this rank's part alone. "
+                "Remove it before the layer is sharded, with leave_parametrized=True."
+            )
         if torch.compiler.is_compiling():
             self._in_log.is_compiled = self.group.compiles = True
             return super().__call__(*args, **kwargs)
@@ -346,8 +351,8 @@ class ShardedModule(MarkedModule):
             if lost or own_forward or parametrize.is_parametrized(layer):
                 raise ArgumentError(
                     f"{word}, of class {type(layer).__name__}, has hooks, other state ({lost}), a "
-                    "parametrization or a forward of its own, which would be lost. Remove it, and "
-                    f"add it to the parallel layer. {AFTER}"
+                    "parametrization or a forward of its own, which would be lost. Remove it. The "
+                    f"parallel layer accepts hooks, and no parametrization. {AFTER}"
                 )
             same = {key: getattr(layer, key) for key in cls._copied} | dict(cls._fixed)
             drawn = {"init": None, "device": "meta", "dtype": layer.weight.dtype}
