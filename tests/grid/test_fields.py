@@ -325,6 +325,31 @@ def test_gradients_of_an_ordinary_tensor_that_a_field_is_written_into(rank):
 
 
 @on_ranks(3)
+def test_dimensions_that_a_field_lacks(rank):
+    whole, _, x = field_of(3)
+    far = x.dim()
+    for call in (
+        lambda x: x.sum(far),
+        lambda x: x.softmax(-far - 1),
+        lambda x: x.max(far),
+        lambda x: x.argmin(far),
+        lambda x: x.var(far),
+        lambda x: x.roll(1, far),
+        lambda x: x.select(far, 0),
+        lambda x: x.flatten(0, far),
+        lambda x: x.cumsum(far),
+        lambda x: torch.stack([x, x], far + 1),
+        lambda x: torch.fft.fft(x, dim=far),
+    ):
+        with pytest.raises(IndexError, match="Dimension out of range"):
+            call(x)
+    one, first = x[:1, :1], whole[:1, :1]
+    assert torch.equal(one.argmax(keepdim=True).gather(), first.argmax(keepdim=True))
+    vector = torch.randn(whole.shape[-1], dtype=whole.dtype)
+    torch.testing.assert_close(F.linear(x, vector).gather(), F.linear(whole, vector))
+
+
+@on_ranks(3)
 def test_copies_of_parameters_are_parameters(rank):
     _, _, x = field_of(3)
     module = nn.Module()

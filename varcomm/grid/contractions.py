@@ -91,8 +91,10 @@ def _addmm(func: Func, x: Any, a: Any, b: Any, *, beta: float = 1, alpha: float 
 @rule("linear", several=True)
 def _linear(func: Func, input: Any, weight: Any, bias: Any = None) -> Any:
     names: list[Label] = [*range(input.dim() - 1), "k"]
-    if any(fields([weight])) or (isinstance(input, Field) and -1 in input.grid_layout.by_dim):
-        out = contracted(func, (input, weight), (names, ["o", "k"]), [*names[:-1], "o"])
+    last = ["o"] * (weight.dim() - 1)  # a vector removes the dimension
+    splits = input.grid_layout.by_dim if isinstance(input, Field) else None
+    if any(fields([weight])) or (splits is not None and (-1 in splits or not last)):
+        out = contracted(func, (input, weight), (names, [*last, "k"]), [*names[:-1], *last])
         return out if bias is None else out + bias
     if isinstance(bias, Field):
         return _linear(func, input, weight) + bias

@@ -15,6 +15,7 @@ from varcomm.grid.field import (
     Field,
     common,
     map_plain,
+    place_of,
     placed,
     plain,
     refused,
@@ -62,7 +63,7 @@ def _cross(func: Func, x: Any, other: Any, dim: int | None = None) -> Any:
     if dim is None:  # torch.cross takes the first dimension of length 3
         first = [at for at, n in enumerate(x.shape) if n == 3 and func.__name__ == "cross"]
         dim = first[0] if first else -1
-    if dim % x.dim() - x.dim() in common([x, other]).by_dim:
+    if place_of(dim, x.dim()) - x.dim() in common([x, other]).by_dim:
         raise refused(f"{func.__name__} along a split dimension")
     return elementwise(func, x, other, dim=dim)
 

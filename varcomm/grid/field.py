@@ -557,9 +557,20 @@ def filled(x: Tensor, dims: Sequence[int]) -> Tensor:
     return F.pad(x, [n for e in empty for n in (0, int(e))]) if any(empty) else x
 
 
+def place_of(dim: int, dims: int) -> int:
+    """Return a dimension counted from the first of `dims`; torch's error if there is none."""
+    most = max(dims, 1)
+    if not -most <= dim < most:
+        raise IndexError(
+            f"Dimension out of range (expected to be in range of [{-most}, {most - 1}], but got "
+            f"{dim})"
+        )
+    return dim % most
+
+
 def split_of(x: Field, dim: int, name: str = "") -> Split | None:
     """Return the split of a dimension; a function that is named is refused for several images."""
-    split = x.grid_layout.by_dim.get(dim % x.dim() - x.dim())
+    split = x.grid_layout.by_dim.get(place_of(dim, x.dim()) - x.dim())
     if name and split is not None and split.repeats > 1:
         raise refused(f"{name} along rows of several images in one dimension")
     return split
@@ -568,4 +579,4 @@ def split_of(x: Field, dim: int, name: str = "") -> Split | None:
 def dims_of(value: Any, x: Field) -> list[int]:
     """Return dimensions counted from the first; None and an empty sequence mean all of them."""
     dims = [value] if isinstance(value, int) else value or range(x.dim())
-    return [dim % x.dim() for dim in dims]
+    return [place_of(dim, x.dim()) for dim in dims]

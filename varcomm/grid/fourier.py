@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from varcomm.grid.field import filled, plain, refused, rule, split_of, wrap
+from varcomm.grid.field import filled, place_of, plain, refused, rule, split_of, wrap
 from varcomm.grid.shapes import roll
 from varcomm.ops.all_to_all_v import transpose_v
 from varcomm.sizes import ShardSizes
@@ -18,7 +18,7 @@ Func = Callable[..., Any]
 
 @rule("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft")
 def _fft(func: Func, input: Any, n: int | None = None, dim: int = -1, norm: Any = None) -> Any:
-    at = dim % input.dim()
+    at = place_of(dim, input.dim())
     if n is not None:  # rows behind those that are read do not travel
         half = func.__name__ in ("fft_irfft", "fft_hfft")
         input = input.narrow(at, 0, min(input.shape[at], n // 2 + 1 if half else n))
@@ -54,7 +54,9 @@ def _fftn(func: Func, input: Any, s: Any = None, dim: Any = None, norm: Any = No
     name = func.__name__.removeprefix("fft_")
     if dim is None:
         dim = range(-(2 if name.endswith("2") else input.dim() if s is None else len(s)), 0)
-    dims: Sequence[int] = [d % input.dim() for d in ([dim] if isinstance(dim, int) else dim)]
+    dims: Sequence[int] = [
+        place_of(d, input.dim()) for d in ([dim] if isinstance(dim, int) else dim)
+    ]
     if not dims:
         raise refused(f"{func.__name__} of no dimension")
     lengths = [*s] if s is not None else [None] * len(dims)

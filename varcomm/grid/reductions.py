@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from varcomm.grid.fetch import span
-from varcomm.grid.field import by_body, dims_of, filled, plain, refused, rule, split_of, wrap
+from varcomm.grid.field import (
+    by_body,
+    dims_of,
+    filled,
+    place_of,
+    plain,
+    refused,
+    rule,
+    split_of,
+    wrap,
+)
 from varcomm.grid.layout import Layout, Split
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_reduce import all_reduce
@@ -116,7 +126,7 @@ def extreme(func: Func, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
     if name == "aminmax":
         return torch.return_types.aminmax(tuple([extreme(f, x, dim, keepdim) for f in _EXTREMES]))
     if pair and dim is not None:
-        at, place, split = dim % x.dim(), _place(x, dim, True, name), split_of(x, dim)
+        at, place, split = place_of(dim, x.dim()), _place(x, dim, True, name), split_of(x, dim)
         first = split.start if split is not None else 0
         rows = torch.arange(plain(x).shape[at], device=x.device) + first
         chosen = rows.view(-1, *[1] * (x.dim() - at - 1)) == plain(place)
@@ -150,14 +160,14 @@ def _extreme_of_all(x: Any, dims: Sequence[int], largest: bool) -> Tensor:
 @rule("argmax argmin")
 def _arg(func: Func, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
     if dim is None:
-        flat = x.flatten()
-        return _place(flat, 0, False, func.__name__[3:])
+        found = _place(x.flatten(), 0, False, func.__name__[3:])
+        return found.reshape([1] * x.dim()) if keepdim else found
     return _place(x, dim, keepdim, func.__name__[3:])
 
 
 def _place(x: Any, dim: int, keepdim: bool, kind: str) -> Any:
     """Return where the first extreme along a dimension is."""
-    at, split = dim % x.dim(), split_of(x, dim, f"arg{kind}")
+    at, split = place_of(dim, x.dim()), split_of(x, dim, f"arg{kind}")
     of, local = (torch.max if kind == "max" else torch.min), plain(x).detach()
     if split is None:
         return _unkept(of(local, at, keepdim=True)[1], x, [at], keepdim)
@@ -305,7 +315,9 @@ def _logsumexp(func: Func, x: Any, dim: Any, keepdim: bool = False) -> Any:
 
 @rule("softmax log_softmax")
 def _softmax(func: Func, x: Any, dim: Any = None, *args: Any, dtype: Any = None, **_: Any) -> Any:
-    at = int(x.dim() not in (0, 1, 3)) if dim is None else dim % x.dim()  # torch's old default
+    at = (
+        int(x.dim() not in (0, 1, 3)) if dim is None else place_of(dim, x.dim())
+    )  # torch's old default
     dtype = next((each for each in args if isinstance(each, torch.dtype)), dtype)
     if not reduced_splits(x, [at]):
         return wrap(func(plain(x), at, dtype=dtype), x.grid_layout)

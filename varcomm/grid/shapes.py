@@ -20,6 +20,7 @@ from varcomm.grid.field import (
     common,
     map_plain,
     part,
+    place_of,
     placed,
     plain,
     refused,
@@ -85,7 +86,7 @@ RULES.update({f"get {name}": _turned for name in ("T", "mT", "H", "mH")})
 @rule("squeeze")
 def _squeeze(func: Func, x: Any, dim: Any = None) -> Any:
     dims = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
-    for at in sorted({d % x.dim() for d in dims if x.shape[d] == 1}, reverse=True):
+    for at in sorted({place_of(d, x.dim()) for d in dims if x.shape[d] == 1}, reverse=True):
         x = _row(x, at, 0)
     return x
 
@@ -129,13 +130,13 @@ def _repeat_interleave(func: Func, x: Any, repeats: Any, dim: int | None = None)
 
 @rule("flatten")
 def _flatten(func: Func, x: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
-    old, first, last = x.shape, start_dim % x.dim(), end_dim % x.dim()
+    old, first, last = x.shape, place_of(start_dim, x.dim()), place_of(end_dim, x.dim())
     return _reshaped(x, old, _shape_of(func, old, first, last), first, len(old) - 1 - last)
 
 
 @rule("unflatten")
 def _unflatten(func: Func, x: Any, dim: int, sizes: Any) -> Any:
-    old, at = x.shape, dim % x.dim()
+    old, at = x.shape, place_of(dim, x.dim())
     return _reshaped(x, old, _shape_of(func, old, at, tuple(sizes)), at, len(old) - 1 - at)
 
 
@@ -340,19 +341,19 @@ def _row(x: Any, dim: int, at: int) -> Any:
 
 @rule("select")
 def _select(func: Func, x: Any, dim: int, index: int) -> Any:
-    return _row(x, dim % x.dim(), index)
+    return _row(x, place_of(dim, x.dim()), index)
 
 
 @rule("narrow")
 def _narrow(func: Func, x: Any, dim: int, start: int, length: int) -> Any:
     rows = torch.empty(x.shape[dim], device="meta").narrow(0, start, length)  # checks both
     first = rows.storage_offset()
-    return _sliced(x, dim % x.dim(), slice(first, first + length))
+    return _sliced(x, place_of(dim, x.dim()), slice(first, first + length))
 
 
 @rule("unbind")
 def _unbind(func: Func, x: Any, dim: int = 0) -> Any:
-    return tuple(_row(x, dim % x.dim(), at) for at in range(x.shape[dim]))
+    return tuple(_row(x, place_of(dim, x.dim()), at) for at in range(x.shape[dim]))
 
 
 @rule("split split_with_sizes tensor_split chunk")
@@ -362,13 +363,15 @@ def _split(func: Func, x: Any, how: Any, dim: int = 0) -> Any:
     ends = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     if split_of(x, dim) is None:
         return wrap(tuple(plain(x).split(sizes, dim)), x.grid_layout)
-    return tuple(_sliced(x, dim % x.dim(), slice(a, b)) for a, b in itertools.pairwise(ends))
+    return tuple(
+        _sliced(x, place_of(dim, x.dim()), slice(a, b)) for a, b in itertools.pairwise(ends)
+    )
 
 
 @rule("gather", several=True)
 def _gather(func: Func, x: Any, dim: int, index: Any, **kwargs: Any) -> Any:
     """Pick along a dimension that is not split in `x`; that of the index may be."""
-    at, layout = dim % x.dim() - x.dim(), common([x, index])
+    at, layout = place_of(dim, x.dim()) - x.dim(), common([x, index])
     if isinstance(x, Field) and at in x.grid_layout.by_dim:
         raise refused("gather along a split dimension")
     return wrap(func(placed(x, layout.unsplit(at)), at, placed(index, layout), **kwargs), layout)
@@ -436,7 +439,7 @@ def _pad(
     sides, rest, layout = {-1 - i: pad[2 * i : 2 * i + 2] for i in range(len(pad) // 2)}, [*pad], {}
     for dim in sides.keys() & x.grid_layout.by_dim.keys():
         n, (before, behind) = x.shape[dim], sides[dim]
-        x = _sliced(x, dim % x.dim(), slice(max(0, -before), n + min(0, behind)))
+        x = _sliced(x, place_of(dim, x.dim()), slice(max(0, -before), n + min(0, behind)))
     local = plain(x)
     for dim, (before, behind) in sides.items():
         if (split := x.grid_layout.by_dim.get(dim)) is None:
@@ -483,7 +486,9 @@ def _diff(
     parts = [part for part in (prepend, x, append) if part is not None]
     x = _cat(func, parts, dim) if len(parts) > 1 else x
     for _ in range(n):
-        behind, before = (_sliced(x, dim % x.dim(), s) for s in (slice(1, None), slice(-1)))
+        behind, before = (
+            _sliced(x, place_of(dim, x.dim()), s) for s in (slice(1, None), slice(-1))
+        )
         x = behind != before if x.dtype == torch.bool else behind - before
     return x
 
@@ -491,7 +496,7 @@ def _diff(
 @rule("cat concat concatenate", several=True)
 def _cat(func: Func, tensors: Sequence[Any], dim: int = 0) -> Any:
     tensors = [t for t in tensors if t.dim() != 1 or t.shape[0]]
-    at = dim % tensors[0].dim() - tensors[0].dim()
+    at = place_of(dim, tensors[0].dim()) - tensors[0].dim()
     splits = [split_of(t, at, "cat") if isinstance(t, Field) else None for t in tensors]
     here = next((split for split in splits if split is not None), None)
     if here is None:
@@ -530,5 +535,7 @@ def _cat(func: Func, tensors: Sequence[Any], dim: int = 0) -> Any:
 @rule("stack", several=True)
 def _stack(func: Func, tensors: Sequence[Any], dim: int = 0) -> Any:
     return _cat(
-        func, [t.unsqueeze(dim % (t.dim() + 1)) for t in tensors], dim % (tensors[0].dim() + 1)
+        func,
+        [t.unsqueeze(place_of(dim, t.dim() + 1)) for t in tensors],
+        place_of(dim, tensors[0].dim() + 1),
     )

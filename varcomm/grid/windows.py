@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from varcomm.errors import ArgumentError
 from varcomm.grid.fetch import rows, start_rows
-from varcomm.grid.field import by_body, filled, plain, refused, rule, split_of, wrap
+from varcomm.grid.field import by_body, filled, place_of, plain, refused, rule, split_of, wrap
 from varcomm.grid.layout import Layout, Span, Spans, Split
 
 Func = Callable[..., Any]
@@ -384,7 +384,7 @@ def _unfold(func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     if func is torch.Tensor.unfold:
         along = ("dimension", "size", "step")
         dim, size, step = (*args, *(kwargs[word] for word in along if word in kwargs))
-        return _unfolded(x, dim % x.dim() - x.dim(), Window(size, step, 0, 0))
+        return _unfolded(x, place_of(dim, x.dim()) - x.dim(), Window(size, step, 0, 0))
     kernel, dilation, padding, stride = _four(*args, **kwargs)
     for window in windows_of(2, kernel, stride, padding, dilation):
         x = _unfolded(x, -2, window)
