@@ -208,7 +208,7 @@ for rank, lists in enumerate(ranks.run(first_run)):
 # To see which rows a collective moves, mark each entry with a vector of its own: a one in one
 # place, and zeros elsewhere. A copy keeps its mark, and a sum has the marks of all its terms.
 # ``follow`` marks the input of a collective and, for backward, the gradient of its result.
-# ``shapes`` has the shape of each rank's input, or None for a rank without input.
+# ``shapes`` lists the shape of each rank's input, with None for a rank without input.
 
 MARKS = 16  # at least the number of entries on all ranks
 
@@ -242,10 +242,10 @@ def follow(rank, primitive, shapes):
 
 
 # %%
-# The drawings show what ``follow`` returns. The upper half is the forward pass, from left to right.
-# The lower half is the backward pass, from right to left. The colour of a row is the rank that held
-# the row at the start of the arrow, and the number is the row's place on that rank. A row with
-# several fields is a sum.
+# The drawings show the result of ``follow``. The upper half is the forward pass, from left to
+# right. The lower half is the backward pass, from right to left. The colour of a row shows which
+# rank held the row at the start of the arrow, and the number is the index of the row on that rank.
+# A row with several fields is the sum of several rows.
 
 drawn = {
     "all_gather_v": ranks.run(
@@ -261,9 +261,8 @@ plt.show()
 # sphinx_gallery_end_ignore
 
 # %%
-# The backward of the left drawing is the forward of the right drawing, and the reverse. The two
-# operators are *adjoints* of each other: as matrices of zeros and ones, each is the transpose of
-# the other.
+# The backward pass in each drawing is the forward pass in the other drawing. The two operators are
+# *adjoints* of each other: as matrices of zeros and ones, each is the transpose of the other.
 #
 # gather_v and scatter_v
 # ----------------------
@@ -294,8 +293,9 @@ drawn |= pair
 #
 # ``all_to_all_v`` sends a block of rows from each rank to each rank. ``indexed_all_to_all_v`` sends
 # chosen rows, in any order and any number of times. Backward returns the gradients of all copies of
-# a row and sums them: a row that is sent twice has two fields. A halo exchange uses this primitive.
-# :class:`varcomm.ExchangePlan` runs the checks once and is called at every step.
+# a row and sums them. In the drawing, the gradient of a row that was sent twice therefore has two
+# fields. A halo exchange uses this primitive. A :class:`varcomm.ExchangePlan` runs the checks once,
+# and you call it at every step.
 
 BLOCKS = [
     [1, 2, 0],
@@ -387,7 +387,7 @@ plt.show()
 #
 # :func:`varcomm.testing.dot_test` draws a random :math:`y` and raises on every rank if the two
 # sides differ by more than rounding. Use ``dot_test`` for your own functions. Here ``dot_test``
-# finds a backward without the sum over ranks:
+# finds a backward that lacks the sum over ranks:
 
 
 class Forgetful(torch.autograd.Function):
@@ -415,11 +415,11 @@ print(textwrap.fill(ranks.run(prove)[0], 84))
 # Wrong use is an error
 # ---------------------
 #
-# Each rank checks its own arguments before it sends. Some mistakes, such as sizes that differ, can
-# be found only by comparing ranks. Inside ``with vc.debug():`` ranks compare each call, and all of
-# them raise the same error. Use ``debug()`` while you develop: without ``debug()``, ranks that
-# disagree may wait until the timeout. We print the first line of the error. The next lines name the
-# line of code on each rank.
+# Each rank checks its own arguments before it sends. Some mistakes, such as sizes that differ
+# between ranks, can be found only by comparing ranks. Inside ``with vc.debug():`` ranks compare
+# each call, and all ranks raise the same error. Use ``debug()`` while you develop: without
+# ``debug()``, ranks that disagree may wait until the timeout. This code prints only the first line
+# of the error. The other lines name the line of code on each rank.
 
 
 def disagree(rank):

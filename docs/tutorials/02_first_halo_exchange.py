@@ -102,7 +102,7 @@ plt.show()
 # ``plan(u)`` sends rows of ``u`` and returns the received rows, in the order in which the rank
 # listed them: the left neighbour first. The two ends of the rod are insulated.
 #
-# ``solve`` runs on each rank. One process runs ``solve`` as well, with ``plan=None``.
+# ``solve`` runs on each rank, and also in one process with ``plan=None``.
 
 STEPS = 60
 
@@ -133,7 +133,7 @@ def initial(points):
 #
 # The loss is the final temperature at one point. The gradient of the loss shows how much that
 # temperature depends on each initial temperature. Rank 1 owns the point, so the loss of the other
-# ranks is zero. These ranks call ``backward`` as well: at each step, the backward of the exchange
+# ranks is zero. These ranks must also call ``backward``. At each step, the backward of the exchange
 # sends the gradient of a halo row to its owner. The owner adds this gradient to its own gradient.
 
 POINT = 22
@@ -165,7 +165,7 @@ print(f"gradients differ by at most    {apart[1]:.1e}")
 
 # %%
 # Without the exchange, each part of the rod is computed as a separate rod. No error is raised,
-# because all shapes match, and the numbers are wrong.
+# because all shapes match, but the numbers are wrong.
 
 alone_end, alone_gradient = (
     torch.cat(shards) for shards in zip(*ranks.run(on_ranks, False), strict=True)
@@ -257,7 +257,7 @@ ranks.close()
 # - Make a plan once, from the rows that you need, and call it at every step.
 # - Autograd differentiates the exchange: the gradient of a copy returns to the owner, which adds
 #   it.
-# - All ranks call ``backward``, also ranks whose part of the loss is zero.
+# - All ranks call ``backward``, including ranks whose part of the loss is zero.
 #
 # Next: :doc:`partition a mesh and draw the parts <03_partition_a_mesh>`. Reference: :doc:`plans
 # </explanation/plans>`.

@@ -13,9 +13,9 @@ You need to know a mesh or a graph, and the halo of the :doc:`second tutorial
 # A mesh file
 # -----------
 #
-# The mesh fills a channel around two cylinders. The triangles are small near the cylinders. Here
-# hidden code draws the mesh and writes ``channel.vtu``. In your project, a mesh generator writes
-# the file.
+# The mesh fills a channel around two cylinders. The triangles are small near the cylinders. On this
+# page, hidden code generates the mesh and writes ``channel.vtu``. In your project, a mesh generator
+# writes the file.
 
 import tempfile
 from pathlib import Path
@@ -86,8 +86,8 @@ print(meshio.read(file))
 #
 # ``read_mesh`` returns a PyTorch Geometric ``Data`` object, from any file that meshio reads. Here,
 # nodes are the points of the mesh. Edges join the points of a triangle, in both directions.
-# ``partition`` assigns nodes to ranks. A rank holds its owned nodes and all edges *into* them. The
-# rank's halo holds those sources of these edges that other ranks own.
+# ``partition`` assigns nodes to ranks. A rank holds its owned nodes and all edges *into* them. Some
+# of these edges start at nodes that other ranks own. These nodes are the rank's halo.
 #
 # - ``metis`` cuts few edges;
 # - ``hilbert`` orders nodes along a space-filling curve through their positions, and cuts the curve
@@ -129,8 +129,9 @@ for method in METHODS:
 # Pictures of the parts
 # ---------------------
 #
-# A triangle has the colour of its corners' rank. A triangle between ranks has no colour: its
-# nodes are in halos. ``graph.plot("parts.png")`` draws a similar picture.
+# A triangle has the colour of the rank that owns its corners. A triangle has no colour if several
+# ranks own its corners: these nodes are in halos. ``graph.plot("parts.png")`` draws a similar
+# picture.
 
 # sphinx_gallery_start_ignore
 import matplotlib.pyplot as plt
@@ -245,8 +246,8 @@ print(vc.launch(reload, 2, str(folder / "parts"))[0])
 # Summary
 # -------
 #
-# - METIS cuts the fewest edges. Methods that use positions are fast. ``block`` needs ids that
-#   follow the mesh.
+# - METIS cuts the fewest edges. Methods that use positions are fast. ``block`` cuts few edges only
+#   if neighbouring nodes have neighbouring ids.
 # - A saved partition loads on any number of ranks.
 #
 # Next: :doc:`train a PyG model on several ranks <04_pyg_on_ranks>`. Reference: :doc:`meshes,

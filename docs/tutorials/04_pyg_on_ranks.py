@@ -96,7 +96,7 @@ losses, prediction, state = in_one_process(data)
 # 1. ``vc.init()`` joins the ranks that ``torchrun``, ``srun`` or ``mpiexec`` has started. Here,
 #    :func:`varcomm.launch` starts three local ranks instead.
 # 2. ``partition`` returns this rank's part of the graph. ``graph.x``, ``graph.y`` and
-#    ``graph.train_mask`` hold the rows of its own nodes.
+#    ``graph.train_mask`` hold the rows of the nodes that this rank owns.
 # 3. ``distribute`` returns the same model. The layers of the model now fetch the rows of other
 #    ranks' nodes, and the norms use the mean and variance over the nodes of all ranks.
 # 4. ``graph.mean`` is the mean over the nodes of all ranks.
@@ -141,7 +141,8 @@ print("\n".join(list(difflib.unified_diff(*lines, n=1, lineterm=""))[3:]))
 # -------------------
 #
 # Both runs started with the same parameters. A small error in one gradient would grow over the
-# steps. Only rounding remains, because sums are taken in another order.
+# steps. The remaining differences are rounding errors, because ranks add the same numbers in
+# another order.
 
 
 def worst(ours, theirs):
@@ -216,7 +217,7 @@ plt.show()
 #
 # - The model does not change. Five lines of the script change.
 # - Losses, parameters and predictions equal those of one process, to rounding.
-# - ``distribute`` refuses layers that cannot be exact on parts, with the reason.
+# - ``distribute`` refuses layers that cannot be exact on parts, and its error states the reason.
 # - ``vc.testing.same_as_one_process(model, data)`` makes this comparison for your own model.
 #
 # Next: :doc:`second derivatives and forces <05_forces>`. Reference:

@@ -69,8 +69,8 @@ print(f"gradient differs by        {(gradient - whole[0]).abs().max():.1e}")
 print(f"Hessian product differs by {(product - whole[1]).abs().max():.1e}")
 
 # %%
-# Some libraries fill the halo outside autograd. ``detach()`` shows the effect: the energy is the
-# same, no error is raised, and the forces are wrong at each border.
+# Some libraries fill the halo outside autograd. Here ``detach()`` imitates such a library: the
+# energy is the same and no error is raised, but the forces are wrong at each border.
 
 print(f"gradient, halo detached        {(cut_gradient - whole[0]).abs().max():.1e}")
 print(f"Hessian product, halo detached {(cut_product - whole[1]).abs().max():.1e}")
@@ -80,9 +80,9 @@ print(f"Hessian product, halo detached {(cut_product - whole[1]).abs().max():.1e
 # --------------
 #
 # The data are two crystals of argon that repeat in all directions, with atoms displaced from their
-# sites. Edges join atoms closer than a cutoff. ``shifts`` has, for each edge, the displacement of
-# the periodic copy at which the edge starts. The true energies and forces come from the
-# Lennard-Jones formula, in eV and Angstrom.
+# sites. Edges join atoms closer than a cutoff. An edge can start at a periodic copy of an atom.
+# ``shifts`` holds the displacement of this copy for each edge. The true energies and forces come
+# from the Lennard-Jones formula, in eV and Angstrom.
 
 CUTOFF = 5.8
 
@@ -324,8 +324,8 @@ plt.show()
 # - The backward of an exchange is an exchange that can be differentiated again, to any order.
 # - Compute forces with ``torch.autograd.grad(energies.sum(), pos)`` on all ranks at once.
 #   ``graph.sum(energies)`` has the same gradient.
-# - If the halo is filled outside autograd, the energy is right and the forces are wrong, without
-#   an error.
+# - If the halo is filled outside autograd, the energy is right but the forces are wrong, and no
+#   error is raised.
 # - Training with a loss on forces has the same losses and gradients as in one process, to rounding.
 #
 # Next: :doc:`tensor parallelism when nothing divides <06_nothing_divides>`.

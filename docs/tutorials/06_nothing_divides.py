@@ -112,10 +112,10 @@ def two_layers(rank):
 print("\n".join(ranks.run(two_layers)))
 
 # %%
-# The script prints the shapes of the first weight, the hidden features and the second weight.
-# Result and gradients equal those of one process, or ``assert_close`` would have raised. One call
-# in forward sums the partial results. One call in backward sums the gradients of ``x``. Every rank
-# calls ``backward()`` on its copy of the same loss, and the loss counts once.
+# The script prints the shapes of the first weight, the hidden features and the second weight. The
+# result and the gradients equal those of one process: ``assert_close`` raised no error. In forward,
+# one collective sums the partial results. In backward, one collective sums the gradients of ``x``.
+# Every rank calls ``backward()`` on its copy of the same loss, and the loss counts once.
 #
 # Shard an existing model
 # -----------------------
@@ -187,7 +187,7 @@ even = ranks.run(train, sizes["heads"], sizes["features"])
 
 # %%
 # The head shares its weight with the embedding, in one process and on ranks. Each rank computes the
-# logits of its own tokens, and the loss uses these parts. No rank holds all logits.
+# logits for its part of the vocabulary, and the loss uses these shards. No rank holds all logits.
 #
 # Choose sizes
 # ------------
@@ -260,8 +260,8 @@ plt.show()
 # - Every layer accepts ``sizes``. The default is balanced; zeros are allowed.
 # - Column layers split outputs, and row layers split inputs. A fused layer has sizes for each
 #   block. Heads stay complete if sizes are multiples of the features per head.
-# - ``tp.shard_spec(parameter)`` describes how a parameter is sharded, and gathers the parameter or
-#   its gradient.
+# - ``tp.shard_spec(parameter)`` returns the layout of a sharded parameter. Its ``gather`` method
+#   assembles the full parameter or the full gradient.
 #
 # Next: :doc:`sharded gradients and checkpoints </generated/tutorials/07_sharded_gradients>`.
 # Reference: :doc:`/tensor_parallel`, with sequence parallelism, a loss on sharded logits, and

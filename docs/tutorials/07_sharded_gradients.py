@@ -13,7 +13,7 @@ continue on the same loss curve. It takes 15 minutes. You need to know ``torch.o
 # Memory per parameter
 # --------------------
 #
-# Adam stores two numbers per parameter, and backward leaves a gradient. Together with the parameter
+# Adam stores two numbers per parameter, and backward stores a gradient. Together with the parameter
 # itself, a rank stores four numbers per parameter. :class:`varcomm.data_parallel.ShardedGradients`
 # keeps all parameters on every rank and shards gradients and Adam's numbers, as ZeRO does. Each
 # rank owns a *piece*, and pieces may be uneven. Here the first of three ranks has more memory than
@@ -126,8 +126,8 @@ for rank, (_, numbers) in enumerate(on_three):
 # Files of a checkpoint
 # ---------------------
 #
-# A checkpoint is a folder of tensors, in the pieces that ranks held. Saving never assembles a full
-# tensor. ``read`` returns full tensors in any process:
+# A checkpoint is a folder of tensors, stored in the pieces that the ranks held. Saving never
+# assembles a full tensor. ``read`` returns full tensors in any process:
 
 saved = read(folder)
 print(*sorted(path.name for path in folder.iterdir()), sep="\n")

@@ -98,12 +98,12 @@ def step(rank, x, weight, overlap):
 #
 # - ``varcomm::all_gather_v``: the time to *start* the call;
 # - ``gloo:broadcast`` and others: the engine, here Gloo, moves data in its own threads;
-# - ``_Wait``: this rank waits; in backward, within ``_StartBackward``;
+# - ``_Wait``: this rank waits; in backward, the wait is inside ``_StartBackward``;
 # - ``own rows``, ``backward`` and others: computations of the program.
 #
 # A barrier makes ranks begin together, because the profiler may start later on one rank. Ranks on
-# one host share a clock. Other programs of the machine disturb a single measurement. The code below
-# therefore measures both versions five times, in turn, and shows the pair with the median gain.
+# one host share a clock. Other programs on the machine disturb a single measurement. The code below
+# therefore measures both versions five times, alternately, and shows the pair with the median gain.
 
 NAMES = {"reading", "own rows", "all rows", "backward", "_Wait"}
 
@@ -224,8 +224,8 @@ plt.show()
 # version, rank 0 computes its own rows while rank 1 reads, and the engine of rank 0 waits.
 #
 # Backward overlaps as well, without a change in the code. Autograd runs in reverse order: it
-# *starts* the adjoint at the place of ``wait()``, and waits for it at the place of the call. The
-# last bar of each engine is the reduce-scatter.
+# *starts* the adjoint at the place where forward called ``wait()``, and waits for the adjoint at
+# the place where forward started the call. The last bar of each engine is the reduce-scatter.
 #
 # Overlap has two limits. If one rank computes longer than the others, the other ranks still wait at
 # the end. On CPUs the engine needs a core, so overlap gains little if all cores compute.

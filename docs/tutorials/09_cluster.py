@@ -40,8 +40,8 @@ host and on several. It takes 15 minutes. You need to know how to submit a job o
 #
 #     srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 python train.py
 #
-# **SLURM, one torchrun per host.** torchrun restarts all ranks after one has failed. Let the script
-# load the last checkpoint.
+# **SLURM, one torchrun per host.** If a rank fails, torchrun restarts all ranks. Your script must
+# therefore load the last checkpoint when it starts.
 #
 # .. code-block:: bash
 #
@@ -67,8 +67,8 @@ host and on several. It takes 15 minutes. You need to know how to submit a job o
 #         --rdzv-endpoint="$first:29500" train.py
 #
 # **MPI on hosts without GPUs.** Here ``train.py`` calls ``vc.init("mpi")``. MPICH's ``mpiexec``
-# finds the hosts of a SLURM job. Call ``mpiexec`` of Open MPI in the same way. Without ``mpiexec``,
-# ``srun --mpi=pmix`` starts ranks for Open MPI.
+# finds the hosts of a SLURM job. Use the ``mpiexec`` of Open MPI in the same way. Without
+# ``mpiexec``, ``srun --mpi=pmix`` starts ranks for Open MPI.
 #
 # .. code-block:: bash
 #
@@ -167,9 +167,9 @@ print(
 # torchrun on several hosts
 # -------------------------
 #
-# Run torchrun once on each host, with the address of one of the hosts. Here two torchruns on one
-# machine stand for two hosts, and each starts two ranks. Ranks are numbered over all hosts, and
-# local ranks are numbered per host. A rank uses the GPU of its local rank.
+# Run torchrun once on each host, with the address of one of the hosts. Here, two torchrun processes
+# on one machine stand for two hosts. Each process starts two ranks. Ranks are numbered over all
+# hosts, and local ranks are numbered per host. A rank uses the GPU of its local rank.
 
 with socket.socket() as free:
     free.bind(("127.0.0.1", 0))

@@ -94,8 +94,8 @@ ranks = vc.Ranks(3)
 show(ranks.run(debugged, "none")[0][1])
 
 # %%
-# Another size: all ranks raise the same error at once. The error names the ranks that differ, the
-# argument and the line.
+# In the run with *another size*, all ranks raise the same error at once. The error names the ranks
+# that differ, the argument and the line.
 
 another_size = ranks.run(debugged, "another size")
 show(another_size[0][1])
@@ -104,22 +104,22 @@ print(
 )
 
 # %%
-# A skipped call: rank 2 reaches its next call while the other ranks are still in the skipped call.
-# The lines show the skipped call, an ``all_reduce`` inside an ``if``. Rank 2 is in *backward*, and
-# the table shows the line that called it.
+# In the run with *a skipped call*, rank 2 reaches its next call while the other ranks are still in
+# the call that rank 2 skipped. The lines show the skipped call, an ``all_reduce`` inside an ``if``.
+# Rank 2 is in *backward*, and the table shows the line that called ``backward``.
 
 skipped = ranks.run(debugged, "a skipped call")
 show(skipped[0][1])
 
 # %%
-# An exception: rank 1 is missing. The other ranks wait until the timeout, then print the last call
-# of rank 1 and its exception.
+# In the run with *an exception*, rank 1 is missing. The other ranks wait until the timeout, then
+# print the last call of rank 1 and its exception.
 
 an_exception = ranks.run(debugged, "an exception")
 show(an_exception[0][1])
 
 # %%
-# Calls of each rank, in order; the call that differs has a red frame:
+# The picture shows the calls of each rank in order. The call that differs has a red frame:
 
 # sphinx_gallery_start_ignore
 import matplotlib.pyplot as plt
@@ -173,8 +173,8 @@ plt.show()
 #
 # ``debug()`` adds a round of small messages per call, so it is a tool for development. Without
 # ``debug()``, a call waits until the timeout of its group: 600 s, unless you pass
-# ``vc.init(timeout=...)``. Then the error names the call and the ranks that failed in it. Here the
-# timeout is 3 s:
+# ``vc.init(timeout=...)``. After the timeout, the error names the call and the ranks that failed in
+# it. Here the timeout is 3 s:
 
 
 def not_debugged(rank, mistake):
@@ -213,15 +213,15 @@ except vc.LaunchError as error:
 ranks.close()
 
 # %%
-# This message does not name the call; ``debug()`` does. Set ``VARCOMM_DEBUG=1`` for a program that
-# you cannot edit.
+# This message does not name the call, but the error of ``debug()`` does. Set ``VARCOMM_DEBUG=1``
+# for a program that you cannot edit.
 #
 # An exception without debug()
 # ----------------------------
 #
 # In a real job the ``KeyError`` ends the process of rank 1. The connections of rank 1 close, so the
 # other ranks fail at once, and read the exception of rank 1 from the store. This run needs three
-# separate processes, such as torchrun starts. The output is the last line of each process:
+# separate processes, as torchrun starts them. The output is the last line of each process:
 
 PROGRAM = """
 import torch, varcomm as vc
