@@ -318,7 +318,7 @@ _RANDOM = _DROPS | {
     "bernoulli", "bernoulli_", "normal_", "uniform_", "exponential_", "multinomial", "rrelu",
     "poisson", "normal", "gumbel_softmax",
 }  # fmt: skip
-# whole channels are dropped alike on all ranks
+# dropout of channels drops the same ones on all ranks
 _DRAW = (_RANDOM - _DROPS) | {"dropout", "dropout_", "scaled_dot_product_attention"}
 
 
