@@ -204,7 +204,6 @@ def up():
     return [p]
 
 
-# arguments, and a word of the message
 def read_before(parameters):
     list(parameters)
     return parameters
@@ -215,6 +214,7 @@ def with_main_grad(parameter):
     return parameter
 
 
+# arguments, and a word of the message
 REFUSED = (
     (lambda: parameter(grad=1.0), {}, "parameters"),
     (lambda: nn.Linear(1, 1).named_parameters(), {}, "parameters"),
