@@ -315,9 +315,8 @@ def _logsumexp(func: Func, x: Any, dim: Any, keepdim: bool = False) -> Any:
 
 @rule("softmax log_softmax")
 def _softmax(func: Func, x: Any, dim: Any = None, *args: Any, dtype: Any = None, **_: Any) -> Any:
-    at = (
-        int(x.dim() not in (0, 1, 3)) if dim is None else place_of(dim, x.dim())
-    )  # torch's old default
+    old = int(x.dim() not in (0, 1, 3))  # torch's default
+    at = old if dim is None else place_of(dim, x.dim())
     dtype = next((each for each in args if isinstance(each, torch.dtype)), dtype)
     if not reduced_splits(x, [at]):
         return wrap(func(plain(x), at, dtype=dtype), x.grid_layout)

@@ -262,7 +262,7 @@ def _index_of(entry: Any) -> Any:
         raise refused("an index of True or False", "Use unsqueeze(0), or None as the index.")
     if isinstance(entry, tuple | range):
         return [*entry]
-    if isinstance(entry, Tensor) or entry is None or entry is Ellipsis or hasattr(entry, "indices"):
+    if entry is None or entry is Ellipsis or isinstance(entry, Tensor | slice):
         return entry
     if hasattr(entry, "__array__"):
         return torch.as_tensor(entry)
@@ -381,12 +381,9 @@ def _gather(func: Func, x: Any, dim: int, index: Any, **kwargs: Any) -> Any:
 def _setitem(func: Func, x: Any, index: Any, value: Any) -> None:
     """Write along dimensions that are not split; into an ordinary tensor, the whole."""
     if not isinstance(x, Field) or not x.grid_layout.splits:
-        if not isinstance(value, Field):
-            func(plain(x), map_plain(index), value)
-            return
-        func(plain(x), map_plain(index), value.gather())
-        if type(x) is Tensor and x.requires_grad:  # a value of all ranks, whose loss counts once
-            made: Any = x
+        func(plain(x), map_plain(index), value.gather() if isinstance(value, Field) else value)
+        if isinstance(value, Field) and type(x) is Tensor and x.requires_grad:
+            made: Any = x  # a value of all ranks, whose loss counts once
             made.__class__, made.grid_layout = Field, Layout(value.grid_layout.groups)
         return
     target = _getitem(torch.Tensor.__getitem__, x, index)
@@ -534,8 +531,5 @@ def _cat(func: Func, tensors: Sequence[Any], dim: int = 0) -> Any:
 
 @rule("stack", several=True)
 def _stack(func: Func, tensors: Sequence[Any], dim: int = 0) -> Any:
-    return _cat(
-        func,
-        [t.unsqueeze(place_of(dim, t.dim() + 1)) for t in tensors],
-        place_of(dim, tensors[0].dim() + 1),
-    )
+    at = place_of(dim, tensors[0].dim() + 1)
+    return _cat(func, [each.unsqueeze(at) for each in tensors], at)
