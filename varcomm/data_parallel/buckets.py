@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.sharding import shard_spec
+from varcomm.ops.checks import is_sharded_over
 from varcomm.transport.engine import Pending, span
 from varcomm.transport.failure import explained, failure
 from varcomm.transport.group import Group
@@ -115,8 +115,7 @@ def is_owned(parameter: torch.Tensor) -> bool:
 
 def refuse_sharded(parameter: torch.Tensor, group: Group, what: str) -> None:
     """Raise ArgumentError if ranks of the group have different shards of a parameter."""
-    spec = shard_spec(parameter)
-    if spec is not None and len({*spec.group.ranks} & {*group.ranks}) > 1:
+    if is_sharded_over(parameter, group):
         raise ArgumentError(
             f"{what} is a shard of a parameter that ranks of this group hold in parts, so its "
             "gradient is complete. Sum over ranks that hold the same shard: pass the data-parallel "

@@ -8,7 +8,7 @@ import torch
 
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops.broadcast import Broadcast
-from varcomm.ops.checks import SHARD_MARK, checked_tensor
+from varcomm.ops.checks import checked_tensor, is_sharded_over
 from varcomm.ops.digest import differing
 from varcomm.ops.handle import apply
 from varcomm.sizes import checked_rank
@@ -81,8 +81,7 @@ def broadcast_module(model: torch.nn.Module, src: int = 0, group: GroupLike = No
                     f"{name} is not initialised, or sparse. Call the model once, or to_empty."
                 )
             checked_tensor(tensor, "", name)
-            spec = getattr(getattr(tensor, SHARD_MARK, None), "spec", None)
-            if spec is not None and len({*spec.group.ranks} & {*ranks.ranks}) > 1:
+            if is_sharded_over(tensor, ranks):
                 raise ArgumentError(
                     f"{name} is this rank's shard, which the shard of rank {root} would replace. "
                     "Call broadcast_module before the model is sharded, or pass the data-parallel "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from inspect import GEN_CLOSED, getgeneratorstate, isgenerator
+from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -90,6 +91,17 @@ def checked_tensor(tensor: object, where: str, name: str = "tensor") -> None:
             f"{where}{name} must be dense; got {type(tensor).__name__}, which wraps other tensors. "
             "Pass these."
         )
+
+
+def shard_of(tensor: torch.Tensor) -> Any:
+    """Return the ShardSpec of a parameter that is this rank's part of a sharded one, or None."""
+    return getattr(getattr(tensor, SHARD_MARK, None), "spec", None)  # a pickled mark has none
+
+
+def is_sharded_over(tensor: torch.Tensor, group: Group) -> bool:
+    """Return whether ranks of the group have different shards of a parameter."""
+    spec = shard_of(tensor)
+    return spec is not None and len({*spec.group.ranks} & {*group.ranks}) > 1
 
 
 def refuse_exhausted(parameters: object, where: str) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from varcomm.errors import ArgumentError
+from varcomm.ops.checks import shard_of
 from varcomm.transport.call_log import word_of
 from varcomm.transport.group import Group
 
@@ -40,27 +41,35 @@ def names_of(optimizer: torch.optim.Optimizer) -> set[str]:
 
 
 @functools.cache  # one hook per process
-def check_steps(mark: str) -> None:
-    """Check steps of optimizers from now on, if a parameter has the attribute `mark`.
+def check_steps() -> None:
+    """Check steps of optimizers from now on.
 
-    Optimizers that mix elements are refused. Ranks compare at their next sum whether all of them
-    have made the step: a GradScaler on each rank sees the gradients of this rank's part alone.
+    Those of parameters that were replaced are refused, and for sharded parameters those that mix
+    elements. Ranks compare at their next sum whether all of them have made a step of sharded
+    parameters: a GradScaler on each rank sees the gradients of this rank's part alone.
     """
 
     def check(optimizer: torch.optim.Optimizer, *_: object) -> None:
         mixes = not names_of(optimizer).isdisjoint(OF_ALL | OF_A_TENSOR)
         kind, groups = type(optimizer).__name__, set[Group]()
-        for parameter in _parameters(optimizer):
-            marked = getattr(parameter, mark, None)
-            if marked is None or not hasattr(marked, "spec") or marked.spec.group.size == 1:
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            # the caller may go on to train the old layers elsewhere
+            if parameter.grad is None and hasattr(parameter, _REPLACED):
+                raise ArgumentError(
+                    f"{kind} has a parameter of shape {tuple(parameter.shape)} that "
+                    "tensor_parallel.parallelize has replaced, and would not train the model. "
+                    "Make the optimizer after parallelize."
+                )
+            spec = shard_of(parameter)
+            if spec is None or spec.group.size == 1:
                 continue
-            groups.add(marked.spec.group)
             if mixes:
                 raise ArgumentError(
                     f"{kind} computes with whole parameters, and this rank has a part of one, of "
                     f"shape {tuple(parameter.shape)}. Use an optimizer whose update of an element "
                     "needs only this element, such as AdamW or SGD, for sharded parameters."
                 )
+            groups.add(spec.group)
         name = f"{kind}.step of sharded parameters, which all ranks make or skip"
         for log in (group.log for group in groups):
             if log is not None:
@@ -71,25 +80,6 @@ def check_steps(mark: str) -> None:
 
 def refuse_replaced(parameters: Iterable[torch.Tensor]) -> None:
     """Refuse steps of optimizers that still have these parameters, which no longer train."""
+    check_steps()
     for parameter in parameters:
         setattr(parameter, _REPLACED, True)
-        _check_replaced()
-
-
-@functools.cache  # one hook per process
-def _check_replaced() -> None:
-    def check(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        for parameter in _parameters(optimizer):
-            # the caller may go on to train the old layers elsewhere
-            if parameter.grad is None and hasattr(parameter, _REPLACED):
-                raise ArgumentError(
-                    f"{type(optimizer).__name__} has a parameter of shape "
-                    f"{tuple(parameter.shape)} that tensor_parallel.parallelize has replaced, and "
-                    "would not train the model. Make the optimizer after parallelize."
-                )
-
-    register_optimizer_step_pre_hook(check)
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -10,7 +10,7 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import all_gather_v
-from varcomm.ops.checks import SHARD_MARK, checked_tensor, checking
+from varcomm.ops.checks import SHARD_MARK, checked_tensor, checking, shard_of
 from varcomm.ops.gather_v import gather_v
 from varcomm.sharding.optimizers import check_steps
 from varcomm.sizes import ShardSizes, checked_dim, checked_sizes, exact_int
@@ -202,7 +202,7 @@ def mark(param: T, spec: ShardSpec) -> T:
     """
     spec.check_local(param)
     setattr(param, SHARD_MARK, _Mark(spec))
-    check_steps(SHARD_MARK)
+    check_steps()
     return param
 
 
@@ -229,5 +229,4 @@ def shard_spec(param: torch.Tensor) -> ShardSpec | None:
     >>> print(shard_spec(torch.nn.Parameter(torch.zeros(4))))
     None
     """
-    found = getattr(param, SHARD_MARK, None)
-    return found.spec if isinstance(found, _Mark) else None
+    return shard_of(param)  # type: ignore[no-any-return]

@@ -314,11 +314,13 @@ def _leave_out_fused_kernels(module: nn.Module, made: Mapping[int, nn.Module]) -
     """Let encoder layers of torch call sharded layers in eval(), and not read their weights."""
     sharded = {id(new) for new in made.values()}
     for layer in module.modules():
+        if not isinstance(layer, nn.TransformerEncoderLayer | nn.TransformerEncoder):
+            continue
         if sharded.isdisjoint(map(id, layer.modules())):
             continue
         if isinstance(layer, nn.TransformerEncoderLayer):
             layer.activation_relu_or_gelu = 0
-        elif isinstance(layer, nn.TransformerEncoder):
+        else:
             layer.use_nested_tensor = False  # which only the fused kernels accept
 
 
