@@ -15,38 +15,64 @@ PAGE = Path(__file__).with_name("reference") / "grid_functions.md"
 KINDS = {
     "windows": (
         "Convolutions, pools, windows",
-        "any kernel, stride, dilation, groups, output padding, `ceil_mode`, `count_include_pad`; "
-        "padding in every mode of torch's modules, `same` included. No `return_indices`.",
+        "Kernel size, stride, dilation, `groups`, `output_padding`, `ceil_mode` and "
+        "`count_include_pad` may have any value. All padding modes of torch's modules work, and "
+        'so does `padding="same"`. `return_indices=True` raises an error.',
     ),
     "resample": (
         "Resampling",
-        "`size` or `scale_factor`; nearest, nearest-exact, linear, bilinear, bicubic, trilinear, "
-        "area; `align_corners`. No `antialias`.",
+        "`interpolate` accepts `size` or `scale_factor`, `align_corners`, and the modes nearest, "
+        "nearest-exact, linear, bilinear, bicubic, trilinear and area. `antialias=True` raises an "
+        "error.",
     ),
     "norms": (
         "Norms",
-        "in training and in evaluation, with running statistics; sums in fp32 at least.",
+        "Norms work in training and in evaluation mode. In training, they update running "
+        "statistics. Statistics of fp16 and bf16 inputs are computed in fp32.",
     ),
     "contractions": (
         "Products and attention",
-        "along split or other dimensions; attention with masks, causal, grouped queries.",
+        "A product may sum over a split dimension or over any other dimension. Attention accepts "
+        "masks, `is_causal=True` and grouped queries (`enable_gqa=True`).",
     ),
-    "fourier": ("Fourier transforms", "along split or other dimensions, any length `n` and `s`."),
+    "fourier": (
+        "Fourier transforms",
+        "A transform may run along a split dimension or along any other dimension, with any length "
+        "`n` or lengths `s`.",
+    ),
     "reductions": (
         "Reductions, softmax, cumulative sums",
-        "along split or other dimensions; sorting, medians and cumulative products along others.",
+        "Most of these functions accept a split dimension. Only dimensions that are not split are "
+        "accepted by `argsort`, `cummax`, `cummin`, `cumprod`, `glu`, `kthvalue`, `median`, "
+        "`nanmedian`, `sort` and `topk`.",
     ),
     "shapes": (
         "Shapes, rows, joins",
-        "slices with steps, rolls and flips of a split dimension; reshapes that keep whole rows.",
+        "A split dimension may be sliced (also with a step), rolled and flipped. A reshape may not "
+        "join two split dimensions, and a new row may not contain elements of two samples or "
+        "channels.",
     ),
-    "_loss": ("Losses", "with `reduction=`, class weights and ignored classes."),
+    "_loss": (
+        "Losses",
+        "Losses accept `reduction=`, class weights (`weight=`) and ignored classes "
+        "(`ignore_index=`).",
+    ),
     "elementwise": (
         "Element-wise functions",
-        "with operands in other sizes, which are aligned, and ordinary tensors.",
+        "Operands may be fields with different numbers of rows per rank. The result is split "
+        "like the first operand, and ranks exchange the rows of the others. An operand that is an "
+        "ordinary tensor must be complete on every rank.",
     ),
-    "_in_place": ("In place", "on a field, without writing rows of others."),
-    "others": ("Conversions, new tensors, derivatives", "new tensors are whole on every rank."),
+    "_in_place": (
+        "In place",
+        "These functions change this rank's rows of a field. Writing into rows that a rank has "
+        "fetched, such as `x[:, :, 0]`, raises an error.",
+    ),
+    "others": (
+        "Conversions, new tensors, derivatives",
+        "New tensors, such as those of `new_zeros`, are ordinary tensors. They have their full "
+        "shape on every rank.",
+    ),
 }
 OTHERS = {"_converted", "_ordinary", "_backward", "_grad"}
 BY_NAME = {  # of functions that share a rule with others
@@ -75,17 +101,18 @@ def page():
     lines = [
         "# Functions that run on fields",
         "",
-        "A [field](../grids.md) runs these functions of torch, as functions, methods, operators "
-        "and in modules. Outputs, gradients and second derivatives equal one process. Other "
-        "functions raise `ArgumentError` with their name. Operators are named as their methods, "
-        "without underscores: `x - 1` is `sub`, `1 - x` is `rsub`, `x[...]` is `getitem`.",
+        "These functions of torch run on a [field](../grids.md). Call them as functions, methods "
+        "or operators, or in modules. Outputs, gradients and second derivatives equal those of "
+        "one process. Every other function raises an `ArgumentError` that names the function. "
+        "Operators are listed under the names of their methods, without underscores: `x - 1` is "
+        "`sub`, `1 - x` is `rsub`, `x[...]` is `getitem`.",
         "",
         "`docs/make_grid_functions.py` writes this page.",
         "",
     ]
     for kind, (title, options) in KINDS.items():
         names = [name for name in vc.grid.functions() if kind_of(name) == kind]
-        lines += [f"## {title}", "", f"{options[0].upper()}{options[1:]}", ""]
+        lines += [f"## {title}", "", options, ""]
         lines += [", ".join(f"`{name}`" for name in names), ""]
     return "\n".join(lines)
 
