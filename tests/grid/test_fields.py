@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import numpy as np
 import pytest
@@ -177,7 +178,8 @@ REFUSED = {
     ),
     "Expected more than 1 spatial": lambda x: F.instance_norm(x[:, :, :1, :1]),
     "do not fit": lambda x: F.conv2d(x, torch.ones(1, 3, 9, 1, dtype=x.dtype)),
-    "ordinary tensor by add_": lambda x: torch.zeros(7, 5, dtype=x.dtype).add_(x[0, 0]),
+    "into an ordinary tensor": lambda x: torch.zeros(7, 5, dtype=x.dtype).add_(x[0, 0]),
+    "without a gradient into": lambda x: torch.ones(x.shape).__setitem__(x > 0, 0.0),
 }
 
 
@@ -307,21 +309,61 @@ def test_leaves_made_like_a_field(rank):
     assert value.is_leaf
 
 
+def low_waves(x):
+    waves, out = torch.fft.rfft2(x), torch.zeros(2, 3, 7, 3, dtype=torch.complex128)
+    out[:, :, :3, :2] = waves[:, :, :3, :2]  # as Fourier networks keep them
+    out[:, :, -3:, :2] = waves[:, :, -3:, :2]
+    return torch.fft.irfft2(out, s=x.shape[-2:])
+
+
+def zeros(*shape):
+    return torch.zeros(shape, dtype=torch.float64)
+
+
+def into(out, written, *_):
+    return out
+
+
+WRITTEN = {
+    "slices": low_waves,
+    "a view": lambda x: into(out := zeros(2, 2, 3, 7, 5), out[:, 0].__setitem__(..., x)),
+    "a flat view": lambda x: into(out := zeros(210), out.view(x.shape).__setitem__(..., x)),
+    "an earlier view": lambda x: into((out := zeros(*x.shape))[:, 0], out.__setitem__(..., x)),
+    "copy_": lambda x: into(out := zeros(2, 3, 7, 5), out[:, 1].copy_(x[:, 0])),
+    "add_": lambda x: into(out := zeros(2, 3, 7, 5), out.add_(x)),
+    "index_copy_": lambda x: into(
+        out := zeros(2, 5, 7, 5), out.index_copy_(1, torch.tensor([0, 2, 4]), x)
+    ),
+    "a loss": lambda x: into(out := zeros(2), out.__setitem__(0, x.mean())),
+    "a sum of losses": lambda x: into(out := zeros(), out.add_(x.sum())),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
 @on_ranks(3)
-def test_gradients_of_an_ordinary_tensor_that_a_field_is_written_into(rank):
+def test_an_ordinary_tensor_that_a_field_is_written_into(rank, name):
+    whole, grid, x = field_of(3)
+    weights = [torch.ones(3, 1, 1, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    one, split = (WRITTEN[name](y * w).square() for y, w in zip((whole, x), weights, strict=True))
+    assert type(split) is torch.Tensor
+    torch.testing.assert_close(split, one, rtol=1e-12, atol=1e-12)
+    alone = partial(split.sum().backward, retain_graph=True)
+    refused_alike(vc.ArgumentError, alone, "once per rank")
+    one.mean().backward()
+    grid.mean(split).backward()
+    torch.testing.assert_close(vc.all_reduce(weights[1].grad), weights[0].grad, rtol=1e-12, atol=0)
+
+
+@on_ranks(3)
+def test_losses_add_up_in_an_ordinary_tensor(rank):
     whole, _, x = field_of(3)
-    grads = []
-    for data in (whole, x):
-        weight = torch.ones(3, 1, 1, dtype=torch.float64, requires_grad=True)
-        waves = torch.fft.rfft2(data) * weight
-        out = torch.zeros(2, 3, 7, 3, dtype=waves.dtype)  # as Fourier networks keep low waves
-        out[:, :, :3, :2] = waves[:, :, :3, :2]
-        out[:, :, -3:, :2] = waves[:, :, -3:, :2]
-        y = torch.fft.irfft2(out, s=data.shape[-2:])
-        assert y.shape == data.shape
-        F.mse_loss(y, whole).backward()
-        grads.append(weight.grad)
-    torch.testing.assert_close(vc.all_reduce(grads[1]), grads[0], rtol=1e-12, atol=1e-12)
+    leaves = [whole.clone().requires_grad_(), x.detach().requires_grad_()]
+    for leaf in leaves:
+        loss = zeros()
+        loss += leaf.square().mean()
+        loss += leaf.cos().sum()
+        loss.backward()
+    torch.testing.assert_close(leaves[1].grad.gather(), leaves[0].grad, rtol=1e-12, atol=1e-12)
 
 
 @on_ranks(3)

@@ -14,6 +14,7 @@ from varcomm.grid.field import (
     RULES,
     Field,
     common,
+    counting_once,
     map_plain,
     place_of,
     placed,
@@ -104,8 +105,6 @@ def _ordinary(func: Func, *args: Any, **kwargs: Any) -> Any:
 )
 def _in_place(func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Change own rows in place; other operands are aligned with them."""
-    if not isinstance(x, Field):
-        raise refused(f"writing a field into an ordinary tensor by {func.__name__}")
     others = {name: placed(one, x.grid_layout) for name, one in kwargs.items()}
     func(plain(x), *[placed(one, x.grid_layout) for one in args], **others)
     return x
@@ -186,7 +185,8 @@ def _backward(func: Func, x: Any, gradient: Any = None, *args: Any, **kwargs: An
             "torch.autograd.backward",
             "Call backward() of the loss, and checkpoint with use_reentrant=False.",
         )
-    func(plain(x), _seed(x, gradient), *args, **kwargs)
+    with counting_once([x]):
+        func(plain(x), _seed(x, gradient), *args, **kwargs)
 
 
 @rule("grad", several=True)
@@ -200,7 +200,8 @@ def _grad(func: Func, outputs: Any, inputs: Any, grad_outputs: Any = None, **kwa
     if zeros := kwargs.pop("materialize_grads", False):
         kwargs["allow_unused"] = True
     # by edges: torch would switch rules off for fields, which a checkpoint calls again meanwhile
-    found = func([plain(x) for x in outs], [_edge(x) for x in ins], seeds, **kwargs)
+    with counting_once(outs):
+        found = func([plain(x) for x in outs], [_edge(x) for x in ins], seeds, **kwargs)
     return tuple(
         torch.zeros_like(x) if g is None and zeros else _gradient(g, x)
         for g, x in zip(found, ins, strict=True)

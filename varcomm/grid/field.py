@@ -28,7 +28,7 @@ from varcomm.ops.all_to_all_v import transpose_v
 from varcomm.ops.broadcast import broadcast
 from varcomm.ops.gather_v import gather_v
 from varcomm.sharding import Box, Sharded
-from varcomm.transport.group import Group
+from varcomm.transport.group import Group, resolve
 
 Rule = Callable[..., Any]
 
@@ -194,13 +194,15 @@ class Field(torch.Tensor):
                 f"{name} on rows that were fetched, which are no view of the field,",
                 "Compute a new field: torch.where, or a product with a mask.",
             )
+        if writes and target is not None and not isinstance(target, Field):
+            return _written(func, given[0].grid_layout, args, kwargs)
         if found is None or name not in _ALSO_WHOLE:
             layout = given[0].grid_layout
             if not any(one.grid_layout.splits for one in given):
                 if name in _RANDOM and layout.ranks > 1:
                     return _drawn_alike(name, func, layout, args, kwargs)
                 out = func(*map_plain(args), **{k: map_plain(v) for k, v in kwargs.items()})
-                out = args[0] if in_place and given[0] is args[0] else wrap(out, layout)
+                out = target if in_place else wrap(out, layout)
                 return _copied(name, given[0], out)
             if found is None:
                 raise refused(name)
@@ -420,12 +422,62 @@ def plain(value: Any) -> Any:
         return value.as_subclass(Tensor)
 
 
-def map_plain(value: Any) -> Any:
+def map_plain(value: Any, of: Callable[[Any], Any] = plain) -> Any:
     """Return local tensors in place of fields, also in lists and tuples."""
     if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
-        parts = [map_plain(one) for one in value]
+        parts = [map_plain(one, of) for one in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return plain(value)
+    return of(value)
+
+
+def gathered(value: Any) -> Any:
+    """Return a field whole, and any other value as it is."""
+    return value.gather() if isinstance(value, Field) else value
+
+
+_COUNTS = "grid: a backward that began with a field runs"
+
+
+@contextmanager
+def counting_once(values: Sequence[Any]) -> Iterator[None]:
+    """Let gradients leave ordinary tensors with fields, if a backward begins with fields alone."""
+    state = resolve(None).auxiliary
+    before, state[_COUNTS] = state.get(_COUNTS), all(isinstance(x, Field) for x in values)
+    try:
+        yield
+    finally:
+        state[_COUNTS] = before
+
+
+def _written(func: Callable[..., Any], layout: Layout, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Write fields into an ordinary tensor, full on every rank, as Fourier networks do.
+
+    A loss of ordinary tensors is equal on all ranks, so its gradient would count once per rank:
+    backward refuses it.
+    """
+
+    def check(_: Tensor) -> None:
+        if not resolve(None).auxiliary.get(_COUNTS):
+            raise ArgumentError(
+                "a field was written into an ordinary tensor, and the loss is an ordinary tensor "
+                "too: its gradient would count once per rank. Call grid.mean(loss).backward()."
+            )
+
+    def written(value: Any) -> Any:
+        x = gathered(value)
+        if not isinstance(value, Field) or layout.ranks == 1 or not torch.is_grad_enabled():
+            return x
+        if x.requires_grad:
+            x.register_hook(check)
+        elif value.grid_layout.splits:
+            raise refused(
+                "writing a field without a gradient into an ordinary tensor",
+                "Use torch.cat, torch.stack or torch.where, or write field.gather().",
+            )
+        return x
+
+    out = func(*map_plain(args, written), **{k: map_plain(v, written) for k, v in kwargs.items()})
+    return out if out is None else wrap(out, layout.having({}, 0))
 
 
 def wrap(out: Any, layout: Layout) -> Any:

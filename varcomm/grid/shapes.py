@@ -18,6 +18,7 @@ from varcomm.grid.field import (
     RULES,
     Field,
     common,
+    gathered,
     map_plain,
     part,
     place_of,
@@ -379,12 +380,9 @@ def _gather(func: Func, x: Any, dim: int, index: Any, **kwargs: Any) -> Any:
 
 @rule("setitem", several=True)
 def _setitem(func: Func, x: Any, index: Any, value: Any) -> None:
-    """Write along dimensions that are not split; into an ordinary tensor, the whole."""
-    if not isinstance(x, Field) or not x.grid_layout.splits:
-        func(plain(x), map_plain(index), value.gather() if isinstance(value, Field) else value)
-        if isinstance(value, Field) and type(x) is Tensor and x.requires_grad:
-            made: Any = x  # a value of all ranks, whose loss counts once
-            made.__class__, made.grid_layout = Field, Layout(value.grid_layout.groups)
+    """Write along dimensions that are not split."""
+    if not x.grid_layout.splits:
+        func(plain(x), *map_plain((index, value), gathered))
         return
     target = _getitem(torch.Tensor.__getitem__, x, index)
     if [s.sizes for s in target.grid_layout.splits] != [s.sizes for s in x.grid_layout.splits]:
