@@ -11,9 +11,8 @@ from tests.grid.functions import FUNCTIONS, M, N
 ROWS_ONLY = ("fold", "tokens of an image")  # refused where columns are split
 
 
-# of which torch has no second derivative on CPUs, or none of no ids; the last waits in backward of
-# a second derivative if a rank has no rows (docs/grids.md)
-FIRST_ONLY = ("attention", "causal attention", "hardsigmoid", "ids", "written")
+# of which torch has no second derivative on CPUs
+FIRST_ONLY = ("attention", "causal attention", "hardsigmoid")
 
 
 def derivatives(function, x, parameters, reduce, second=True):

@@ -159,6 +159,16 @@ def written(x):
     return torch.empty_like(x).copy_(y * x)
 
 
+def rewritten(x):
+    """Write into a field and views of it; each derivative passes through all of them."""
+    y = (x * x).neg_()
+    part = y[:, :2].transpose(2, 3)
+    y[:, 1:].mul_(x[:, :1])
+    part.add_(x.mean())
+    y[:, 3] = 0.5
+    return F.leaky_relu(y, 0.2, inplace=True)
+
+
 def with_operators(x):
     y, mask = x.clone(), (x > 0) | (x < -1)
     y += x[:, :1]
@@ -320,6 +330,8 @@ FUNCTIONS = {
         ),
     ),
     "written": (IMAGE, *only(written)),
+    "rewritten": (IMAGE, *only(rewritten)),
+    "rounded": (IMAGE, *only(lambda x: (x * x).round_())),
     "made": (IMAGE, *only(made)),
     "drawn": (IMAGE, *only(drawn)),
     "dropped": (IMAGE, *only(dropped)),

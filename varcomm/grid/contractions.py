@@ -134,15 +134,19 @@ def _einsum(func: Func, equation: str, *operands: Any) -> Any:
 
 @rule("embedding one_hot")
 def _embedding(func: Func, ids: Any, *args: Any, **kwargs: Any) -> Any:
-    if not isinstance(ids, Field) or any(fields(args)):
+    if not isinstance(ids, Field):
         raise refused(f"{func.__name__} of a split table")
     classes = kwargs.get("num_classes", args[0] if args else -1)
     if func.__name__ == "one_hot" and classes == -1:
         raise refused("one_hot without num_classes")
-    if kwargs.get("scale_grad_by_freq") or any(one is True for one in args[4:5]):
-        raise refused("embedding with scale_grad_by_freq=True")
-    splits = {split.dim - 1: split for split in ids.grid_layout.splits}
-    return wrap(func(plain(ids), *args, **kwargs), ids.grid_layout.having(splits, 0))
+    places = (2, "max_norm"), (4, "scale_grad_by_freq")  # which need the ids of all ranks
+    for at, word in places:
+        if kwargs.get(word, args[at] if len(args) > at else None):
+            raise refused(f"embedding with {word}")
+    x, splits = plain(ids), {split.dim - 1: split for split in ids.grid_layout.splits}
+    out = func(filled(x, [*ids.grid_layout.by_dim]), *args, **kwargs)
+    out = out if x.numel() else out[tuple(map(slice, x.shape))]
+    return wrap(out, ids.grid_layout.having(splits, 0))
 
 
 # --- Attention

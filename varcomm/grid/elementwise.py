@@ -22,6 +22,7 @@ from varcomm.grid.field import (
     refused,
     rule,
     wrap,
+    write,
 )
 from varcomm.grid.reductions import without
 from varcomm.ops.all_reduce import all_reduce
@@ -106,7 +107,7 @@ def _ordinary(func: Func, *args: Any, **kwargs: Any) -> Any:
 def _in_place(func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Change own rows in place; other operands are aligned with them."""
     others = {name: placed(one, x.grid_layout) for name, one in kwargs.items()}
-    func(plain(x), *[placed(one, x.grid_layout) for one in args], **others)
+    write(func, x, *[placed(one, x.grid_layout) for one in args], **others)
     return x
 
 

@@ -107,6 +107,7 @@ class Field(torch.Tensor):
     is_placeholder = True  # for collectives, which take the part of a rank
     instead = "Pass the part of this rank, field.local."
     is_copy = False  # of rows that torch would return as a view
+    written: list[Tensor] | None = None  # of a rank without rows: values written into views
     grid_layout: Layout
 
     @property
@@ -176,6 +177,7 @@ class Field(torch.Tensor):
             return None if gradient is None else wrap(gradient, _of_gradient(name, args[0]))
         if name == "register_hook":
             layout, hook = _of_gradient(name, args[0]), args[1]
+            _ = args[0].grad_fn  # torch crashes if a write into a view has just changed it
             args = args[0], lambda gradient: plain(hook(wrap(gradient, layout)))
         if name.endswith("_like") and kwargs.get("requires_grad"):  # a leaf, not a view of one
             made = cls.__torch_function__(func, types, args, kwargs | {"requires_grad": False})
@@ -196,6 +198,9 @@ class Field(torch.Tensor):
             )
         if writes and target is not None and not isinstance(target, Field):
             return _written(func, given[0].grid_layout, args, kwargs)
+        if kwargs.get("inplace") is True and getattr(target, "written", None) is not None:
+            out = cls.__torch_function__(func, types, args, kwargs | {"inplace": False})
+            return target.copy_(out)
         if found is None or name not in _ALSO_WHOLE:
             layout = given[0].grid_layout
             if not any(one.grid_layout.splits for one in given):
@@ -355,10 +360,11 @@ def _drawing(name: str, x: Field, kwargs: dict[str, Any]) -> Iterator[None]:
 
 
 def _copied(name: str, source: Field, out: Any) -> Any:
-    """Let views of fetched rows be known as such."""
-    if source.is_copy and name in _VIEWS:
-        for one in fields([out]):
-            one.is_copy = True
+    """Let views of fetched rows be known as such, and those of no rows as views of one field."""
+    for one in fields([out]) if name in _VIEWS else ():
+        one.is_copy |= source.is_copy
+        if not one.is_copy and name != "detach":
+            one.written = source.written
     return out
 
 
@@ -419,7 +425,23 @@ def plain(value: Any) -> Any:
     if not isinstance(value, Field):
         return value
     with WithoutDispatch():
-        return value.as_subclass(Tensor)
+        x = value.as_subclass(Tensor)
+    return x + sum(value.written) if value.written else x
+
+
+def write(func: Callable[..., Any], x: Field, *args: Any, **kwargs: Any) -> None:
+    """Call a function that writes into the rows of a rank.
+
+    Where a gradient without elements passes a view, torch drops it from the graph, and a second
+    derivative leaves out the messages behind it. So the values that a rank without rows writes are
+    added to what it reads; their sums are zeros.
+    """
+    if x.written is not None:
+        before = plain(x)
+        func(after := before.clone(), *args, **kwargs)
+        x.written += [before.sum() + after.sum()] if after.requires_grad else []
+    with WithoutDispatch():
+        func(x.as_subclass(Tensor), *args, **kwargs)
 
 
 def map_plain(value: Any, of: Callable[[Any], Any] = plain) -> Any:
@@ -483,8 +505,11 @@ def _written(func: Callable[..., Any], layout: Layout, args: Any, kwargs: dict[s
 def wrap(out: Any, layout: Layout) -> Any:
     """Let a tensor carry its layout, also those of a tuple or list."""
     if isinstance(out, Tensor):
-        made = plain(out).as_subclass(Field)
+        local = plain(out)
+        made = local.as_subclass(Field)
         made.grid_layout = layout
+        if not local.numel():
+            made.written = []
         return made
     if isinstance(out, list | tuple) and not isinstance(out, torch.Size):
         parts = [wrap(one, layout) for one in out]

@@ -29,6 +29,7 @@ from varcomm.grid.field import (
     split_of,
     whole,
     wrap,
+    write,
 )
 from varcomm.grid.layout import Layout, Span
 
@@ -388,7 +389,7 @@ def _setitem(func: Func, x: Any, index: Any, value: Any) -> None:
     if [s.sizes for s in target.grid_layout.splits] != [s.sizes for s in x.grid_layout.splits]:
         raise refused("writing some rows of a split dimension")
     index = index if isinstance(index, tuple) else (index,)
-    func(plain(x), map_plain(index), placed(value, target.grid_layout))
+    write(func, x, map_plain(index), placed(value, target.grid_layout))
 
 
 # --- Rows that move
