@@ -107,9 +107,21 @@ AT_NODES = {
         e[1].view(-1, 1).expand(-1, 4),
         torch.index_select(x, 0, e[0]).sin() - torch.index_select(input=x, dim=0, index=e[1]),
     ),
+    "a start that stays": lambda x, e: at_sources(x, e, "amax") + at_sources(x, e, "amin"),
+    "a start that goes": lambda x, e: (
+        at_sources(x, e, "amax", include_self=False)
+        + at_sources(x, e, "sum", include_self=False)
+        + at_sources(x, e, "mean", include_self=False)
+    ),
     "exchanged": lambda x, e: by_hand(x, e[[1, 0]]),
     "sorted": lambda x, e: by_hand(x, e[:, e[1].argsort()]),
 }
+
+
+def at_sources(x, edge_index, how, **options):
+    """Reduce at the sources of edges, of which some nodes have none."""
+    rows = edge_index[0].view(-1, 1).expand(-1, 4)
+    return (x - 1).scatter_reduce(0, rows, x[edge_index[1]].sin(), how, **options)
 
 
 def gcn_weight(x, edge_index):
@@ -140,8 +152,8 @@ REFUSED = {
     "ids in place": lambda g: g.edge_index[0].clamp_(max=1),
     "a mask of ids": lambda g: g.edge_index[:, g.edge_index[0] < 5],
     "a list of vectors": lambda g: g.x.index_add(0, torch.hstack([g.batch, g.batch]), g.x[[0, 0]]),
-    "a start that stays": lambda g: (g.x + 9).scatter_reduce(
-        0, g.edge_index[0].view(-1, 1).expand(-1, 4), g.x[g.edge_index[1]], "amax"
+    "a start that stays, of groups": lambda g: (g.x[:3] + 9).scatter_reduce(
+        0, g.batch.view(-1, 1).expand(-1, 4), g.x, "amax"
     ),
     "a table of all nodes": lambda g: torch.arange(24.0)[g.edge_index[1]],
     "a number of all nodes": lambda g: utils.degree(g.edge_index[1], 24),

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.functional import pad
 
 from varcomm._torch_private import transforms_active, version_of
 from varcomm.errors import ArgumentError
@@ -242,7 +243,7 @@ class EdgeRules(Numbering, OfGroup):
         )
 
     def reduced(
-        self, index: PartitionedIndex, how: How, src: torch.Tensor, size: int
+        self, index: PartitionedIndex, how: How, src: torch.Tensor, start: torch.Tensor
     ) -> torch.Tensor:
         """Reduce rows of edges, (E, *F), at their sources, over all ranks: (n, *F)."""
         if not self.exchanges:
@@ -257,7 +258,7 @@ class EdgeRules(Numbering, OfGroup):
         if how == "prod":
             raise _unknown_at_sources()
         require(src.detach().isfinite().all(), _unknown_at_sources, self, "finite values")
-        return self._extreme_at_sources(how, ids, src)
+        return self._extreme_at_sources(how, ids, src, start)
 
     def _sum_at_sources(self, index: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
         sources, halo, _ = self.layer_counts()
@@ -265,7 +266,7 @@ class EdgeRules(Numbering, OfGroup):
         return local[:sources] + self.plan.adjoint(local[sources:])
 
     def _extreme_at_sources(
-        self, how: Extreme, index: torch.Tensor, src: torch.Tensor
+        self, how: Extreme, index: torch.Tensor, src: torch.Tensor, start: torch.Tensor
     ) -> torch.Tensor:
         """Return extremes whose gradient the edges that have them share evenly."""
         plan, pg, owned = self.plan, self.group.process_group, self.plan.num_rows
@@ -278,7 +279,9 @@ class EdgeRules(Numbering, OfGroup):
         owners = torch.cat([torch.arange(owned, device=index.device), plan.send_index])
         tops, times = joined
         out, times = extreme_of_parts(how, tops, times, owners, owned, STARTS_FROM_ZERO)
-        return out.masked_fill(times == 0, 0)
+        if len(start) != owned:  # PyG counts up to the last node that has an edge
+            start = pad(start, [0, 0] * (start.dim() - 1) + [0, owned - len(start)])
+        return torch.where(times == 0, start, out)
 
     def count(self, kind: Kind, index: torch.Tensor, whole: bool) -> int:
         """Return the number of owned nodes; for edges, up to the last node that has an edge.

@@ -44,9 +44,10 @@ class NodeGroups(Numbering):
         return x
 
     def reduced(
-        self, index: PartitionedIndex, how: How, src: torch.Tensor, size: int
+        self, index: PartitionedIndex, how: How, src: torch.Tensor, start: torch.Tensor
     ) -> torch.Tensor:
         """Reduce the rows of all ranks' nodes, (n, *F) here, to the rows of their groups."""
+        size = len(start)
         if size < self.size and index.whole:
             raise ArgumentError(f"ids of groups reach {self.size - 1}, and dim_size is {size}.")
         if self.num_owned is not None and not index.whole:

@@ -78,9 +78,12 @@ class Numbering:
         raise _unknown("selecting rows")
 
     def reduced(
-        self, index: PartitionedIndex, how: How, src: torch.Tensor, size: int
+        self, index: PartitionedIndex, how: How, src: torch.Tensor, start: torch.Tensor
     ) -> torch.Tensor:
-        """Reduce rows of `src` to `size` nodes or groups of `index`, over all ranks."""
+        """Reduce rows of `src` to the nodes or groups of `index`, over all ranks.
+
+        `start` has a row for each. An extreme of no values is that of the start, or 0 of groups.
+        """
         raise _unknown("reducing at sources of edges")
 
     def start_at_targets(self, x: torch.Tensor, dim: int, src: torch.Tensor) -> torch.Tensor:

@@ -347,8 +347,9 @@ def _reduce(
     if not isinstance(index, PartitionedIndex) or isinstance(x, PartitionedIndex):
         raise refuse(func, first_index(x, src).kind)
     is_target = index.kind == "target"
-    if reduce == "mean" and not is_target and not isinstance(src, PartitionedIndex):
-        return _mean(func, x, dim, index, src, include_self)
+    counts = reduce == "mean" or (reduce == "sum" and not include_self)
+    if counts and not is_target and not isinstance(src, PartitionedIndex):
+        return _counted(func, x, dim, index, src, reduce, include_self)
     known = (*_KNOWN, "mean") if is_target else _KNOWN
     if isinstance(src, PartitionedIndex) or reduce not in known:
         raise refuse(func, index.kind)
@@ -365,7 +366,7 @@ def _reduce(
             raise refuse(func, index.kind, "Expand the vector to the shape of the values.")
         _check_start(func, x, dim, index, reduce, include_self)
     rows = (src if alpha == 1 else src * alpha).movedim(dim, 0)
-    total = index.of.reduced(index, reduce, rows, x.shape[dim]).movedim(0, dim)  # type: ignore[arg-type]
+    total = index.of.reduced(index, reduce, rows, x.movedim(dim, 0)).movedim(0, dim)  # type: ignore[arg-type]
     total = total.to(x.dtype)
     in_place = name_of(func).endswith("_")
     if index.kind == "source" and index.of.is_up_to_last(x.shape[dim]):
@@ -385,25 +386,37 @@ def _reduce(
     return x.copy_(total) if in_place else total
 
 
-def _mean(
-    func: Callable[..., Any], x: Any, dim: int, index: PartitionedIndex, src: Any, kept: bool
+def _counted(
+    func: Callable[..., Any],
+    x: Any,
+    dim: int,
+    index: PartitionedIndex,
+    src: Any,
+    reduce: str,
+    kept: bool,
 ) -> torch.Tensor:
+    """Reduce to a mean, or to a sum without the start; rows without a value keep their start."""
     add = torch.index_add if "index" in name_of(func) else torch.scatter_add
-    if not kept:
-        _check_start(func, x, dim, index, "amax", False)
     count = _reduce(add, torch.full_like(x, kept), dim, index, torch.ones_like(src))
-    mean: torch.Tensor = _reduce(add, x, dim, index, src) / count.clamp(min=1)
-    return x.copy_(mean) if name_of(func).endswith("_") else mean
+    out: torch.Tensor = _reduce(add, x if kept else torch.zeros_like(x), dim, index, src)
+    if reduce == "mean":
+        out = out / count.clamp(min=1)
+    if not kept and out.shape == x.shape:
+        out = torch.where(count > 0, out, x)
+    return x.copy_(out) if name_of(func).endswith("_") else out
 
 
 def _check_start(
     func: Callable[..., Any], x: Any, dim: int, index: PartitionedIndex, how: str, kept: bool
 ) -> None:
-    """Raise unless rows without a value keep what they start from, and rows lie along `dim`."""
+    """Raise unless rows lie along `dim`, and groups without a value keep what they start from.
+
+    Groups have the same start on all ranks. The owners of nodes keep their starts.
+    """
     if index.plain.dim() > 1 and index.plain.shape[dim] > 1 and index.plain.stride(dim) == 0:
         raise refuse(func, index.kind, f"The vector does not lie along dimension {dim}.")
     start = 1 if how == "prod" else 0
-    if not (kept and how in ("sum", "prod")):
+    if index.kind == "group" and not (kept and how in ("sum", "prod")):
         require(
             (x.detach() == start).all(),
             lambda: refuse(func, index.kind, f"Reduce into a tensor of {start}s."),
