@@ -34,6 +34,16 @@ class OverOutDegree(MessagePassing):
         return x_j / size_j
 
 
+class OverNodes(MessagePassing):
+    def update(self, inputs, dim_size):
+        return inputs / dim_size
+
+
+class OverTargets(MessagePassing):
+    def message(self, x_j, size_i):
+        return x_j / size_i
+
+
 class OwnAggregation(pyg.aggr.Aggregation):
     def forward(self, x, index=None, ptr=None, dim_size=None, dim=-2):
         return self.reduce(x, index, ptr, dim_size, dim, reduce="sum")
@@ -101,6 +111,8 @@ REFUSED = [
     (lambda: pyg.DenseSAGEConv(4, 4), "(DenseSAGEConv)"),
     (lambda: nn.parallel.DistributedDataParallel(sage()), "(DistributedDataParallel)"),
     (OverOutDegree, "size_j"),
+    (OverNodes, "dim_size"),
+    (OverTargets, "size_i"),
     (lambda: changed(lambda layer: setattr(layer, "explain", True)), "explain"),
     (lambda: sage(aggr="median"), "MedianAggregation"),
     (lambda: sage(aggr=OwnLSTM(4, 4)), "aggr_module (OwnLSTM)"),

@@ -80,6 +80,10 @@ _OUT_OF_REACH = (
 # PyG passes these to a layer's functions; they are sizes of this rank's part.
 _LOCAL = frozenset({"adj_t", "size", "size_j"})
 
+# Numbers of targets, which a reduction by ids needs, and no other code.
+_COUNTS = frozenset({"dim_size", "size_i"})
+_IDS = frozenset({"edge_index", "edge_index_i", "index", "ptr"})
+
 
 def check_exact(name: str, module: torch.nn.Module, model: torch.nn.Module) -> None:
     """Raise ArgumentError if a module of `model` cannot be exact on a sharded graph.
@@ -185,8 +189,10 @@ def _reason_against_layer(layer: MessagePassing) -> str | None:
     if layer.explain:
         return "explain is on; explain the model on the full graph, in one process"
     functions = ("message", "aggregate", "update", "edge_update")
-    taken = {name for one in functions for name in layer.inspector.get_param_names(one)}
-    if local := taken & _LOCAL:
+    local: set[str] = set()
+    for names in map(set, map(layer.inspector.get_param_names, functions)):
+        local |= names & (_LOCAL if names & _IDS else _LOCAL | _COUNTS)
+    if local:
         return (
             f"its functions take {', '.join(sorted(local))}, which would be sizes of this rank's "
             "part; give what they are for to propagate, as a value of nodes or of edges"
