@@ -191,8 +191,8 @@ for rank, lists in enumerate(ranks.run(first_run)):
     print(f"       sums {sums}, and has the gradient {gradient}")
 
 # %%
-# Every rank has received the rows of all ranks, although rank 1 has none. ``reduce_scatter_v`` has
-# summed three equal tensors, and each rank has its own rows of the sum.
+# Every rank has received the rows of all ranks, although rank 1 has no rows. ``reduce_scatter_v``
+# has summed three equal tensors, and each rank has its own rows of the sum.
 #
 # The gradient shows the difference from a plain copy. All three ranks used every row in their own
 # loss, so the gradient of a row is the sum of three gradients. Two of the three gradients came from
@@ -242,10 +242,10 @@ def follow(rank, primitive, shapes):
 
 
 # %%
-# The drawings show the result of ``follow``. The upper half is the forward pass, from left to
-# right. The lower half is the backward pass, from right to left. The colour of a row shows which
-# rank held the row at the start of the arrow, and the number is the index of the row on that rank.
-# A row with several fields is the sum of several rows.
+# The drawings show the result of ``follow``. In each drawing, the upper half is the forward pass,
+# from left to right. The lower half is the backward pass, from right to left. The colour of a row
+# shows which rank held the row at the start of the arrow, and the number is the index of the row on
+# that rank. A row with several fields is the sum of several rows.
 
 drawn = {
     "all_gather_v": ranks.run(
@@ -261,15 +261,15 @@ plt.show()
 # sphinx_gallery_end_ignore
 
 # %%
-# The backward pass in each drawing is the forward pass in the other drawing. The two operators are
-# *adjoints* of each other: as matrices of zeros and ones, each is the transpose of the other.
+# The backward pass in each drawing is the forward pass in the other drawing. The two collectives
+# are *adjoints* of each other: as matrices of zeros and ones, each is the transpose of the other.
 #
 # gather_v and scatter_v
 # ----------------------
 #
-# ``gather_v`` collects all rows on the rank ``dst``. The other ranks get a tensor of zero rows that
-# belongs to the autograd graph, so that they can call ``backward``. ``scatter_v`` sends each rank
-# its rows of the tensor on rank ``src``. The other ranks pass None.
+# ``gather_v`` collects all rows on the rank ``dst``. The other ranks receive a tensor without rows
+# that belongs to the autograd graph, so that they can call ``backward``. ``scatter_v`` sends each
+# rank its rows of the tensor on rank ``src``. The other ranks pass None instead of a tensor.
 
 pair = {
     "gather_v": ranks.run(
@@ -294,8 +294,8 @@ drawn |= pair
 # ``all_to_all_v`` sends a block of rows from each rank to each rank. ``indexed_all_to_all_v`` sends
 # chosen rows, in any order and any number of times. Backward returns the gradients of all copies of
 # a row and sums them. In the drawing, the gradient of a row that was sent twice therefore has two
-# fields. A halo exchange uses this primitive. A :class:`varcomm.ExchangePlan` runs the checks once,
-# and you call it at every step.
+# fields. A halo exchange uses ``indexed_all_to_all_v``. If you repeat the same exchange, make a
+# :class:`varcomm.ExchangePlan`: it runs the checks once, and you call it at every step.
 
 BLOCKS = [
     [1, 2, 0],
@@ -385,8 +385,8 @@ plt.show()
 # :math:`\langle A x, y \rangle = \langle x, A^* y \rangle` for all :math:`x` and :math:`y`. The
 # inner products are summed over ranks.
 #
-# :func:`varcomm.testing.dot_test` draws a random :math:`y` and raises on every rank if the two
-# sides differ by more than rounding. Use ``dot_test`` for your own functions. Here ``dot_test``
+# :func:`varcomm.testing.dot_test` draws a random :math:`y` and raises an error on every rank if the
+# two sides differ by more than rounding. Use ``dot_test`` for your own functions. Here ``dot_test``
 # finds a backward that lacks the sum over ranks:
 
 
@@ -449,7 +449,7 @@ ranks.close()
 # -------
 #
 # - The backward of a copy is a sum, and the backward of a sum is a copy. Each backward is the
-#   adjoint, for losses that are summed over ranks.
+#   adjoint of its forward. ``backward`` differentiates the sum of all ranks' losses.
 # - All ranks make the same calls in the same order, in forward and in backward.
 # - ``vc.testing.dot_test`` tests adjoints; ``vc.debug()`` finds ranks that disagree.
 #

@@ -7,7 +7,8 @@ Your first halo exchange
 You split a simulation over ranks, and at each border a rank needs its neighbour's values. This
 tutorial solves the heat equation on a rod that is split over three ranks. Ranks exchange the rows
 at their borders with an :class:`varcomm.ExchangePlan`, and gradients flow through all time steps.
-It takes 10 minutes. You need to know PyTorch, and :doc:`ranks and shards <01_uneven_shards>`.
+The tutorial takes 10 minutes. You need to know PyTorch, and :doc:`ranks and shards
+<01_uneven_shards>`.
 """
 
 # %%
@@ -16,8 +17,8 @@ It takes 10 minutes. You need to know PyTorch, and :doc:`ranks and shards <01_un
 #
 # The rod has 48 points. Rank 0 owns the first 19 points, rank 1 the next 6, and rank 2 the last 23.
 # Each point has one owner. For a time step, a rank also needs the point left of its first point and
-# the point right of its last point. These copies of other ranks' rows are its *halo* (ghost cells).
-# A *halo exchange* fills the halo.
+# the point right of its last point. These copies of other ranks' rows are the rank's *halo* (ghost
+# cells). A *halo exchange* fills the halo.
 
 import torch
 
@@ -131,10 +132,11 @@ def initial(points):
 # Forward and backward on three ranks
 # -----------------------------------
 #
-# The loss is the final temperature at one point. The gradient of the loss shows how much that
+# The loss is the final temperature at one point. The gradient of the loss shows how much this final
 # temperature depends on each initial temperature. Rank 1 owns the point, so the loss of the other
-# ranks is zero. These ranks must also call ``backward``. At each step, the backward of the exchange
-# sends the gradient of a halo row to its owner. The owner adds this gradient to its own gradient.
+# ranks is zero. The other ranks must also call ``backward``. At each step, the backward of the
+# exchange sends the gradient of a halo row to the owner of the row. The owner adds this gradient to
+# its own gradient for the row.
 
 POINT = 22
 
@@ -255,8 +257,8 @@ ranks.close()
 # -------
 #
 # - Make a plan once, from the rows that you need, and call it at every step.
-# - Autograd differentiates the exchange: the gradient of a copy returns to the owner, which adds
-#   it.
+# - Autograd differentiates the exchange: the gradient of a halo row returns to the owner of the
+#   row, which adds it to its own gradient.
 # - All ranks call ``backward``, including ranks whose part of the loss is zero.
 #
 # Next: :doc:`partition a mesh and draw the parts <03_partition_a_mesh>`. Reference: :doc:`plans

@@ -4,9 +4,9 @@ Partition a mesh and draw the parts
 
 Your mesh doesn't fit on one GPU, so you have to cut it, and each cut costs communication. This
 tutorial reads a mesh from a file, partitions it over four ranks with several methods, draws the
-parts and their halos, and prints the communication that a partition causes. It takes 10 minutes.
-You need to know a mesh or a graph, and the halo of the :doc:`second tutorial
-<02_first_halo_exchange>`.
+parts and their halos, and prints the communication that a partition causes. The tutorial takes 10
+minutes. You need to know what a mesh or a graph is, and what a halo is (:doc:`second tutorial
+<02_first_halo_exchange>`).
 """
 
 # %%
@@ -119,8 +119,9 @@ parts = ranks.run(split, str(file), str(folder / "parts"))
 # The report
 # ----------
 #
-# ``graph.report()`` is the same on every rank. ``cut`` counts edges from other ranks, ``halo``
-# counts their source nodes, and ``sent`` counts the rows that a rank sends per exchange.
+# ``graph.report()`` is the same on every rank. In its table, ``cut`` counts edges from other ranks,
+# ``halo`` counts the source nodes of these edges, and ``sent`` counts the rows that a rank sends
+# per exchange.
 
 for method in METHODS:
     print(parts[0][method][2], end="\n\n")
@@ -130,8 +131,8 @@ for method in METHODS:
 # ---------------------
 #
 # A triangle has the colour of the rank that owns its corners. A triangle has no colour if several
-# ranks own its corners: these nodes are in halos. ``graph.plot("parts.png")`` draws a similar
-# picture.
+# ranks own its corners. Each of these corners is in the halo of another rank.
+# ``graph.plot("parts.png")`` draws a similar picture.
 
 # sphinx_gallery_start_ignore
 import matplotlib.pyplot as plt
@@ -175,8 +176,8 @@ plt.show()
 # The part of one rank
 # --------------------
 #
-# Rank 1 holds its owned nodes and its halo, here in the colours of the owners. After partitioning,
-# no rank holds an array with a row for every node of the mesh.
+# Rank 1 holds its owned nodes and its halo. In the picture, the colour of a node shows its owner.
+# After partitioning, no rank holds an array with a row for every node of the mesh.
 
 # sphinx_gallery_start_ignore
 from matplotlib.collections import LineCollection

@@ -4,8 +4,8 @@ Train a PyG model on several ranks
 
 You have a training script of PyTorch Geometric, and its graph has become too large for one process.
 This tutorial changes such a script so that three ranks train on one graph, and compares losses,
-parameters and predictions with one process. It takes 10 minutes. You need to know how a PyTorch
-model is trained and which layers PyTorch Geometric has.
+parameters and predictions with one process. The tutorial takes 10 minutes. You need to know how a
+PyTorch model is trained and which layers PyTorch Geometric has.
 """
 
 # %%
@@ -13,8 +13,8 @@ model is trained and which layers PyTorch Geometric has.
 # --------------
 #
 # Sensors on a plate with a hole measure a temperature, with noise. A node is a sensor. Edges join
-# each sensor to its neighbours in a triangulation. The model removes the noise, and learns from the
-# nodes of ``train_mask``, whose true temperature is known.
+# each sensor to its neighbours in a triangulation. The model predicts temperatures without the
+# noise. It learns from the nodes of ``train_mask``, whose true temperature is known.
 
 import difflib
 import inspect
@@ -217,7 +217,8 @@ plt.show()
 #
 # - The model does not change. Five lines of the script change.
 # - Losses, parameters and predictions equal those of one process, to rounding.
-# - ``distribute`` refuses layers that cannot be exact on parts, and its error states the reason.
+# - ``distribute`` refuses layers that cannot be exact on a partitioned graph, and its error states
+#   the reason.
 # - ``vc.testing.same_as_one_process(model, data)`` makes this comparison for your own model.
 #
 # Next: :doc:`second derivatives and forces <05_forces>`. Reference:

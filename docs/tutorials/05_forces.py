@@ -2,11 +2,11 @@
 Second derivatives and forces
 =============================
 
-You want to train a potential on forces. They are derivatives of the energy, so training needs
-second derivatives, and these must stay exact across ranks. This tutorial computes forces between
-atoms on two ranks, trains a network on them, and compares all results with one process. It takes 15
-minutes. You need ``torch.autograd.grad`` with ``create_graph=True``, and plans from the
-:doc:`second tutorial <02_first_halo_exchange>`.
+You want to train a potential on forces. Forces are derivatives of the energy, so training needs
+second derivatives, which must stay exact across ranks. This tutorial computes forces between atoms
+on two ranks, trains a network on these forces, and compares all results with one process. The
+tutorial takes 15 minutes. You need to know ``torch.autograd.grad`` with ``create_graph=True``, and
+plans from the :doc:`second tutorial <02_first_halo_exchange>`.
 """
 
 # %%
@@ -17,9 +17,9 @@ minutes. You need ``torch.autograd.grad`` with ``create_graph=True``, and plans 
 # before it and becomes stiffer when stretched. Each rank computes the energies of the springs that
 # end at its own beads, and needs one bead of the other rank.
 #
-# The first derivative of the energy is minus the force. The second ``grad`` multiplies the Hessian,
-# the matrix of second derivatives, by a direction ``d``. The second ``grad`` differentiates the
-# backward of the exchange, which is itself an exchange.
+# The first derivative of the energy is minus the force. In ``derivatives``, the second call of
+# ``grad`` multiplies the Hessian, the matrix of second derivatives, by a direction ``d``. This call
+# differentiates the backward of the exchange, which is itself an exchange.
 
 import torch
 from torch_geometric.data import Data
@@ -155,8 +155,8 @@ def energies_and_forces(model, part, create_graph=False):
 # Train on forces
 # ---------------
 #
-# The loss contains forces, which are derivatives. ``backward`` differentiates the forces again,
-# with respect to the parameters, and needs the second derivative of every exchange.
+# The loss contains forces, which are derivatives of the energy. ``backward`` differentiates the
+# forces again, with respect to the parameters, and needs the second derivative of every exchange.
 
 STEPS = 50
 
@@ -233,7 +233,8 @@ print(f"sum of all forces: {forces.sum(0).abs().max():.1e} eV/Å")
 # --------
 #
 # The upper picture shows one layer of the second crystal, with true forces in grey and learned
-# forces in black. The lower pictures show all components of the forces, and the loss.
+# forces in black. The lower left picture compares all components of the learned and true forces,
+# and the lower right picture shows the loss.
 
 # sphinx_gallery_start_ignore
 import matplotlib.pyplot as plt

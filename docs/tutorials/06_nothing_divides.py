@@ -4,16 +4,17 @@ Tensor parallelism with indivisible sizes
 
 You have a transformer with 5 attention heads, and you have three GPUs. This tutorial shards its
 layers over three ranks, although three doesn't divide the numbers of heads, features and tokens.
-The losses and gradients equal those of one process, without padding. It takes 15 minutes. You need
-to know the layers of a transformer block.
+The losses and gradients equal those of one process, without padding. The tutorial takes 15 minutes.
+You need to know the layers of a transformer block.
 """
 
 # %%
 # Indivisible sizes
 # -----------------
 #
-# Three ranks share 131 tokens, 5 heads and 107 hidden features. In varcomm, ``sizes`` lists how
-# much each rank holds. The default is balanced sizes.
+# Three ranks share a vocabulary of 131 tokens, 5 attention heads and 107 hidden features. In
+# varcomm, ``sizes`` lists the number of tokens, heads or features on each rank. By default, sizes
+# are balanced.
 
 from functools import partial
 
@@ -75,9 +76,9 @@ draw_sizes(sizes)
 #
 # The next script uses Megatron's pair of layers. The first layer is split by outputs (*column
 # parallel*), the second by inputs (*row parallel*). Between the two layers, each rank holds only
-# its own features. The results of the second layer are *partial*: their sum over ranks is the
-# value. ``from_linear`` copies this rank's part of an existing layer. Here all ranks make the same
-# layers from the same seed.
+# its own features. The result of the second layer on each rank is *partial*: the sum of these
+# results over ranks is the output. ``from_linear`` copies this rank's part of an existing layer.
+# Here all ranks make the same layers from the same seed.
 #
 # :class:`varcomm.Ranks` starts three local ranks and keeps them for all runs of this page.
 
@@ -124,9 +125,9 @@ print("\n".join(ranks.run(two_layers)))
 # replaces modules according to a plan, which maps names to layers. Names may contain ``*``.
 #
 # Queries, keys and values come from one fused layer. The sizes of this layer are therefore a list
-# of three blocks, each of which is split separately. Attention needs complete heads, so sizes are
-# multiples of 8, the features per head. Five heads on three ranks are 2, 2 and 1: balanced sizes
-# differ by at most one, and the first ranks have the larger ones.
+# with one entry per block, and each of the three blocks is split separately. Attention needs
+# complete heads, so sizes are multiples of 8, the features per head. Five heads on three ranks are
+# 2, 2 and 1: balanced sizes differ by at most one, and the first ranks have the larger sizes.
 
 HEAD = 8  # features per head
 
@@ -186,8 +187,9 @@ alone, true_gradient, whole = train(None)
 even = ranks.run(train, sizes["heads"], sizes["features"])
 
 # %%
-# The head shares its weight with the embedding, in one process and on ranks. Each rank computes the
-# logits for its part of the vocabulary, and the loss uses these shards. No rank holds all logits.
+# The output layer, ``head``, shares its weight with the embedding, in one process and on ranks.
+# Each rank computes the logits for its part of the vocabulary, and the loss uses these shards of
+# the logits. No rank holds all logits.
 #
 # Choose sizes
 # ------------

@@ -4,9 +4,9 @@ Sharded gradients and checkpoints
 
 With Adam, gradients and optimizer states take three times the memory of your parameters, and your
 next job may get fewer GPUs. This tutorial trains with gradients and optimizer states that are
-sharded over ranks. Three ranks save a checkpoint. Two ranks, and then one process without ranks,
-continue on the same loss curve. It takes 15 minutes. You need to know ``torch.optim`` and
-``state_dict``.
+sharded over ranks. Three ranks save a checkpoint. Two ranks resume from this checkpoint, and so
+does one process without ranks. Both runs continue with the same losses. The tutorial takes 15
+minutes. You need to know ``torch.optim`` and ``state_dict``.
 """
 
 # %%
@@ -16,8 +16,8 @@ continue on the same loss curve. It takes 15 minutes. You need to know ``torch.o
 # Adam stores two numbers per parameter, and backward stores a gradient. Together with the parameter
 # itself, a rank stores four numbers per parameter. :class:`varcomm.data_parallel.ShardedGradients`
 # keeps all parameters on every rank and shards gradients and Adam's numbers, as ZeRO does. Each
-# rank owns a *piece*, and pieces may be uneven. Here the first of three ranks has more memory than
-# the others.
+# rank owns a *piece* of them, and pieces may be uneven. Here the first of three ranks has more
+# memory than the other two, so its piece is larger.
 
 import tempfile
 from pathlib import Path
@@ -65,7 +65,8 @@ print(sum(parameter.numel() for parameter in make_net().parameters()), "paramete
 # is its part of the mean over all 50 rows, so gradients are *summed* over ranks.
 #
 # One dict, ``state``, holds everything that a resumed run needs. ``state`` contains the module and
-# the optimizer themselves, because the optimizer records which piece this rank owns.
+# the optimizer instead of their state dicts, because the optimizer records which piece this rank
+# owns.
 
 BATCH = 50
 
@@ -108,7 +109,8 @@ def train_on_ranks(rank, steps, save_at=None, resume=False, sizes="balanced"):
 
 
 # %%
-# One process trains with plain AdamW, for comparison. Three ranks train 80 steps and save after 40.
+# One process trains with plain AdamW, for comparison. Three ranks train for 80 steps, and save a
+# checkpoint after 40 steps.
 
 STEPS, SAVED = 80, 40
 
@@ -139,8 +141,8 @@ for name, tensor in saved["net"].items():
 # Resume on two ranks
 # -------------------
 #
-# The same function runs on two ranks, with balanced pieces. ``load`` fills ``state`` in place. Each
-# rank reads only the rows that it needs.
+# ``train_on_ranks`` now runs on two ranks, with balanced pieces. ``load`` fills ``state`` in place.
+# Each rank reads only the rows that it needs.
 
 on_two = vc.launch(train_on_ranks, 2, STEPS, None, True)
 print(
@@ -155,7 +157,7 @@ print(
 # ---------------------
 #
 # Optimizer states are saved by parameter name. A plain optimizer in a plain script can therefore
-# load these states. This code runs in one process, without ``vc.init()``.
+# load these states. The next code runs in one process, without ``vc.init()``.
 
 net = make_net()
 adam = make_adam(net.parameters())
@@ -245,8 +247,9 @@ plt.show()
 # Summary
 # -------
 #
-# - Each rank's loss is its part of the total, and gradients are summed. If the total number of rows
-#   is unknown before the step, divide by a :class:`varcomm.data_parallel.GlobalCount`.
+# - Each rank's loss is its part of the total loss, and gradients are summed over ranks. If the
+#   total number of rows is unknown before the step, divide the gradients by a
+#   :class:`varcomm.data_parallel.GlobalCount`.
 # - Put modules, optimizers, generators and counters into one dict. ``save`` the dict on any number
 #   of ranks, and ``load`` it on any other number of ranks. If a save is killed, the previous
 #   checkpoint remains valid.

@@ -4,8 +4,8 @@ Overlap communication with computation
 
 Your program waits for data from other ranks, although it could already compute with its own rows.
 This tutorial counts the messages of a program, sends data while the program computes, and checks
-the overlap in a trace of torch's profiler. It takes 15 minutes. You need to know that a collective
-returns when its data has arrived (:doc:`first tutorial <01_uneven_shards>`).
+the overlap in a trace of torch's profiler. The tutorial takes 15 minutes. You need to know that a
+collective returns when its data has arrived (:doc:`first tutorial <01_uneven_shards>`).
 """
 
 # %%
@@ -13,8 +13,8 @@ returns when its data has arrived (:doc:`first tutorial <01_uneven_shards>`).
 # ------------------------
 #
 # Two ranks hold uneven shards of a table. Each rank computes with its own rows and then with the
-# rows of both ranks. This version does not overlap. :func:`varcomm.trace` counts this rank's
-# messages and bytes, forward and backward.
+# rows of both ranks. In this first version, communication does not overlap with computation.
+# :func:`varcomm.trace` counts this rank's messages and bytes, forward and backward.
 
 import json
 import tempfile
@@ -98,7 +98,7 @@ def step(rank, x, weight, overlap):
 #
 # - ``varcomm::all_gather_v``: the time to *start* the call;
 # - ``gloo:broadcast`` and others: the engine, here Gloo, moves data in its own threads;
-# - ``_Wait``: this rank waits; in backward, the wait is inside ``_StartBackward``;
+# - ``_Wait``: this rank waits for the result; in backward, the wait is inside ``_StartBackward``;
 # - ``own rows``, ``backward`` and others: computations of the program.
 #
 # A barrier makes ranks begin together, because the profiler may start later on one rank. Ranks on
@@ -220,15 +220,15 @@ plt.show()
 # Read the trace
 # --------------
 #
-# In the upper version, the program of rank 0 waits until rank 1 has read its file. In the lower
-# version, rank 0 computes its own rows while rank 1 reads, and the engine of rank 0 waits.
+# In the upper picture, the program of rank 0 waits until rank 1 has read its file. In the lower
+# picture, rank 0 computes its own rows while rank 1 reads, and the engine of rank 0 waits.
 #
 # Backward overlaps as well, without a change in the code. Autograd runs in reverse order: it
 # *starts* the adjoint at the place where forward called ``wait()``, and waits for the adjoint at
 # the place where forward started the call. The last bar of each engine is the reduce-scatter.
 #
-# Overlap has two limits. If one rank computes longer than the others, the other ranks still wait at
-# the end. On CPUs the engine needs a core, so overlap gains little if all cores compute.
+# Overlap has two limits. If one rank computes longer than the other ranks, they still wait at the
+# end. On CPUs the engine needs a core, so overlap saves little time if all cores compute.
 #
 # Summary
 # -------

@@ -4,8 +4,8 @@ Run on SLURM, on MPI and on several hosts
 
 Your script runs on your own machine, and now you want the same script to run on a cluster. This
 tutorial starts one script with torchrun, with SLURM's ``srun`` and with MPI's ``mpiexec``, on one
-host and on several. It takes 15 minutes. You need to know how to submit a job on your cluster. The
-:ref:`batch scripts <batch-scripts>` come first.
+host and on several hosts. It takes 15 minutes. You need to know how to submit a job on your
+cluster. The :ref:`batch scripts <batch-scripts>` come first.
 """
 
 # %%
@@ -102,8 +102,8 @@ host and on several. It takes 15 minutes. You need to know how to submit a job o
 #
 # In the other tutorials, :func:`varcomm.launch` starts the ranks from Python. On a cluster, a
 # launcher starts the same script once per rank. ``vc.init()`` joins the other ranks; call it first.
-# The script is the same for all launchers. The engine is an argument here only because this page
-# uses two engines.
+# The script is the same for all launchers. Here the script has the engine as an argument, only
+# because this page uses two engines.
 
 import os
 import shutil
@@ -156,7 +156,7 @@ def lines(*processes):
 # --------------------
 #
 # Run ``torchrun --standalone --nproc-per-node 2 train.py``. ``--nproc-per-node gpu`` starts one
-# rank per GPU. ``python -m torch.distributed.run`` is the same program.
+# rank per GPU. ``python -m torch.distributed.run`` is the same program as ``torchrun``.
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 print(

@@ -3,9 +3,9 @@ Find the rank that hangs
 ========================
 
 Your job hangs, and you don't know which rank is the cause. This tutorial runs a program in which
-one rank does something else than the others: it passes another size, skips a call, or raises an
-exception. You see the error of each mistake with :func:`varcomm.debug` and without it. The tutorial
-takes 15 minutes. You need to know that all ranks must make the same calls (:doc:`first tutorial
+one rank makes a mistake: it passes another size, skips a call, or raises an exception. You see the
+error that each mistake causes, with :func:`varcomm.debug` and without it. The tutorial takes 15
+minutes. You need to know that all ranks must make the same calls (:doc:`first tutorial
 <01_uneven_shards>`).
 """
 
@@ -14,16 +14,17 @@ takes 15 minutes. You need to know that all ranks must make the same calls (:doc
 # -------------------
 #
 # If a program hangs, run it again with ``VARCOMM_DEBUG=1``. All ranks then raise one error that
-# names the call and the lines of code.
+# names the call and the line of code on each rank.
 #
 # A program with three mistakes
 # -----------------------------
 #
-# Three ranks hold two rows each. A step gathers the rows, counts over all ranks, and calls
-# ``backward``, which communicates too. Rank 1 or 2 makes one of three mistakes:
+# Three ranks hold two rows each. A step gathers the rows, sums a count over all ranks with
+# ``all_reduce``, and calls ``backward``, which communicates too. Rank 1 or 2 makes one of three
+# mistakes:
 #
 # - *another size*: rank 1 holds three rows, and the other ranks expect two;
-# - *a skipped call*: rank 2 counts only if it has something to count;
+# - *a skipped call*: rank 2 skips the ``all_reduce``;
 # - *an exception*: a file is missing on rank 1, in the middle of the step.
 
 import os
@@ -191,8 +192,7 @@ for message in ranks.run(not_debugged, "a skipped call"):
     print()
 
 # %%
-# Each of these messages shows a part of the cause. With ``debug()``, one message shows the full
-# cause.
+# Each rank's message shows a part of the cause. With ``debug()``, one message shows the full cause.
 #
 # Another size without debug()
 # ----------------------------
@@ -262,7 +262,8 @@ with tempfile.TemporaryDirectory() as folder:
 #   that you suspect. The table names the call, the ranks and the lines.
 # - Look for collectives inside an ``if``. All ranks make the same calls in the same order, even if
 #   they have no rows to send. ``backward`` is one of these calls.
-# - Choose ``vc.init(timeout=...)`` as the longest time that a rank may compile or read alone.
+# - Set ``vc.init(timeout=...)`` to the longest time that a rank may compile or read data while the
+#   other ranks wait.
 # - Do not catch the exception of a rank that fails. The other ranks then end within seconds and
 #   print the reason.
 #
