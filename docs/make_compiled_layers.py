@@ -23,15 +23,16 @@ RANKS_MEET = "ranks communicate outside the graph"
 HEAD = """\
 # Layers under torch.compile
 
-The result of `torch.compile(layer, fullgraph=True)` for a distributed layer, with torch {torch} and
-the backend `aot_eager`, for each layer and options of the tests. Without `fullgraph=True`, a layer
-that breaks the graph runs in parts.
+This page lists the results of `torch.compile(layer, fullgraph=True)` for distributed layers, with
+torch {torch} and the backend `aot_eager`. Each entry names a layer and the options of one test.
+Without `fullgraph=True`, a layer that breaks the graph runs in parts.
 
 `docs/make_compiled_layers.py` writes this page.
 
 ## Layers in one graph
 
-Outputs and gradients equal those of the uncompiled layer, on two ranks in fp64 to 1e-12.
+For each of these entries, torch compiles one graph. Outputs and gradients equal those of the
+uncompiled layer, on two ranks in fp64 to 1e-12.
 
 {whole}
 

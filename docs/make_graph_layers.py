@@ -88,8 +88,8 @@ HEAD = """\
 # Exact layers of PyTorch Geometric
 
 `varcomm.graph.distribute(model, graph)` accepts the layers marked exact: outputs, gradients and
-second derivatives equal one process, on any number of ranks. The tests run each layer in fp64, on
-three ranks, one of which owns nothing. `distribute` refuses the other layers.
+second derivatives equal those of one process, on any number of ranks. The tests run each layer in
+fp64 on three ranks, one of which owns no nodes. `distribute` refuses the other layers.
 
 `docs/make_graph_layers.py` writes this page.
 
@@ -101,41 +101,42 @@ TAIL = """
 These options of layers are refused on all ranks:
 
 - **`add_self_loops=True`** with edges between two types of nodes: the default of `GATConv`,
-  `GATv2Conv`, `PointNetConv`, `PointTransformerConv` and `PPFConv`. PyG joins the source and the
-  target with the same id, which are different nodes; `HeteroConv` and `to_hetero` refuse it in one
-  process. Build the layer with `add_self_loops=False`.
+  `GATv2Conv`, `PointNetConv`, `PointTransformerConv` and `PPFConv`. PyG would join a
+  source and a target with the same id, although they are different nodes. In one process,
+  `HeteroConv` and `to_hetero` refuse this option. Build the layer with `add_self_loops=False`.
 - **`decomposed_layers` above 1** exchanges once for each part of the features. The default of 1
   computes the same values.
-- **`explain`**, `Explainer` and `to_captum_model` mask all edges of the graph, and a rank has a
-  part of them. Load the `state_dict` into the model in one process, and explain it on the full
-  graph.
+- **`explain`**, `Explainer` and `to_captum_model` mask all edges of the graph, but each rank
+  has only a part of the edges. Load the `state_dict` into the model in one process, and explain it
+  on the full graph.
 
-In the first call of a lazy `HGTConv` or `HANConv`, all ranks pass the same types of nodes. Pass
-`graph.x_dict`, which also has the types of which this rank owns no nodes.
+In the first call of a lazy `HGTConv` or `HANConv`, all ranks must pass the same types of nodes.
+Pass `graph.x_dict`, which also has the types of which this rank owns no nodes.
 
 A subclass of an exact layer is accepted. The subclass is exact if values reach edges only by
-`propagate` and `edge_updater`: compare it with `same_as_one_process`.
+`propagate` and `edge_updater`. Check the subclass with `same_as_one_process`.
 
 ## Models
 
 The same rules hold for PyG's models and yours. Methods that average over the edges or nodes of this
-rank, such as `GAE.recon_loss` and `VGAE.kl_loss`, raise `ArgumentError`: compute the values and use
-`graph.edges.mean` or `graph.mean`. An embedding of all nodes (`LightGCN`, `LINKX`) does not match
-this rank's rows: look rows up by `graph.owned_ids`. These models are refused:
+rank, such as `GAE.recon_loss` and `VGAE.kl_loss`, raise `ArgumentError`: compute one value per
+edge or node, and use `graph.edges.mean` or `graph.mean`. An embedding of all nodes (`LightGCN`,
+`LINKX`) does not match this rank's rows: look rows up by `graph.owned_ids`. These models are
+refused:
 
 {models}
 
 ## Functions of edges and graphs
 
-`graph.edge_index` and `graph.batch`, their copies, slices and masks, and edges with added self
-loops keep the meaning of their ids. With halos of one hop, these operations are exact inside a
-distributed model and outside:
+`graph.edge_index` and `graph.batch` still refer to nodes and graphs of all ranks after you copy,
+slice or mask them, or add self loops. With halos of one hop, the operations of this table are exact
+inside and outside a distributed model:
 
 | code, with `row, col = graph.edge_index` | on a partitioned graph |
 | --- | --- |
 | `x[row]`, `x.index_select(0, row)` | fetches the rows of other ranks' nodes |
 | `scatter`, `index_add`, ... by `col` | local: a rank has all edges into its nodes |
-| sum, mean, maximum, minimum by `row` | parts return to the owners of the nodes |
+| sum, mean, maximum, minimum by `row` | partial results are sent to the owners of the nodes |
 | `scatter`, `softmax`, `bincount`, pools by `graph.batch` | over the nodes of all ranks |
 | `values[graph.batch]`, `torch.nn.Embedding` | local: every rank has the values of all graphs |
 
@@ -143,14 +144,16 @@ Other ids of groups, such as `graph.cell`, work as `graph.batch` does, if
 [`partition(data, groups=["cell"])`](../graphs.md#pool-over-cells-superpixels-or-residues) names
 the attribute. A reduction by another integer attribute of nodes raises `ArgumentError`.
 
-Operations without a meaning for the full graph raise `ArgumentError`: ids computed from ids,
-sources compared with targets by size, `tolist`, `numpy` and pickling. `graph.edges.local_ids`
+Operations without a meaning for the full graph raise `ArgumentError`: arithmetic on ids,
+comparisons of sources with targets by size, `tolist`, `numpy` and pickling. `graph.edges.local_ids`
 returns local ids.
 
-Some code is outside these checks. `varcomm.testing.same_as_one_process` finds it:
+varcomm does not check the following kinds of code. Use `varcomm.testing.same_as_one_process` to
+find them:
 
-- **No index vector.** A reduction without a vector of the graph is over the rows of this rank.
-  `graph.batch` is zeros if the data have none.
+- **No index vector.** A reduction without an index vector of the graph, such as `graph.batch`,
+  covers only the rows of this rank. If the data have no `batch`, `graph.batch` is a tensor of
+  zeros.
 
   | of this rank | of all ranks |
   | --- | --- |
@@ -164,11 +167,11 @@ Some code is outside these checks. `varcomm.testing.same_as_one_process` finds i
   | `T.Distance()` in a model | `T.Distance(norm=False)`, divided by `graph.edges.max(lengths)` |
 
 - **New tensors.** `zeros_like(graph.batch)`, `edge_index.new_zeros(len(x))` and masks are ordinary
-  tensors: `x[graph.batch == b].mean(0)` is the mean of this rank.
+  tensors: `x[graph.batch == b].mean(0)` is the mean over this rank's rows.
 - **Copies of ids.** `torch.tensor`, `torch.sparse_coo_tensor` and TorchScript copy local ids.
-- **Copied code.** `DeepGraphInfomax` and `GAE.recon_loss` raise an error. A copy in
-  your file computes means of this rank. A copy of `LabelPropagation` has one column per class of
-  this rank, and the exchange fails: use `one_hot(y, num_classes=...)`.
+- **Copied code.** `DeepGraphInfomax` and `GAE.recon_loss` raise an error. A copy of their code in
+  your file computes means over this rank's rows. A copy of `LabelPropagation` has one column per
+  class of this rank, and the exchange fails: use `one_hot(y, num_classes=...)`.
 - **No edges.** A model that returns early if `edge_index.size(1) == 0` skips an exchange, and the
   other ranks wait until the timeout.
 - **Offsets** such as `batch.bincount().cumsum(0)` count the rows of all ranks, and are out of range
@@ -176,8 +179,8 @@ Some code is outside these checks. `varcomm.testing.same_as_one_process` finds i
 
 {functions}- **BatchNorm and DiffGroupNorm** in a distributed model normalise over the nodes of all
   ranks. Inside a layer, these norms normalise over the edges of all ranks. After a pool, these
-  norms work as in one process. They also normalise over some nodes or edges, such as those of a
-  mask, and over one sample of shape `(1, C, n)`.
+  norms work as in one process. They also accept a subset of nodes or edges, such as the rows that a
+  mask selects, and one sample of shape `(1, C, n)`.
 - **BatchNorm outside a distributed model** normalises this rank's rows. If you add a `BatchNorm`
   after `distribute`, the model refuses it.
 - **The other norms** need `graph.batch` outside a distributed model.
