@@ -19,7 +19,7 @@ forward and backward. The drawings come from real runs. You need PyTorch and its
 # allowed.
 #
 # :class:`varcomm.Ranks` starts processes on this machine and keeps them for the next run.
-# :func:`varcomm.launch` starts processes for a single run. Both call the function with the rank's
+# :func:`varcomm.launch` starts processes for a single run. Both call your function with the rank's
 # number and return a list with the result of each rank.
 
 import textwrap
@@ -362,8 +362,8 @@ drawn |= four
 # --------------------------------
 #
 # All collectives accept ``dim``. ``transpose_v`` accepts two dimensions: a tensor sharded by rows
-# becomes sharded by columns. Attention uses ``transpose_v`` between shards of a sequence and shards
-# of heads.
+# becomes sharded by columns. For example, attention can use ``transpose_v`` to convert shards of a
+# sequence to shards of heads, and back.
 
 drawn["transpose_v"] = ranks.run(
     follow,

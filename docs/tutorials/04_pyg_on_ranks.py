@@ -128,7 +128,7 @@ losses_of_ranks, prediction_of_ranks, state_of_ranks, _, report = results[0]
 print(report)
 
 # %%
-# The two functions differ in these lines:
+# ``in_one_process`` and ``on_ranks`` differ in these lines:
 
 lines = [
     inspect.getsource(function).splitlines()

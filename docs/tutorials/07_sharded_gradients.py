@@ -251,8 +251,8 @@ plt.show()
 #   total number of rows is unknown before the step, divide the gradients by a
 #   :class:`varcomm.data_parallel.GlobalCount`.
 # - Put modules, optimizers, generators and counters into one dict. ``save`` the dict on any number
-#   of ranks, and ``load`` it on any other number of ranks. If a save is killed, the previous
-#   checkpoint remains valid.
+#   of ranks, and ``load`` it on any other number of ranks. If a rank is killed during a save,
+#   the previous checkpoint remains valid.
 # - Draw random numbers that all ranks share from generators in the same state, and save these
 #   generators.
 #

@@ -57,7 +57,7 @@ print(ranks.run(count)[0])
 # %%
 # In forward, rank 0 sends its rows and receives the rows of rank 1. The adjoint of the gather is a
 # reduce-scatter, which sends the same bytes in the reverse direction. Bytes are exact, because
-# varcomm does not pad. Look for calls that you did not expect: removing a call saves more than
+# varcomm does not pad. Look for calls that you did not expect: removing a call saves more time than
 # overlapping it.
 #
 # Start, compute, wait
@@ -102,8 +102,9 @@ def step(rank, x, weight, overlap):
 # - ``own rows``, ``backward`` and others: computations of the program.
 #
 # A barrier makes ranks begin together, because the profiler may start later on one rank. Ranks on
-# one host share a clock. Other programs on the machine disturb a single measurement. The code below
-# therefore measures both versions five times, alternately, and shows the pair with the median gain.
+# one host share a clock, so the picture below has one time axis for both ranks. Other programs on
+# the machine disturb a single measurement. The code below therefore measures both versions five
+# times, alternately, and shows the pair with the median gain.
 
 NAMES = {"reading", "own rows", "all rows", "backward", "_Wait"}
 

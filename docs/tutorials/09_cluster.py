@@ -232,11 +232,11 @@ plt.show()
 # MPI
 # ---
 #
-# ``vc.init("mpi")`` runs varcomm's collectives and plans over MPI, with mpi4py and a stock PyTorch.
-# torch.distributed's own calls use Gloo. ``pip install mpi4py mpich`` installs mpi4py and MPICH;
-# mpi4py also loads the MPI of your cluster. Use this engine on clusters of CPUs with a fast network
-# that MPI supports. Ranks need no address. Start ranks with ``mpiexec`` or ``srun``, not with
-# torchrun. On CPUs, ``vc.init()`` chooses MPI under ``mpiexec`` and ``mpirun``.
+# ``vc.init("mpi")`` runs varcomm's collectives and plans over MPI, with mpi4py and an unmodified
+# PyTorch. torch.distributed's own calls use Gloo. ``pip install mpi4py mpich`` installs mpi4py and
+# MPICH; mpi4py can also load the MPI of your cluster. Use MPI on clusters of CPUs with a fast
+# network that MPI supports. Ranks need no address. Start ranks with ``mpiexec`` or ``srun``, not
+# with torchrun. On CPUs, ``vc.init()`` chooses MPI under ``mpiexec`` and ``mpirun``.
 
 places = [
     str(Path(sys.executable).parent),
