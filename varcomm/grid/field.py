@@ -188,7 +188,7 @@ class Field(torch.Tensor):
         given = [*fields(args), *fields(kwargs.values())]
         found = RULES.get(name)
         kwargs = {_WORDS.get(word, word): value for word, value in kwargs.items()}
-        target = args[0] if args else kwargs.get("input")
+        target: Any = args[0] if args else kwargs.get("input")
         in_place = name[-1] == "_" != name[0]
         writes = in_place or name in _WRITES or kwargs.get("inplace") is True
         if writes and isinstance(target, Field) and target.is_copy:
