@@ -180,8 +180,19 @@ REFUSED = {
     "Expected more than 1 spatial": lambda x: F.instance_norm(x[:, :, :1, :1]),
     "do not fit": lambda x: F.conv2d(x, torch.ones(1, 3, 9, 1, dtype=x.dtype)),
     "into an ordinary tensor": lambda x: torch.zeros(7, 5, dtype=x.dtype).add_(x[0, 0]),
+    "no view, of a field": lambda x: of_a_row_before(x),
+    "unsqueeze_ of a value": lambda x: x.mean().unsqueeze_(0),
+    "set data of a value": lambda x: setattr(x.mean(), "data", torch.ones(())),
+    "an index with two ellipses": lambda x: x[..., 0, ...],
     "without a gradient into": lambda x: torch.ones(x.shape).__setitem__(x > 0, 0.0),
 }
+
+
+def of_a_row_before(x):
+    y = x + 1
+    row = y[:, :, 0]
+    y.mul_(2)
+    return row * row
 
 
 def gradient_of_a_mean(x):
@@ -390,6 +401,9 @@ def test_dimensions_that_a_field_lacks(rank):
     assert torch.equal(one.argmax(keepdim=True).gather(), first.argmax(keepdim=True))
     vector = torch.randn(whole.shape[-1], dtype=whole.dtype)
     torch.testing.assert_close(F.linear(x, vector).gather(), F.linear(whole, vector))
+    torch.testing.assert_close(F.linear(vector, x[0, 0]).gather(), F.linear(vector, whole[0, 0]))
+    for found, expected in zip((x > 0).max(2), (whole > 0).max(2), strict=True):
+        assert torch.equal(found.gather(), expected)
 
 
 @on_ranks(3)

@@ -93,7 +93,7 @@ def _linear(func: Func, input: Any, weight: Any, bias: Any = None) -> Any:
     names: list[Label] = [*range(input.dim() - 1), "k"]
     last = ["o"] * (weight.dim() - 1)  # a vector removes the dimension
     splits = input.grid_layout.by_dim if isinstance(input, Field) else None
-    if any(fields([weight])) or (splits is not None and (-1 in splits or not last)):
+    if isinstance(weight, Field) or (splits is not None and (-1 in splits or not last)):
         out = contracted(func, (input, weight), (names, [*last, "k"]), [*names[:-1], *last])
         return out if bias is None else out + bias
     if isinstance(bias, Field):

@@ -8,6 +8,7 @@ parts of them are used on each rank, so a gradient is the sum of those of all ra
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from varcomm._torch_private import WithoutDispatch
+from varcomm._torch_private import WithoutDispatch, version_of
 from varcomm.errors import ArgumentError
 from varcomm.grid.fetch import span
 from varcomm.grid.layout import Layout, Split
@@ -106,7 +107,8 @@ class Field(torch.Tensor):
 
     is_placeholder = True  # for collectives, which take the part of a rank
     instead = "Pass the part of this rank, field.local."
-    is_copy = False  # of rows that torch would return as a view
+    # of fetched rows, which torch would return as a view: the field, and its changes until then
+    copied: tuple[weakref.ref[Field], int] | None = None
     written: list[Tensor] | None = None  # of a rank without rows: values written into views
     grid_layout: Layout
 
@@ -191,7 +193,7 @@ class Field(torch.Tensor):
         target: Any = args[0] if args else kwargs.get("input")
         in_place = name[-1] == "_" != name[0]
         writes = in_place or name in _WRITES or kwargs.get("inplace") is True
-        if writes and isinstance(target, Field) and target.is_copy:
+        if writes and isinstance(target, Field) and target.copied:
             raise refused(
                 f"{name} on rows that were fetched, which are no view of the field,",
                 "Compute a new field: torch.where, or a product with a mask.",
@@ -204,6 +206,8 @@ class Field(torch.Tensor):
         if found is None or name not in _ALSO_WHOLE:
             layout = given[0].grid_layout
             if not any(one.grid_layout.splits for one in given):
+                if found is None and (name in _TURN or name.startswith("set ")):
+                    raise refused(f"{name} of a value that every rank has", "Compute a new one.")
                 if name in _RANDOM and layout.ranks > 1:
                     return _drawn_alike(name, func, layout, args, kwargs)
                 out = func(*map_plain(args), **{k: map_plain(v) for k, v in kwargs.items()})
@@ -314,6 +318,7 @@ def _by_place(
 
 
 _WRITES = {"setitem", "iand", "ior"}
+_TURN = {"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "resize_"}
 _VIEWS = frozenset((
     "getitem", "select", "narrow", "view", "reshape", "flatten", "unflatten", "permute",
     "transpose", "swapaxes", "movedim", "t", "squeeze", "unsqueeze", "expand", "expand_as",
@@ -362,8 +367,8 @@ def _drawing(name: str, x: Field, kwargs: dict[str, Any]) -> Iterator[None]:
 def _copied(name: str, source: Field, out: Any) -> Any:
     """Let views of fetched rows be known as such, and those of no rows as views of one field."""
     for one in fields([out]) if name in _VIEWS else ():
-        one.is_copy |= source.is_copy
-        if not one.is_copy and name != "detach":
+        one.copied = one.copied or source.copied
+        if not one.copied and name != "detach":
             one.written = source.written
     return out
 
@@ -424,9 +429,19 @@ def plain(value: Any) -> Any:
     """Return the local tensor of a field, and any other value as it is."""
     if not isinstance(value, Field):
         return value
+    if value.copied and (of := value.copied[0]()) is not None and value.copied[1] != version_of(of):
+        raise refused(
+            "rows that were fetched, which are no view, of a field that was written into since",
+            "Select them again.",
+        )
     with WithoutDispatch():
         x = value.as_subclass(Tensor)
     return x + sum(value.written) if value.written else x
+
+
+def copy_of(x: Field) -> tuple[weakref.ref[Field], int]:
+    """Return of which field, and of which state of it, fetched rows are a copy."""
+    return weakref.ref(x), version_of(x)
 
 
 def write(func: Callable[..., Any], x: Field, *args: Any, **kwargs: Any) -> None:

@@ -131,10 +131,11 @@ def extreme(func: Func, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
         rows = torch.arange(plain(x).shape[at], device=x.device) + first
         chosen = rows.view(-1, *[1] * (x.dim() - at - 1)) == plain(place)
         picked = wrap(plain(x).masked_fill(~chosen, 0), x.grid_layout)
-        values = picked.sum(at, keepdim=keepdim, dtype=x.dtype)  # all to the index, as torch does
+        summed = torch.uint8 if x.dtype == torch.bool else x.dtype
+        values = picked.sum(at, keepdim=keepdim, dtype=summed)  # all to the index, as torch does
         index = _unkept(plain(place), x, [at], keepdim)
         kind = torch.return_types.max if name == "max" else torch.return_types.min
-        return kind((values, index))
+        return kind((values.to(x.dtype), index))
     dims, largest = dims_of(dim, x), name in ("max", "amax")
     splits, of = reduced_splits(x, dims), torch.amax if name in ("max", "amax") else torch.amin
     out = of(plain(x), dims, True) if not splits else _extreme_of_all(x, dims, largest)

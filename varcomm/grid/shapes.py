@@ -18,6 +18,7 @@ from varcomm.grid.field import (
     RULES,
     Field,
     common,
+    copy_of,
     gathered,
     map_plain,
     part,
@@ -179,7 +180,7 @@ def _reshaped(x: Any, old: Sequence[int], shape: Sequence[int], lead: int, tail:
     rank then has as many elements for a row). Rows that would be divided over ranks move first.
     """
     splits, after = x.grid_layout.at(len(old)), {}
-    local, lengths, is_copy = plain(x), [*shape], x.is_copy
+    local, lengths, copied = plain(x), [*shape], x.copied
     for olds, news in _runs(old, shape, lead, tail):
         inside = [dim for dim in olds if dim in splits]
         if not inside:
@@ -206,7 +207,7 @@ def _reshaped(x: Any, old: Sequence[int], shape: Sequence[int], lead: int, tail:
             # rows that belong together go to the owner of the first
             together = behind // gcd(inner, behind)
             moved = split.ending(-(-end // together) * together for end in split.offsets)
-            local, split, is_copy = span(local, split, moved.spans), moved, True
+            local, split, copied = span(local, split, moved.spans), moved, copy_of(x)
         after[at] = replace(
             split,
             sizes=tuple(n * inner // behind for n in split.sizes),
@@ -215,7 +216,7 @@ def _reshaped(x: Any, old: Sequence[int], shape: Sequence[int], lead: int, tail:
         )
         lengths[at] = after[at].own * after[at].repeats
     out = wrap(local.reshape(lengths), x.grid_layout.having(after, len(shape)))
-    out.is_copy = is_copy
+    out.copied = copied
     return out
 
 
@@ -280,8 +281,10 @@ def _getitem(func: Func, x: Any, index: Any) -> Any:
     used = sum(1 for e in entries if e is not None and e is not Ellipsis)
     if any(isinstance(e, Tensor) and e.dtype == torch.bool and e.dim() > 1 for e in entries):
         raise refused("a mask over several dimensions", "Multiply by it, or use torch.where.")
-    if Ellipsis not in [e for e in entries if not isinstance(e, Tensor)]:
-        entries.append(Ellipsis)
+    ellipses = sum(e is Ellipsis for e in entries)
+    if ellipses > 1:
+        raise refused("an index with two ellipses")
+    entries += [] if ellipses else [Ellipsis]
     at = next(i for i, e in enumerate(entries) if e is Ellipsis)
     entries[at : at + 1] = [slice(None)] * (x.dim() - used)
     tensors = sum(isinstance(e, Tensor | list) for e in entries)
@@ -337,7 +340,7 @@ def _row(x: Any, dim: int, at: int) -> Any:
         local, at = span(local, split, [(at, at + 1)] * split.group.size), 0
     left = {d - (d > dim): s for d, s in x.grid_layout.at(x.dim()).items() if d != dim}
     row = wrap(local.select(dim, at), x.grid_layout.having(left, x.dim() - 1))
-    row.is_copy = split is not None
+    row.copied = copy_of(x) if split is not None else x.copied
     return row
 
 
