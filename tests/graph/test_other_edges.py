@@ -79,6 +79,8 @@ PLACES = {
     "first targets": lambda g: g.edge_index[1][:3],
     "of the other direction": lambda g: g.edge_index.flip(0)[:, :3],
     "listed": lambda g: g.edge_index[:, [2, 0]],
+}
+ONE_EDGE = {
     "one after the other": lambda g: [g.x[i] for i in g.edge_index[0]],
     "a row of one edge": lambda g: g.x[g.edge_index[0, 0]],
     "columns of one edge": lambda g: g.x[g.edge_index[0][-1], :2],
@@ -88,9 +90,16 @@ PLACES = {
 @on_ranks(2)
 def test_edges_by_position_are_refused(rank):
     graph, failures = partition(wild(), method="block"), Failures()
-    for name, take in PLACES.items():
+    for name, take in (PLACES | ONE_EDGE).items():
         with failures.named(name), pytest.raises(ArgumentError):
             take(graph)
+    idle = partition(wild(), method=torch.zeros(24, dtype=torch.int64))
+    for name, take in PLACES.items():
+        with failures.named(name, "a rank owns nothing"), pytest.raises(ArgumentError):
+            take(idle)
+    for last in (lambda g: g.batch[-1], lambda g: g.batch[0].item()):
+        with failures.named("a group"), pytest.raises(ArgumentError, match=r"max\(\)"):
+            last(idle)
     x, (row, col) = graph.x, graph.edge_index
     assert graph.edge_index[:, :].kind == "edges"
     assert graph.edge_index[:, :0].shape == (2, 0)

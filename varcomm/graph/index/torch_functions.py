@@ -199,10 +199,10 @@ def _part(func: Callable[..., Any], x: PartitionedIndex, key: Any) -> Any:
         last = len(key) - 1
         sizes = [x.plain.shape[-1:] if at == last else () for at in range(len(key))]
         own = [_selecting(one, size) for one, size in zip(key, sizes, strict=True)]
-    out = x.plain[_selecting(key, x.plain.shape[:1]) if own is None else tuple(own)]
+    at = _selecting(key, x.plain.shape[:1]) if own is None else tuple(own)
     kind = x.kind
     if kind in ("loops", "no loops"):
-        return out
+        return x.plain[at]
     if kind in _ENDS:
         first = key[0] if own is not None and len(key) else key
         if isinstance(first, int):
@@ -215,10 +215,13 @@ def _part(func: Callable[..., Any], x: PartitionedIndex, key: Any) -> Any:
         ):
             kind = "computed"
     chosen = key[-1] if own is not None and len(key) else key
+    takes_none = isinstance(chosen, list) and not chosen
+    if isinstance(chosen, slice):
+        takes_none = chosen.stop == 0
     if (
         isinstance(chosen, slice | list)
         and kind in (*_ENDS, "source", "target")
-        and not (_is_all(chosen) or 0 in out.shape or x.of.group.size == 1)
+        and not (_is_all(chosen) or takes_none or x.of.group.size == 1)
     ):
         raise refuse(
             func,
@@ -226,6 +229,14 @@ def _part(func: Callable[..., Any], x: PartitionedIndex, key: Any) -> Any:
             "Edges at these positions are others on each rank. Select edges by a mask that is an "
             "attribute of the data with a bool per edge: graph.edge_index[:, graph.mask].",
         )
+    if kind == "group" and type(chosen) is int and x.plain.dim() == 1 and x.of.group.size > 1:
+        raise refuse(
+            func,
+            kind,
+            "Nodes at this position are others on each rank. The number of groups is "
+            "int(graph.batch.max()) + 1.",
+        )
+    out = x.plain[at]
     if isinstance(chosen, PartitionedIndex) and chosen.kind == "loops" and kind == "source":
         kind = "target"  # both ends of a self loop
     keys = key if isinstance(key, tuple) else (key,)  # the same on all ranks, unlike `own`
