@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from varcomm.grid.field import filled, place_of, plain, refused, rule, split_of, wrap
+from varcomm.grid.field import dims_of, filled, place_of, plain, refused, rule, split_of, wrap
 from varcomm.grid.shapes import roll
 from varcomm.ops.all_to_all_v import transpose_v
 from varcomm.sizes import ShardSizes
@@ -54,11 +54,9 @@ def _fftn(func: Func, input: Any, s: Any = None, dim: Any = None, norm: Any = No
     name = func.__name__.removeprefix("fft_")
     if dim is None:
         dim = range(-(2 if name.endswith("2") else input.dim() if s is None else len(s)), 0)
-    dims: Sequence[int] = [
-        place_of(d, input.dim()) for d in ([dim] if isinstance(dim, int) else dim)
-    ]
-    if not dims:
+    if not isinstance(dim, int) and not len(dim):
         raise refused(f"{func.__name__} of no dimension")
+    dims = dims_of(dim, input)
     lengths = [*s] if s is not None else [None] * len(dims)
     lengths = [None if n == -1 else n for n in lengths]
     steps = [*zip(dims, lengths, strict=True)]

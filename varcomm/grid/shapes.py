@@ -311,6 +311,7 @@ def _getitem(func: Func, x: Any, index: Any) -> Any:
 
 def _sliced(x: Any, dim: int, entry: slice) -> Any:
     """Select rows at a step; those of a split dimension stay where they are."""
+    dim = place_of(dim, x.dim())
     length = 0 if entry == slice(None) else x.shape[dim]
     first, last, step = entry.indices(length)
     if (first, last, step) == (0, length, 1):
@@ -332,6 +333,7 @@ def _sliced(x: Any, dim: int, entry: slice) -> Any:
 
 def _row(x: Any, dim: int, at: int) -> Any:
     """Select one row, which every rank gets."""
+    dim = place_of(dim, x.dim())
     split, local, count = split_of(x, dim, "one row"), plain(x), x.shape[dim]
     if not -count <= at < count:
         raise IndexError(f"index {at} is out of range for dimension {dim} with size {count}")
@@ -346,19 +348,19 @@ def _row(x: Any, dim: int, at: int) -> Any:
 
 @rule("select")
 def _select(func: Func, x: Any, dim: int, index: int) -> Any:
-    return _row(x, place_of(dim, x.dim()), index)
+    return _row(x, dim, index)
 
 
 @rule("narrow")
 def _narrow(func: Func, x: Any, dim: int, start: int, length: int) -> Any:
     rows = torch.empty(x.shape[dim], device="meta").narrow(0, start, length)  # checks both
     first = rows.storage_offset()
-    return _sliced(x, place_of(dim, x.dim()), slice(first, first + length))
+    return _sliced(x, dim, slice(first, first + length))
 
 
 @rule("unbind")
 def _unbind(func: Func, x: Any, dim: int = 0) -> Any:
-    return tuple(_row(x, place_of(dim, x.dim()), at) for at in range(x.shape[dim]))
+    return tuple(_row(x, dim, at) for at in range(x.shape[dim]))
 
 
 @rule("split split_with_sizes tensor_split chunk")
@@ -368,9 +370,7 @@ def _split(func: Func, x: Any, how: Any, dim: int = 0) -> Any:
     ends = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     if split_of(x, dim) is None:
         return wrap(tuple(plain(x).split(sizes, dim)), x.grid_layout)
-    return tuple(
-        _sliced(x, place_of(dim, x.dim()), slice(a, b)) for a, b in itertools.pairwise(ends)
-    )
+    return tuple(_sliced(x, dim, slice(a, b)) for a, b in itertools.pairwise(ends))
 
 
 @rule("gather", several=True)
@@ -438,7 +438,7 @@ def _pad(
     sides, rest, layout = {-1 - i: pad[2 * i : 2 * i + 2] for i in range(len(pad) // 2)}, [*pad], {}
     for dim in sides.keys() & x.grid_layout.by_dim.keys():
         n, (before, behind) = x.shape[dim], sides[dim]
-        x = _sliced(x, place_of(dim, x.dim()), slice(max(0, -before), n + min(0, behind)))
+        x = _sliced(x, dim, slice(max(0, -before), n + min(0, behind)))
     local = plain(x)
     for dim, (before, behind) in sides.items():
         if (split := x.grid_layout.by_dim.get(dim)) is None:
@@ -485,9 +485,7 @@ def _diff(
     parts = [part for part in (prepend, x, append) if part is not None]
     x = _cat(func, parts, dim) if len(parts) > 1 else x
     for _ in range(n):
-        behind, before = (
-            _sliced(x, place_of(dim, x.dim()), s) for s in (slice(1, None), slice(-1))
-        )
+        behind, before = (_sliced(x, dim, s) for s in (slice(1, None), slice(-1)))
         x = behind != before if x.dtype == torch.bool else behind - before
     return x
 
