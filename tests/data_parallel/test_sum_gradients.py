@@ -88,6 +88,37 @@ def test_gradients_are_summed_once(rank, ranks):
 
 
 @on_ranks(3)
+def test_gradients_that_share_memory_in_two_calls(rank, ranks):
+    """Autograd gives views of one tensor to both, and to an input, which is no parameter."""
+    a, b, x = parameter((4,)), parameter((4,)), torch.zeros(2, 2, requires_grad=True)
+    ((a.view(2, 2) + b.view(2, 2) + x) * (rank + 1.0)).sum().backward()
+    sum_gradients([a])
+    sum_gradients([b])
+    assert lists([a, b]) == [[6.0] * 4] * 2
+    assert x.grad.unique().tolist() == [rank + 1.0]
+
+
+@on_ranks(3)
+def test_large_gradients_travel_in_parts(rank, ranks):
+    """Of 64 KiB at least; contiguous, transposed, unused on a rank, with a graph, in bf16."""
+    values = torch.arange(40_000.0).remainder(251)
+    given = [parameter((40_000,), grad=0.0), parameter((200, 200)), parameter((40_000,))]
+    given += [parameter((40_000,)), parameter((80_000,), torch.bfloat16, grad=2.0)]
+    given[0].grad += values
+    given[1].grad = values.view(200, 200).T * (rank + 1)
+    given[2].grad = values.clone() if rank == 1 else None
+    (given[3].grad,) = torch.autograd.grad(given[3].square().sum(), given[3], create_graph=True)
+    with varcomm.trace() as calls:
+        sum_gradients(given, bucket_bytes=1)
+    assert torch.equal(given[0].grad, 3 * values)
+    assert torch.equal(given[1].grad, 6 * values.view(200, 200).T)
+    assert torch.equal(given[2].grad, values)
+    assert given[3].grad.unique().tolist() == [6.0]
+    assert given[4].grad.unique().tolist() == [6.0]
+    assert max(call.sent for call in calls) <= 2 * 2 / 3 * (2**16 + 2 * 4 + 2 * 32)
+
+
+@on_ranks(3)
 def test_messages(rank, ranks):
     """One per dtype, with a flag per parameter; large ones in two rounds, by pieces."""
     given = [

@@ -16,7 +16,8 @@ from varcomm.transport.engine import Pending, span
 from varcomm.transport.failure import explained, failure
 from varcomm.transport.group import Group
 
-BUCKET_BYTES = 25 * 2**20
+# On CPUs, 8 MiB took 0.73 to 0.91 of the time of 25 MiB on 2, 4 and 8 ranks.
+BUCKET_BYTES = 8 * 2**20
 
 _OWNER = "_varcomm_owner"
 

@@ -62,7 +62,8 @@ def sum_gradients(
     use_fp32 : bool
         Sum floats narrower than 4 bytes in fp32 and round once.
     bucket_bytes : int
-        Size of a message in bytes.
+        Size of a message in bytes. A gradient of more than `bucket_bytes` and 64 KiB is sent in
+        parts of that size.
 
     Raises
     ------
@@ -79,10 +80,11 @@ def sum_gradients(
 
     Notes
     -----
-    Communication: per bucket, ``2 (P - 1) / P`` of its bytes, and one number per parameter; up to
-    16 KiB, ``P - 1`` times its bytes in one round. From 16 ranks on, sums are hierarchical, as in
-    :func:`all_reduce`. A GlobalCount adds a gather and a broadcast of 1 KiB per rank. The order of
-    sums is fixed, and sums are equal on all ranks bit for bit, so replicated parameters stay equal.
+    Communication: per bucket, ``2 (P - 1) / P`` of its bytes, and one number per parameter or
+    part of it; up to 16 KiB, ``P - 1`` times its bytes in one round. From 16 ranks on, sums are
+    hierarchical, as in :func:`all_reduce`. A GlobalCount adds a gather and a broadcast of 1 KiB
+    per rank. The order of sums is fixed, and sums are equal on all ranks bit for bit, so
+    replicated parameters stay equal.
 
     On a rank where a parameter has no ``grad``, the host waits for the GPU once per call, and a
     CUDA graph cannot capture the call.
@@ -116,12 +118,12 @@ def sum_gradients(
     divisor = divisor_of(reduce, ranks, "sum_gradients")
     if ranks.size == divisor == 1:
         return
-    buckets = cut(dict(enumerate(trained)), range(len(trained)), size)
+    segments = _segments(trained, max(size, _MIN_PART_BYTES))
+    buckets = cut(segments, segments, size)
     total = AllReduce(ranks, use_fp32, divisor=divisor, compares=False)
     with torch.no_grad():
         # new gradients are ordinary tensors, as those of autograd, for parameters of any class
-        parts = [[trained[index] for index in members] for members in buckets]
-        as_ordinary(_sum, total, parts, trained, partial(_name, model, trained))
+        as_ordinary(_sum, total, buckets, trained, partial(_name, model, trained))
 
 
 def _name(model: torch.nn.Module | None, trained: Sequence[torch.Tensor], place: int) -> str:
@@ -129,24 +131,51 @@ def _name(model: torch.nn.Module | None, trained: Sequence[torch.Tensor], place:
     return next((name for name, p in named if p is trained[place]), f"parameter {place}")
 
 
+# The least size of parts of a gradient: more messages cost more than their memory is worth.
+_MIN_PART_BYTES = 64 * 1024
+
+
+class _Segment(NamedTuple):
+    """Elements of a gradient that travel in one bucket: all of them, or a part of many."""
+
+    place: int  # of the parameter
+    start: int
+    length: int
+    is_last: bool
+
+
+def _segments(trained: Sequence[torch.nn.Parameter], nbytes: int) -> dict[_Segment, torch.Tensor]:
+    """Return the segments of at most that many bytes, each with a tensor of its kind and size."""
+    found: dict[_Segment, torch.Tensor] = {}
+    for place, parameter in enumerate(trained):
+        count, dtype = parameter.numel(), gradient_dtype(parameter)
+        most = max(1, nbytes // dtype.itemsize)
+        if count <= most:
+            found[_Segment(place, 0, count, True)] = parameter
+            continue
+        one = parameter.new_empty(1, dtype=dtype)
+        for start in range(0, count, most):
+            length = min(most, count - start)
+            found[_Segment(place, start, length, start + length == count)] = one.expand(length)
+    return found
+
+
 def _sum(
     total: AllReduce,
-    buckets: Iterable[Sequence[torch.nn.Parameter]],
+    buckets: Iterable[Sequence[_Segment]],
     trained: Sequence[torch.nn.Parameter],
     name_of: Callable[[int], str],
 ) -> None:
-    """Replace gradients by their sums; while a bucket travels, the one before is delivered."""
+    """Sum gradients; while a bucket travels, the one before is delivered."""
     settle(total.group)
+    sums = _Sums(trained)
     begun = _begun(total, buckets, trained, name_of)
-    unused: list[_Unused] = []
     before = next(begun, None)
     while before is not None:
         bucket, message = before
         before = next(begun, None)
-        unused += _delivered(bucket, message.wait())
-    for one, is_used in zip(unused, listed([one.flag for one in unused]), strict=True):
-        if is_used:
-            one.parameter.grad = one.total
+        sums.deliver(bucket, message.wait())
+    sums.finish()
 
 
 def _checked(
@@ -194,17 +223,18 @@ def _checked(
 
 def _begun(
     total: AllReduce,
-    buckets: Iterable[Sequence[torch.nn.Parameter]],
+    buckets: Iterable[Sequence[_Segment]],
     trained: Sequence[torch.nn.Parameter],
     name_of: Callable[[int], str],
-) -> Iterator[tuple[Sequence[torch.nn.Parameter], Pending]]:
+) -> Iterator[tuple[Sequence[_Segment], Pending]]:
     """Start the sums; the first carries the comparison of calls and of some entries."""
     for place, bucket in enumerate(buckets):
-        dtype, device = gradient_dtype(bucket[0]), bucket[0].device
+        first = trained[bucket[0].place]
+        dtype, device = gradient_dtype(first), first.device
         word = None
-        if place == 0 and not in_graph(bucket[0]):
+        if place == 0 and not in_graph(first):
             word = word_with(total.group, dtype, device, trained, name_of)
-        flat, count = _flat(bucket, word)
+        flat, count = _flat(bucket, trained, word)
         message = send_in_rule(total, flat, False)
         del flat  # sent values are freed before the next bucket is made, and the sum arrives
         if word is not None:
@@ -212,16 +242,30 @@ def _begun(
         yield bucket, message
 
 
-def _flat(bucket: Sequence[torch.nn.Parameter], word: Word | None) -> tuple[torch.Tensor, int]:
+def _flat(
+    bucket: Sequence[_Segment], trained: Sequence[torch.nn.Parameter], word: Word | None
+) -> tuple[torch.Tensor, int]:
     """Return gradients, a flag for each and the word in a row, and the length without the word.
 
     By their flags, other ranks learn which gradients are used.
     """
-    gradients = [None if p.grad is None else p.grad.reshape(-1) for p in bucket]
-    empty = bucket[0].new_empty(0, dtype=gradient_dtype(bucket[0]))
-    parts = with_flags(gradients, [p.numel() for p in bucket], empty)
+    gradients = [_elements(trained[segment.place].grad, segment) for segment in bucket]
+    first = trained[bucket[0].place]
+    empty = first.new_empty(0, dtype=gradient_dtype(first))
+    parts = with_flags(gradients, [segment.length for segment in bucket], empty)
     count = sum(map(len, parts))
     return torch.cat([*parts, *([] if word is None else [word.values])]), count
+
+
+def _elements(gradient: torch.Tensor | None, segment: _Segment) -> torch.Tensor | None:
+    if gradient is None:
+        return None
+    if gradient.numel() == segment.length:
+        return gradient.reshape(-1)
+    if gradient.is_contiguous():
+        return gradient.view(-1).narrow(0, segment.start, segment.length)
+    rows = torch.arange(segment.start, segment.start + segment.length, device=gradient.device)
+    return gradient[torch.unravel_index(rows, gradient.shape)]  # a copy of these elements alone
 
 
 class _Unused(NamedTuple):
@@ -232,15 +276,37 @@ class _Unused(NamedTuple):
     flag: torch.Tensor
 
 
-def _delivered(bucket: Sequence[torch.nn.Parameter], total: torch.Tensor) -> Iterator[_Unused]:
-    """Make the parts of a sum the gradients of parameters that have one; yield the others."""
-    *parts, flags = total.split([*(p.numel() for p in bucket), len(bucket)])
-    if any(p.grad is None for p in bucket):
-        flags = flags.ne(0)
-    for place, (parameter, part) in enumerate(zip(bucket, parts, strict=True)):
-        # new tensors: autograd may have made views of one the gradients of two parameters
-        own = torch.empty_like(parameter, dtype=part.dtype).copy_(part.view(parameter.shape))
-        if parameter.grad is None:
-            yield _Unused(parameter, own, flags[place : place + 1])
-        else:
-            parameter.grad = own
+class _Sums:
+    """Sums as they arrive, on their way to the gradients of parameters."""
+
+    def __init__(self, trained: Sequence[torch.nn.Parameter]) -> None:
+        self.trained = trained
+        self.partly: dict[int, torch.Tensor] = {}  # flat sums, until the last part has arrived
+        self.unused: list[_Unused] = []
+
+    def deliver(self, bucket: Sequence[_Segment], total: torch.Tensor) -> None:
+        """Make a bucket's sums the gradients of parameters that have one, and note the others."""
+        *parts, flags = total.split([*(segment.length for segment in bucket), len(bucket)])
+        if any(self.trained[segment.place].grad is None for segment in bucket):
+            flags = flags.ne(0)
+        for at, (segment, part) in enumerate(zip(bucket, parts, strict=True)):
+            parameter = self.trained[segment.place]
+            if segment.length < parameter.numel():
+                flat = self.partly.setdefault(segment.place, part.new_empty(parameter.numel()))
+                flat.narrow(0, segment.start, segment.length).copy_(part)
+                if not segment.is_last:
+                    continue
+                part = self.partly.pop(segment.place)
+            # new tensors: autograd may have made views of one the gradients of two parameters
+            own = torch.empty_like(parameter, dtype=part.dtype).copy_(part.view(parameter.shape))
+            if parameter.grad is None:
+                self.unused.append(_Unused(parameter, own, flags[at : at + 1]))
+            else:
+                parameter.grad = own
+
+    def finish(self) -> None:
+        """Give the parameters that this rank has not used the gradients of other ranks, if any."""
+        flags = listed([one.flag for one in self.unused])
+        for one, is_used in zip(self.unused, flags, strict=True):
+            if is_used:
+                one.parameter.grad = one.total
