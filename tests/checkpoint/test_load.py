@@ -59,6 +59,24 @@ def test_no_target(rank, tmp_path):
 
 
 @on_ranks(3)
+def test_targets_that_share_memory(rank, tmp_path):
+    """Tied parameters are loaded from equal values, NaN included, and from no others."""
+    nan, spec = torch.full((2, 3), torch.nan), ShardSpec.of([1, 0, 1])
+    saved = {"a": nan, "b": nan.clone(), "c": torch.zeros(2, 3), "d": torch.zeros(2, 3)}
+    save(saved, tmp_path)
+    x = torch.ones(2, 3)
+    load({"a": x, "b": x, "c": torch.ones(2, 3), "d": torch.ones(2, 3)}, tmp_path)
+    assert x.isnan().all()
+    with pytest.raises(ArgumentError, match=r"'c' and 'b' share their memory.*Nothing has"):
+        load({"a": torch.ones(2, 3), "b": x, "c": x}, tmp_path)
+    assert x.isnan().all()
+    rows = torch.ones(spec.sizes[rank], 3)
+    with pytest.raises(ArgumentError, match="'d' and 'a' share their memory"):
+        load({name: Sharded.of(rows, spec) for name in ("a", "d")}, tmp_path)
+    assert (rows == 1).all()
+
+
+@on_ranks(3)
 def test_uneven(rank, tmp_path):
     """A DTensor of uneven shards tells of even ones."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -19,8 +19,8 @@ from varcomm.checkpoint.save import finish_pending
 from varcomm.checkpoint.state import Holder, Leaf, Walk, checked_state, is_bare
 from varcomm.errors import ArgumentError
 from varcomm.ops.checks import checked_flag
-from varcomm.ops.digest import require_equal
-from varcomm.sharding.sharded import refuse_unwritable
+from varcomm.ops.digest import digest, require_equal
+from varcomm.sharding.sharded import Box, refuse_unwritable
 from varcomm.transport.group import GroupLike
 
 _WHAT = "checkpoint.load"
@@ -276,6 +276,7 @@ class _Targets(Walk):
         self.within = {key for path in paths for key in found.keys(path)}
         for leaf in self.leaves(Leaf(state)):
             self._add(leaf.key, leaf)
+        self._check_shared()
 
     def fit(self) -> tuple[Any, ...]:
         """Return the match of the state, for all ranks."""
@@ -286,6 +287,27 @@ class _Targets(Walk):
         """Return the targets that are RowsById, in one order on all ranks."""
         found = sorted(self.targets.items())
         return {key: value for key, value in found if isinstance(value, RowsById)}
+
+    def _check_shared(self) -> None:
+        """Raise ArgumentError if two targets are one and different values are saved for them."""
+        known: dict[tuple[object, ...], tuple[str, Box]] = {}
+        for key, target in self.targets.items():
+            for box in [] if isinstance(target, RowsById) else boxes_of(key, target):
+                x = box.tensor
+                memory = x.device, x.data_ptr(), x.dtype, x.shape, x.stride()
+                other, same = known.setdefault(memory, (key, box))
+                if other != key and self._saved(key, box) != self._saved(other, same):
+                    raise ArgumentError(
+                        f"{key!r} and {other!r} share their memory, and {self.found.folder} has "
+                        "other values for one than for the other. Nothing has been loaded. Untie "
+                        "the two, or load only one of them."
+                    )
+
+    def _saved(self, key: str, box: Box) -> object:
+        """Return the digest of what is saved for a box."""
+        copy = torch.empty_like(box.tensor, device="cpu")
+        self.found.read(key, [Box(box.offsets, copy)])
+        return digest(copy)
 
     def opens(self, holder: Holder, path: Keys) -> bool:
         saved = self.found.at(path, _ABSENT)
