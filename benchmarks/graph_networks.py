@@ -1,7 +1,7 @@
 """PyG networks in one process and on ranks of one thread: ``python benchmarks/graph_networks.py``.
 
-The script prints the time per step on nodes with edges from their 10 nearest neighbours. Processes
-and ranks take turns.
+The script prints the time per step on nodes with edges from their 10 nearest neighbours, on ranks
+also with ``distribute(model, graph, overlap=True)``. Processes and ranks take turns.
 """
 
 import argparse
@@ -11,10 +11,10 @@ import time
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from measuring import arguments, median, ratio, table
+from measuring import arguments, median, ratio, table, turns_of
 from scipy.spatial import cKDTree
 from torch_geometric.data import Data
-from torch_geometric.nn import GAT, GCN, GraphSAGE
+from torch_geometric.nn import GAT, GCN, EdgeCNN, GraphSAGE
 
 import varcomm as vc
 
@@ -22,7 +22,10 @@ NETWORKS = {
     "GraphSAGE": lambda: GraphSAGE(64, 64, 3),
     "GAT": lambda: GAT(64, 64, 3, heads=4, concat=False),
     "GCN": lambda: GCN(64, 64, 3),
+    "EdgeCNN": lambda: EdgeCNN(64, 64, 3),
 }
+
+WAYS = ALONE, RANKS, OVERLAP = "one process", "ranks", "overlap"
 
 
 def step(model, graph, is_split):
@@ -36,19 +39,29 @@ def step(model, graph, is_split):
     return time.perf_counter() - begin
 
 
-def measure(rank, name, nodes, steps, is_split):
-    """Return seconds of the steps after the first."""
+def measure(rank, name, nodes, steps, ways):
+    """Return seconds of the steps after the first, of each way."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     pos = torch.rand(nodes, 2)
     near = torch.from_numpy(cKDTree(pos).query(pos, 11)[1][:, 1:])
     edges = torch.stack([near.flatten(), torch.arange(nodes).repeat_interleave(10)])
-    graph, model = Data(torch.randn(nodes, 64), edges), NETWORKS[name]()
+    graph, is_split = Data(torch.randn(nodes, 64), edges), ALONE not in ways
     if is_split:
         graph = vc.graph.partition(graph)
-        vc.graph.distribute(model, graph)
-    step(model, graph, is_split)
-    return [step(model, graph, is_split) for _ in range(steps)]
+    models = {}
+    for way in ways:
+        torch.manual_seed(0)
+        models[way] = NETWORKS[name]()
+        if is_split:
+            vc.graph.distribute(models[way], graph, overlap=way == OVERLAP)
+    seconds = {way: [] for way in ways}
+    for turn in range(steps + 1):
+        for way in turns_of(ways, turn):
+            taken = step(models[way], graph, is_split)
+            if turn:  # the first touches the memory
+                seconds[way].append(taken)
+    return seconds
 
 
 def main():
@@ -57,16 +70,19 @@ def main():
     given = arguments(parser, nodes=200_000, ranks=2, rounds=3, steps=3)
     rows = []
     for name in given.networks:
-        seconds = {False: [], True: []}
+        seconds = {way: [] for way in WAYS}
         for turn in range(given.rounds):
-            for is_split in (False, True) if turn % 2 else (True, False):
-                what = (name, given.nodes, given.steps, is_split)
-                parts = vc.launch(measure, given.ranks if is_split else 1, *what, timeout=1800)
-                seconds[is_split].append(max(median(part) for part in parts))
-        one, many = median(seconds[False]), median(seconds[True])
-        gain = ratio(seconds[False], seconds[True])
-        rows.append([name, f"{one:.2f}", f"{many:.2f}", f"{gain:.2f}"])
-    table(["network", "one process, s", f"{given.ranks} ranks, s", "one / ranks"], rows)
+            for ways in turns_of([WAYS[:1], WAYS[1:]], turn):
+                what = (name, given.nodes, given.steps, ways)
+                ranks = 1 if ALONE in ways else given.ranks
+                parts = vc.launch(measure, ranks, *what, timeout=1800)
+                for way in ways:
+                    seconds[way].append(max(median(part[way]) for part in parts))
+        times = [f"{median(seconds[way]):.2f}" for way in WAYS]
+        gains = [f"{ratio(seconds[ALONE], seconds[way]):.2f}" for way in WAYS[1:]]
+        rows.append([name, *times, *gains])
+    columns = ["one process, s", f"{given.ranks} ranks, s", "with overlap, s"]
+    table(["network", *columns, "one / ranks", "one / overlap"], rows)
 
 
 if __name__ == "__main__":

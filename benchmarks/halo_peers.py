@@ -90,14 +90,15 @@ def ways_of(options):
         model = MeshGraphNet(4, 3, 1, **sizes_of_model)
         ways[name] = partial(step, model, graph, forward_of(model), y), model
 
-    def distributed(model):
-        vc.graph.distribute(model, graph)
+    def distributed(model, overlap=False):
+        vc.graph.distribute(model, graph, overlap=overlap)
         return lambda: model(x, graph.edge_index, edge_attr)
 
     def looped(fetch, rows, model):
         return lambda: by_hand(model, fetch, rows, graph.edge_index.plain, x, edge_attr)
 
     add(OURS, distributed)
+    add(f"{OURS}, overlap=True", partial(distributed, overlap=True))
     here = torch.arange(graph.num_owned + graph.num_halo)
     add("varcomm's exchange in the loop", partial(looped, graph.with_halo, here))
     add(

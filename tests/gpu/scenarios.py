@@ -611,11 +611,13 @@ def part(device, ranks, data=None):
     return graph.partition(data, method=method).to(device)
 
 
-def regression(device, ranks, make, call=lambda model, g: model(g.x, g.edge_index), data=None):
+def regression(
+    device, ranks, make, call=lambda model, g: model(g.x, g.edge_index), data=None, overlap=False
+):
     """Return the training step of a network on a partitioned graph."""
     torch.manual_seed(0)
     g = part(device, ranks, data)
-    model = graph.distribute(make().double().to(device), g)
+    model = graph.distribute(make().double().to(device), g, overlap=overlap)
 
     def loss():
         out = call(model, g)
@@ -628,9 +630,11 @@ def graph_mean(g, out):
     return g.mean(F.mse_loss(out, g.y[:, :1].expand_as(out), reduction="none"))
 
 
-def add_network(name, make, call=lambda model, g: model(g.x, g.edge_index), covers=(), **how):
+def add_network(
+    name, make, call=lambda model, g: model(g.x, g.edge_index), covers=(), overlap=False, **how
+):
     def scenario_of(device, rank, ranks):
-        return regression(device, ranks, make, call)
+        return regression(device, ranks, make, call, overlap=overlap)
 
     scenario_of.__name__ = name
     names = "graph.partition", "graph.distribute", "graph.PartitionedGraph"
@@ -663,6 +667,13 @@ add_network("gat_with_self_loops", lambda: pyg.GAT(4, 6, 2, 2, heads=2))
 add_network("gat_v2_with_edges", lambda: pyg.GATv2Conv(4, 2, edge_dim=3), with_edges)
 add_network("gin", lambda: pyg.GIN(4, 6, 2, 2))
 add_network("edge_cnn", lambda: pyg.EdgeCNN(4, 6, 2, 2))
+add_network("edge_cnn_overlapped", lambda: pyg.EdgeCNN(4, 6, 2, 2), overlap=True)
+add_network(
+    "res_gated_overlapped",
+    lambda: pyg.ResGatedGraphConv(4, 2, edge_dim=3),
+    with_edges,
+    overlap=True,
+)
 add_network("edge_cnn_with_batch_norm", lambda: pyg.EdgeCNN(4, 6, 2, 2, norm="batch_norm"))
 add_network("sage_of_targets", lambda: pyg.SAGEConv(4, 2, aggr="max", flow="target_to_source"))
 add_network("transformer_conv", lambda: pyg.TransformerConv(4, 2))

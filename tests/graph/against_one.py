@@ -1,6 +1,7 @@
 """Calls on ranks beside the same in one process: exact, refused on all ranks, or what is wrong."""
 
 import copy
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -196,20 +197,31 @@ def verdict(*args, **settings):
     return ranks[0] if len(set(ranks)) == 1 else str(ranks)
 
 
-def verdicts(rank, cases, names, make_data, method, second):
+def verdicts(rank, cases, names, make_data, method, second, overlap):
     """Return the verdict of each of these cases: (make, call, what is differentiated by)."""
+    put = partial(distribute, overlap=overlap)
     data = make_data()
     graph = graph_of(data, method)
     return {
-        name: verdict(make, call, data, graph, by=by or ("x",), second=second)
+        name: verdict(make, call, data, graph, by=by or ("x",), put=put, second=second)
         for name, (make, call, *by) in cases().items()
         if name in names
     }
 
 
-def assert_verdicts(worlds, cases, expected, make_data=data_of, ranks=3, method=IDLE, second=False):
+def assert_verdicts(
+    worlds,
+    cases,
+    expected,
+    make_data=data_of,
+    ranks=3,
+    method=IDLE,
+    second=False,
+    overlap=False,
+):
     """Compare the verdicts of ranks with those that a table has."""
-    found = worlds.run(ranks, verdicts, cases, list(expected), make_data, method, second)[0]
+    how = method, second, overlap
+    found = worlds.run(ranks, verdicts, cases, list(expected), make_data, *how)[0]
     raised = {n for n, v in found.items() if "Error" in v and "'exact'" not in v}
     wrong = {
         name: found[name]

@@ -17,7 +17,7 @@ from tests.graph.graphs import wild
 from tests.graph.layers import NODE, example
 from tests.graph.models import MODELS, Parts, gcn
 from tests.worlds import on_ranks
-from varcomm import ArgumentError
+from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import distribute, partition
 
 
@@ -185,3 +185,105 @@ def test_moved(rank):
         part = distribute(layer, alone)(alone.x, alone.edge_index)
         torch.testing.assert_close(part, whole[alone.owned_ids], **CLOSE)
     assert "forward" not in vars(layer)
+
+
+class RunSum(pyg.aggr.Aggregation):
+    """Sums runs of edges, which must be sorted by their targets."""
+
+    def forward(self, x, index=None, ptr=None, dim_size=None, dim=-2):
+        assert (index.plain.diff() >= 0).all()
+        return self.reduce(x, index, ptr, dim_size, dim, reduce="sum")
+
+
+class Stores(pyg.MessagePassing):
+    """Keeps its last messages, or returns them under names."""
+
+    def __init__(self, returns=None):
+        super().__init__()
+        self.returns = returns
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_i, x_j):
+        if self.returns:
+            return self.returns(x_i * x_j)
+        self.last = x_i * x_j
+        return self.last
+
+
+class Seen(pyg.MessagePassing):
+    """Notes the number of edges in each call of its message."""
+
+    def __init__(self):
+        super().__init__(aggr="mean")
+        self.seen = []
+
+    def forward(self, x, edge_index, values):
+        return self.propagate(edge_index, x=x, values=values, scale=2.0)
+
+    def message(self, x_i, x_j, values, scale):
+        self.seen.append(len(x_j))
+        return (x_i - x_j) * values * scale
+
+
+@on_ranks(3)
+def test_overlap(rank):
+    """Messages are computed in two parts, if no other rank's rows are among their values."""
+    graph = graph_of(data_of())
+    parts = [count for count in (len(graph.interior), len(graph.boundary)) if count] or [0]
+    outs = []
+    for overlap, seen in ((True, parts), (False, [sum(parts)]), (True, parts)):
+        model = distribute(Seen(), graph, overlap=overlap)
+        outs.append(model(graph.x, graph.edge_index, graph.edge_attr[:, :1]))
+        assert model.seen == seen
+    torch.testing.assert_close(outs[0], outs[1], **CLOSE)
+    distribute(model, graph)
+    model(graph.x, graph.edge_index, graph.edge_attr[:, :1])
+    assert model.seen == [*parts, sum(parts)]
+    with torch.no_grad():
+        model = distribute(Seen(), graph, overlap=True)
+        model((graph.x, graph.x), graph.edge_index, torch.tensor(3.0))
+        assert model.seen == parts
+    for values in (torch.ones(2, 4), [graph.edge_attr], nn.Parameter(graph.edge_attr)):
+        with pytest.raises(ArgumentError, match=r"overlap=True .* values is"):
+            model(graph.x, graph.edge_index, values)
+    of_all = data_of().x
+    with pytest.raises(ArgumentError, match=r"x must have .* rows, those of the targets"):
+        model((graph.x, of_all), graph.edge_index, 1.0)
+    with pytest.raises(DisagreementError, match=r"ranks \[1\] .* overlap"):
+        distribute(model, graph, overlap=rank == 1)
+    for returns in (None, lambda x: {"message": x}, lambda x: (x, None), lambda x: x[None]):
+        layer = distribute(Stores(returns), graph, overlap=True)
+        with pytest.raises(ArgumentError, match="without overlap"):
+            layer(graph.x, graph.edge_index)
+
+
+@on_ranks(3)
+def test_overlap_of_several_values_and_own_aggregations(rank):
+    """As without: messages between ranks, edges in their order, hooks and compilers of one rank."""
+    data = data_of()
+    data = Data(x=data.x, edge_index=data.edge_index[:, data.edge_index[1].argsort(stable=True)])
+    graph = graph_of(data)
+    torch.manual_seed(0)
+    gated = pyg.ResGatedGraphConv(4, 5, act=nn.Tanh()).double()
+    own = pyg.EdgeConv(nn.Linear(8, 5), aggr=RunSum()).double()
+    for layer in (gated, own):
+        expected = distribute(layer, graph)(graph.x, graph.edge_index)
+        distribute(layer, graph, overlap=True)
+        with varcomm.trace() as calls:
+            out = layer(graph.x, graph.edge_index)
+        assert len(calls) == 1
+        torch.testing.assert_close(out, expected, **CLOSE)
+    if rank == 0:  # which does not overlap, then
+        gated.register_propagate_forward_hook(lambda *_: None)
+    out = gated(graph.x, graph.edge_index)
+    out.sum().backward()
+    torch.testing.assert_close(out, expected_of(gated, data)[graph.owned_ids], **CLOSE)
+
+
+def expected_of(layer, data):
+    """Return a result of one process, of a layer with the same parameters."""
+    alone = pyg.ResGatedGraphConv(4, 5, act=nn.Tanh()).double()
+    alone.load_state_dict(layer.state_dict())
+    return alone(data.x, data.edge_index)

@@ -71,6 +71,22 @@ def test_layers_on_other_partitions(worlds, ranks, method):
         assert_verdicts(worlds, layers, expected, example, ranks, method, second)
 
 
+# with overlap, these compute their messages in two parts
+OVERLAPPED = ["CGConv", "EdgeConv", "GINEConv", "NNConv", "PNAConv", "GraphConv"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [(3, OVERLAPPED), *(pytest.param(ranks, CLASSES, marks=pytest.mark.slow) for ranks in (2, 3))],
+)
+def test_layers_that_overlap(worlds, ranks, names):
+    for second in (True, False):
+        few = [CLASSES[name][-1] for name in names if second == (name != "GPSConv")]
+        expected = dict.fromkeys(few, "exact")
+        method = IDLE if ranks == 3 else "metis"
+        assert_verdicts(worlds, layers, expected, example, ranks, method, second, overlap=True)
+
+
 def between():
     return BETWEEN
 
@@ -92,6 +108,15 @@ def test_layers_on_several_types(worlds, ranks, method):
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_models(worlds, ranks):
     assert_verdicts(worlds, models.networks, dict.fromkeys(models.networks(), "exact"), ranks=ranks)
+
+
+@pytest.mark.slow
+def test_models_that_overlap(worlds):
+    expected = dict.fromkeys(models.networks(), "exact")
+    assert_verdicts(worlds, models.networks, expected, overlap=True)
+    expected = dict.fromkeys(typed_layers.LAYERS, "exact")
+    cases = typed_layers.cases, expected, typed_layers.data_of
+    assert_verdicts(worlds, *cases, second=True, overlap=True)
 
 
 def test_models_of_pyg(worlds):

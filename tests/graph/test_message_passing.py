@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch_geometric.nn as pyg
 from torch_geometric.data import Data
 from torch_geometric.nn.resolver import aggregation_resolver
@@ -61,8 +62,9 @@ def cases(ranks):
 class Model(torch.nn.Module):
     """An MLP looks at target, source and edge."""
 
-    def __init__(self, name):
+    def __init__(self, name, overlap=False):
         super().__init__()
+        self.overlap = overlap
         self.layers = torch.nn.Sequential(
             torch.nn.Linear(4 + 4 + 3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 6)
         )
@@ -75,7 +77,8 @@ class Model(torch.nn.Module):
     def forward(self, g):
         """Aggregate by hand in one process, and by varcomm on a part."""
         if g.graph is not None:
-            return message_passing(g.graph, self.message, g.x, g.edge_attr, aggr=self.aggr)
+            how = {"aggr": self.aggr, "overlap": self.overlap}
+            return message_passing(g.graph, self.message, g.x, g.edge_attr, **how)
         j, i = g.edge_index
         aggregate = aggregation_resolver(self.aggr)
         return aggregate(self.message(g.x[i], g.x[j], g.edge_attr), i, dim_size=len(g.x), dim=0)
@@ -85,12 +88,12 @@ def product(x_i, x_j):
     return (x_i * x_j**2).sin()
 
 
-def numbers(_, g):
+def numbers(_, g, overlap=False):
     """Two steps; on a rank without such edges, an empty tensor stays part of the graph."""
     x = g.x[:, 0]
     for _ in range(2):
         if g.graph is not None:
-            x = message_passing(g.graph, product, x)
+            x = message_passing(g.graph, product, x, overlap=overlap)
         else:
             j, i = g.edge_index
             x = torch.zeros_like(x).index_add(0, i, product(x[i], x[j]))
@@ -100,24 +103,38 @@ def numbers(_, g):
 def check_edges(failures, case, graph):
     j, i = graph.edge_index
     x = graph.with_halo(graph.x)
-    got = edge_update(graph, lambda a, b, e: a * b * e[:, :1], graph.x, graph.edge_attr)
-    with failures.named("at edges", case):
-        assert torch.equal(got, x[i] * x[j] * graph.edge_attr[:, :1])
+    for overlap in (False, True):
+        values = graph.x, graph.edge_attr
+        got = edge_update(graph, lambda a, b, e: a * b * e[:, :1], *values, overlap=overlap)
+        with failures.named("at edges", case, overlap):
+            assert torch.equal(got, x[i] * x[j] * graph.edge_attr[:, :1])
 
 
 def check_traffic(failures):
-    """Only rows of sources travel, and once."""
+    """Only rows of sources travel, and once; with overlap, messages are computed in between."""
     graph = partition(wild(), method="random")
     x = graph.x.requires_grad_()
     target = torch.ones(graph.num_owned, 7, dtype=torch.float64, requires_grad=True)
-    with varcomm.trace() as calls:
-        out = message_passing(graph, lambda a, b: a[:, :1] * b, (x, target))
-    with varcomm.trace() as back:
-        out.sum().backward()
     sent, received = graph.plan.nbytes(x), graph.num_halo * 4 * 8
-    with failures.named("traffic"):
-        assert [(call.sent, call.received) for call in calls] == [(sent, received)]
-        assert [(call.sent, call.received) for call in back] == [(received, sent)]
+    many = [len(graph.interior), len(graph.boundary)]
+    for overlap, expected in (
+        (False, [sum(many)]),
+        (True, many if dist.get_world_size() > 1 else [sum(many)]),
+    ):
+        seen = []
+
+        def message(a, b, seen=seen):
+            seen.append(len(b))
+            return a[:, :1] * b
+
+        with varcomm.trace() as calls:
+            out = message_passing(graph, message, (x, target), overlap=overlap)
+        with varcomm.trace() as back:
+            out.sum().backward()
+        with failures.named("traffic", overlap):
+            assert seen == expected
+            assert [(call.sent, call.received) for call in calls] == [(sent, received)]
+            assert [(call.sent, call.received) for call in back] == [(received, sent)]
 
 
 def check(ranks, names):
@@ -126,10 +143,12 @@ def check(ranks, names):
     for case, data, owner in cases(ranks):
         graph = partition(data, method=owner)
         check_edges(failures, case, graph)
-        wrong = compare(None, numbers, data, graph, second=True, close=CLOSE)
-        failures.extend(f"numbers, {case}: {text}" for text in wrong)
-        for name in names:
-            model, by = partial(Model, name), ("x", "edge_attr")
+        for overlap in (False, True):
+            call = partial(numbers, overlap=overlap)
+            wrong = compare(None, call, data, graph, second=True, close=CLOSE)
+            failures.extend(f"numbers, {case}, {overlap}: {text}" for text in wrong)
+        for number, name in enumerate(names):
+            model, by = partial(Model, name, overlap=number % 2 == 0), ("x", "edge_attr")
             wrong = compare(model, lambda m, g: m(g), data, graph, by, put=None)
             failures.extend(f"{name}, {case}: {text}" for text in wrong)
     return failures

@@ -120,17 +120,12 @@ class EdgeShard(Shard):
     @property
     def interior(self) -> torch.Tensor:
         """Positions in ``edge_index`` of edges whose source this rank owns; int64, ascending."""
-        return self._split[0]
+        return self.rules.split_edges.interior[2]
 
     @property
     def boundary(self) -> torch.Tensor:
         """Positions in ``edge_index`` of edges whose source is in the halo; int64, ascending."""
-        return self._split[1]
-
-    @cached_property
-    def _split(self) -> tuple[torch.Tensor, torch.Tensor]:
-        is_interior = self.local_ids[0] < self.num_sources
-        return is_interior.nonzero().view(-1), (~is_interior).nonzero().view(-1)
+        return self.rules.split_edges.boundary[2]
 
     def halo(self, x: torch.Tensor) -> torch.Tensor:
         """Fetch the rows of the halo, (h, *F), from owned rows, (n, *F)."""

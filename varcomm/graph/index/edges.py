@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.nn.functional import pad
@@ -28,6 +28,20 @@ from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.transport.group import Group, OfGroup
 
 T = TypeVar("T")
+
+
+class SplitEdges(NamedTuple):
+    """Edges between owned nodes, and edges whose source is in the halo.
+
+    Each part has the rows of sources, among the owned rows or those of the halo, the ids of
+    targets, and the positions among all edges.
+    """
+
+    interior: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    boundary: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    order: torch.Tensor  # positions of all edges, part by part
+    inverse: torch.Tensor  # of that order
+
 
 # functions that select or make rows
 _SELECT = frozenset((
@@ -131,14 +145,14 @@ class EdgeRules(Numbering, OfGroup):
 
     def rows_and_halo(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """Return the rows of :meth:`with_halo` as an ordinary tensor."""
-        return _joined(x, self.plan(x, dim=dim), dim)
+        return joined(x, self.plan(x, dim=dim), dim)
 
     def rows_and_halos(self, xs: Sequence[torch.Tensor], dim: int = 0) -> list[torch.Tensor]:
         """Return rows of several tensors with the halo's, from one exchange."""
         if len(xs) < 2:
             return [self.rows_and_halo(x, dim) for x in xs]
         halos = self.plan(*xs, dim=dim)
-        return [_joined(x, halo, dim) for x, halo in zip(xs, halos, strict=True)]
+        return [joined(x, halo, dim) for x, halo in zip(xs, halos, strict=True)]
 
     def selected_from(self, kind: Kind, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return `x`, with the halo's rows appended if sources select."""
@@ -272,12 +286,12 @@ class EdgeRules(Numbering, OfGroup):
         plan, pg, owned = self.plan, self.group.process_group, self.plan.num_rows
         ones = torch.ones_like(src, dtype=torch.int32)
         rows = owned + plan.num_received
-        joined = []
+        received = []
         for part in extreme_of_parts(how, src, ones, index, rows):
             of_halos = all_to_all_v(part[owned:], plan.recv_counts, plan.send_counts, group=pg)
-            joined.append(_joined(part[:owned], of_halos, 0))
+            received.append(joined(part[:owned], of_halos, 0))
         owners = torch.cat([torch.arange(owned, device=index.device), plan.send_index])
-        tops, times = joined
+        tops, times = received
         out, times = extreme_of_parts(how, tops, times, owners, owned, STARTS_FROM_ZERO)
         if len(start) != owned:  # PyG counts up to the last node that has an edge
             start = pad(start, [0, 0] * (start.dim() - 1) + [0, owned - len(start)])
@@ -352,6 +366,21 @@ class EdgeRules(Numbering, OfGroup):
         source, target = self.local_ids
         return (source == target).nonzero().view(-1), (source != target).nonzero().view(-1)
 
+    @cached_property
+    @torch.inference_mode(False)
+    def split_edges(self) -> SplitEdges:
+        """The edges in two parts, kept for the next layer and step."""
+        source, target = self.local_ids
+        owned = self.plan.num_rows
+        order = torch.argsort(source >= owned, stable=True)
+        interior, boundary = order.split([self.counts[0], len(order) - self.counts[0]])
+        return SplitEdges(
+            (source[interior], target[interior], interior),
+            (source[boundary] - owned, target[boundary], boundary),
+            order,
+            torch.argsort(order),
+        )
+
     def check_loops(self, edges: torch.Tensor) -> torch.Tensor:
         """Return appended edges if they are self loops of owned nodes."""
         targets = self.layer_counts()[2]
@@ -394,7 +423,8 @@ def _unknown_at_sources() -> ArgumentError:
     )
 
 
-def _joined(x: torch.Tensor, halo: torch.Tensor, dim: int) -> torch.Tensor:
+def joined(x: torch.Tensor, halo: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return rows followed by others, all of them in the graph of autograd."""
     if x.dim() == 1:
         # torch.cat drops an empty tensor of one dimension from the autograd graph
         return torch.cat([x.unsqueeze(1), halo.unsqueeze(1)]).squeeze(1)

@@ -20,6 +20,7 @@ from varcomm.graph.layers.propagate import Digests, Running, attach, is_attached
 from varcomm.graph.layers.refused import OVER_ALL_NODES, check_exact, is_readout
 from varcomm.graph.layers.special_layers import replace_methods
 from varcomm.graph.partitioned_graph import PartitionedGraph
+from varcomm.ops.checks import checked_flag
 from varcomm.ops.digest import differing, digest
 from varcomm.transport.agreement import debugging, share
 
@@ -37,7 +38,7 @@ _OWN = frozenset(vars(torch.nn.Module()))
 _ADAPTED = (MessagePassing, Aggregation, torch.nn.MultiheadAttention, *OVER_ALL_NODES)
 
 
-def distribute(model: Model, graph: PartitionedGraph) -> Model:
+def distribute(model: Model, graph: PartitionedGraph, *, overlap: bool = False) -> Model:
     """Prepare a model, so that every message-passing layer exchanges halos before it propagates.
 
     Collective: every rank calls it with the same model, and either all ranks raise or none.
@@ -55,6 +56,12 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
         every rank.
     graph : PartitionedGraph
         The graph that the model will run on.
+    overlap : bool
+        Let a layer compute the messages of edges between owned nodes while the halo travels, and
+        then the others; backward overlaps, too. A layer calls `message` twice, so each message must
+        depend on its own edge alone and store nothing, and its values must belong to nodes or
+        edges: a tensor with as many rows as this rank has edges is one of edges. The same on every
+        rank.
 
     Returns
     -------
@@ -81,6 +88,11 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
     vector, such as ``x.mean(0)``, is not detected: use ``graph.mean``. A norm or layer that is
     added afterwards, and a model inside an explainer, are refused when the model runs. Each rank
     draws its own dropout.
+
+    Overlap is for layers whose ``message`` computes much, such as an MLP. Other layers run as
+    without: ``message`` only selects rows, or it or another function reads ids or sizes; the layer
+    adds self loops, has norms over all nodes, its own ``propagate`` or PyG's hooks; `size` or rows
+    with the halo are given. So do ``edge_updater``, compiled code and ``torch.func``.
 
     Communication: in each ``propagate`` and ``edge_updater``, one exchange for each value of nodes
     that messages read at their source; the adjoint exchange in backward.
@@ -109,8 +121,9 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
             f"{type(graph).__name__}. The order is distribute(model, graph)."
         )
     what = "graph.distribute"
+    checked_flag(overlap, "overlap", f"{what}: ")
     digests = getattr(getattr(model, _RUNNING, None), "digests", WeakTensorKeyDictionary())
-    given = share(what, lambda: _checked(model, graph, digests), graph.group)
+    given = share(what, lambda: _checked(model, graph, digests, overlap), graph.group)
     others, names = differing(given)
     if others:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -121,7 +134,7 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
             "is not enough if a layer has uninitialised values, such as l2 of RGATConv."
         )
     running = _running_of(model, graph)
-    running.digests = digests
+    running.digests, running.overlap = digests, overlap
     layers = [module for module in model.modules() if isinstance(module, MessagePassing)]
     in_layers = {part for layer in layers for part in layer.modules()}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -237,7 +250,7 @@ def _running_of(model: torch.nn.Module, graph: PartitionedGraph) -> Running:
 
 
 def _checked(
-    model: torch.nn.Module, graph: PartitionedGraph, digests: Digests
+    model: torch.nn.Module, graph: PartitionedGraph, digests: Digests, overlap: bool
 ) -> dict[str, object]:
     """Check the model; return digests, by name, of everything that must be equal on all ranks."""
     if not isinstance(model, torch.nn.Module):
@@ -246,7 +259,7 @@ def _checked(
     for name, module in model.named_modules(remove_duplicate=False):
         check_exact(name, module, model)
         check_deep(name, module, graph)
-    state: dict[str, object] = {}
+    state: dict[str, object] = {"the option overlap": overlap}
     for name, module in model.named_modules():
         own = dict(module.named_parameters(name, recurse=False))
         own |= dict(module.named_buffers(name, recurse=False))

@@ -11,11 +11,12 @@ from torch_geometric.nn.resolver import aggregation_resolver
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.edge_shard import EdgeShard
+from varcomm.graph.layers.overlap import in_two_parts, overlaps, takes_any_order
 from varcomm.graph.layers.propagate import depending
 from varcomm.graph.layers.refused import inexact
 from varcomm.graph.node_shard import described
 from varcomm.graph.partitioned_graph import PartitionedGraph
-from varcomm.ops.checks import checked_tensor, checking
+from varcomm.ops.checks import checked_flag, checked_tensor, checking
 
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 Message: TypeAlias = Callable[..., torch.Tensor]
@@ -27,6 +28,7 @@ def message_passing(
     x: torch.Tensor | Pair,
     *edge_values: torch.Tensor,
     aggr: str | Sequence[str] | Aggregation = "sum",
+    overlap: bool = False,
 ) -> torch.Tensor:
     """Compute a message on each edge, and aggregate them at each owned node.
 
@@ -46,6 +48,10 @@ def message_passing(
     aggr : str, sequence of str, or torch_geometric.nn.aggr.Aggregation
         The aggregation, as in a layer of PyG: a name, several names side by side, or a module with
         the same parameters on all ranks.
+    overlap : bool
+        Call `message` with the edges between owned nodes while the halo travels, and then with the
+        others, if there are any. Each message must then depend on its own edge alone. Backward
+        overlaps, too. Not in compiled code and ``torch.func``, which compute all edges at once.
 
     Returns
     -------
@@ -83,9 +89,16 @@ def message_passing(
     >>> varcomm.launch(fn, 2)
     [[-3.0, 1.0], [1.0, 1.0]]
     """
-    edges, messages, aggregate = _run("graph.message_passing", graph, message, x, edge_values, aggr)
+    edges, messages, order, aggregate = _run(
+        "graph.message_passing", graph, message, x, edge_values, aggr, overlap
+    )
+    targets = edges.edge_index[1]
+    if order is not None and takes_any_order(aggregate):
+        targets = targets.index_select(0, order)
+    elif order is not None:
+        messages = messages.index_select(0, edges.rules.split_edges.inverse)
     # PyG is not typed
-    return aggregate(messages, edges.edge_index[1], dim_size=edges.rules.layer_counts()[2], dim=0)  # type: ignore[no-any-return]
+    return aggregate(messages, targets, dim_size=edges.rules.layer_counts()[2], dim=0)  # type: ignore[no-any-return]
 
 
 def edge_update(
@@ -93,12 +106,13 @@ def edge_update(
     update: Message,
     x: torch.Tensor | Pair,
     *edge_values: torch.Tensor,
+    overlap: bool = False,
 ) -> torch.Tensor:
     """Compute a value on each edge: :func:`message_passing` without its aggregation.
 
     Parameters
     ----------
-    graph, update, x, *edge_values
+    graph, update, x, *edge_values, overlap
         As in :func:`message_passing`, with its errors; `update` is called `message` there.
 
     Returns
@@ -133,13 +147,25 @@ def edge_update(
     >>> varcomm.launch(fn, 2)
     [[1.0], [4.0, 2.0]]
     """
-    return _run("graph.edge_update", graph, update, x, edge_values)[1]
+    edges, values, order, _ = _run(
+        "graph.edge_update", graph, update, x, edge_values, "sum", overlap
+    )
+    return values if order is None else values.index_select(0, edges.rules.split_edges.inverse)
 
 
 def _run(
-    name: str, graph: Any, message: Any, x: Any, edge_values: Sequence[Any], aggr: Any = "sum"
-) -> tuple[EdgeShard, torch.Tensor, Aggregation]:
-    """Return the edges, the message of each, and the aggregation, once all arguments fit."""
+    name: str,
+    graph: Any,
+    message: Any,
+    x: Any,
+    edge_values: Sequence[Any],
+    aggr: Any,
+    overlap: bool,
+) -> tuple[EdgeShard, torch.Tensor, torch.Tensor | None, Aggregation]:
+    """Return the edges, their messages, the order of these if it is another, and the aggregation.
+
+    The arguments are checked before any communication.
+    """
     edges = graph.edges if isinstance(graph, PartitionedGraph) else graph
     if not isinstance(edges, EdgeShard):
         raise ArgumentError(
@@ -149,6 +175,7 @@ def _run(
     sources, _, targets = edges.rules.layer_counts()
     pair = x if isinstance(x, tuple | list) else (x, x)
     with checking(name, edges.group) as where:
+        checked_flag(overlap, "overlap", where)
         if not callable(message):
             raise ArgumentError(
                 f"{where}the message must be a function of x_i, x_j and the edge values; got "
@@ -169,18 +196,28 @@ def _run(
                     "Pass the local part, such as graph.x and graph.edge_attr."
                 )
         aggregate = _aggregation(aggr, where)
-    j, i = edges.local_ids
-    of_sources = edges.rules.rows_and_halo(pair[0])
-    messages = message(pair[1].index_select(0, i), of_sources.index_select(0, j), *edge_values)
-    if not isinstance(messages, torch.Tensor) or messages.shape[:1] != j.shape:
-        with checking(name, edges.group) as where:
-            raise ArgumentError(
-                f"{where}the message must return a tensor with one row for each of the {len(j)} "
-                f"edges that it was called with; got {described(messages)}."
-            )
-    if of_sources.requires_grad and not torch.compiler.is_compiling():
-        messages = depending(messages, [], [of_sources])  # a message may ignore it on one rank
-    return edges, messages, aggregate
+
+    def compute(rows: Sequence[torch.Tensor], j: Any, i: Any, at: Any = None) -> torch.Tensor:
+        values = edge_values if at is None else [value.index_select(0, at) for value in edge_values]
+        messages = message(pair[1].index_select(0, i), rows[0].index_select(0, j), *values)
+        if not isinstance(messages, torch.Tensor) or messages.shape[:1] != j.shape:
+            with checking(name, edges.group) as where:
+                raise ArgumentError(
+                    f"{where}the message must return a tensor with one row for each of the "
+                    f"{len(j)} edges that it was called with; got {described(messages)}."
+                )
+        return messages
+
+    order = None
+    if overlap and overlaps(edges.rules, edges.local_ids):
+        order = edges.rules.split_edges.order
+        messages, exchanged = in_two_parts(edges.rules, pair[:1], compute)
+    else:
+        exchanged = [edges.rules.rows_and_halo(pair[0])]
+        messages = compute(exchanged, *edges.local_ids)
+    if exchanged[0].requires_grad and not torch.compiler.is_compiling():
+        messages = depending(messages, [], exchanged)  # a message may ignore it on one rank
+    return edges, messages, order, aggregate
 
 
 # Aggregations that PyG made of names: constants to torch.compile.

@@ -15,6 +15,7 @@ from varcomm._torch_private import transforms_active
 from varcomm.errors import ArgumentError
 from varcomm.graph.index.edges import EdgeRules
 from varcomm.graph.index.partitioned_index import Numbering, PartitionedIndex
+from varcomm.graph.layers.overlap import is_per_edge, overlaps, propagate_overlapped
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.ops.checks import checking
 from varcomm.transport.call_log import Layer
@@ -32,6 +33,7 @@ class Running:
     digests: Digests = field(default_factory=WeakTensorKeyDictionary)
     # called with a layer's name when it propagates, in a call that exchanges once for all layers
     step: Callable[[str], None] | None = None
+    overlap: bool = False  # whether layers compute messages while the halo travels
     rules: frozenset[Numbering] = field(init=False)  # of the graph's edges
 
     def __post_init__(self) -> None:
@@ -103,7 +105,8 @@ def _adapted(
     shows_ids = any(_shows_ids(layer, function) for function in functions)
     hides_ids = _is_of_pyg(layer, method) and not shows_ids and not reads_all_rows
     call = f"{method} of {name or 'the model'} ({type(layer).__name__})"
-    return _Adapted(layer, method, running, at_j, at_i, hides_ids, Layer(call))
+    per_edge = method == "propagate" and _is_of_pyg(layer, method) and is_per_edge(layer)
+    return _Adapted(layer, method, running, at_j, at_i, hides_ids, per_edge, Layer(call))
 
 
 def _is_of_pyg(layer: MessagePassing, method: str) -> bool:
@@ -146,6 +149,7 @@ class _Adapted:
     at_i: list[str]
     # whether only code of PyG sees ids, and those of targets alone: its results are local
     hides_ids: bool
+    is_per_edge: bool  # whether messages may be computed in two parts
     in_log: Layer  # of the group
 
     def __call__(self, edge_index: PartitionedIndex, size: Any = None, **values: Any) -> Any:
@@ -156,10 +160,14 @@ class _Adapted:
         assert isinstance(edges, EdgeRules)
         hides_ids = self.hides_ids and self._may_hide_ids(edge_index)
         read = self.at_sources(edge_index, values)
-        edge_index = edges.fetched(edge_index, read, self.layer.node_dim, 1 if hides_ids else 2)
+        overlaps = self._overlaps(edge_index, size, values)
+        if not overlaps:
+            edge_index = edges.fetched(edge_index, read, self.layer.node_dim, 1 if hides_ids else 2)
         ids: torch.Tensor = edge_index
         unread = [*values.values()]
-        if hides_ids and (rows := self._rows_at_ends(edge_index, size, values)) is not None:
+        if overlaps:
+            ids = edge_index.plain if hides_ids else edge_index
+        elif hides_ids and (rows := self._rows_at_ends(edge_index, size, values)) is not None:
             ids, size, values = edge_index.plain, (None, edges.layer_counts()[2]), values | rows
         own, group = getattr(type(self.layer), self.method), self.running.graph.group
         if torch.compiler.is_compiling():
@@ -168,7 +176,13 @@ class _Adapted:
         before, edges.exchanged = edges.exchanged, []
         exchanged = edges.exchanged
         try:
-            out = own(self.layer, ids, size=size, **values)
+            if overlaps:
+                out, halos = propagate_overlapped(
+                    self.layer, edges, ids[1], values, self.in_log.name
+                )
+                exchanged += [halo for halo in halos if halo.requires_grad]
+            else:
+                out = own(self.layer, ids, size=size, **values)
         finally:
             edges.exchanged = before
         if group.log is not None:
@@ -179,6 +193,26 @@ class _Adapted:
         if not unread and not exchanged:
             return out
         return depending(out, unread, exchanged)
+
+    def _overlaps(self, edge_index: PartitionedIndex, size: Any, values: dict[str, Any]) -> bool:
+        """Return whether messages are computed in two parts; the same on all ranks."""
+        if not self.running.overlap:
+            return False
+        layer = self.layer
+        ends = [values.get(name) for name in {*self.at_j, *self.at_i}]
+        each = [x for end in ends for x in (end if isinstance(end, tuple | list) else [end])]
+        tensors = [x for x in each if isinstance(x, torch.Tensor)]
+        return (
+            len(self.at_sources(edge_index, values)) > 0
+            and self.is_per_edge
+            and edge_index.kind == "edges"
+            and not edge_index.known
+            and overlaps(edge_index.of, edge_index.plain)
+            and layer.flow == "source_to_target"
+            and not any(map(vars(layer).get, _HOOKS))
+            and size is None
+            and all(type(x) is torch.Tensor and layer.node_dim in (0, -x.dim()) for x in tensors)
+        )
 
     def _may_hide_ids(self, edge_index: PartitionedIndex) -> bool:
         """Return whether messages go to targets, at least one, and no hook of the layer runs."""

@@ -81,8 +81,8 @@ _OUT_OF_REACH = (
 _LOCAL = frozenset({"adj_t", "size", "size_j"})
 
 # Numbers of targets, which a reduction by ids needs, and no other code.
-_COUNTS = frozenset({"dim_size", "size_i"})
-_IDS = frozenset({"edge_index", "edge_index_i", "index", "ptr"})
+COUNTS = frozenset({"dim_size", "size_i"})
+IDS = frozenset({"edge_index", "edge_index_i", "index", "ptr"})
 
 
 def check_exact(name: str, module: torch.nn.Module, model: torch.nn.Module) -> None:
@@ -191,7 +191,7 @@ def _reason_against_layer(layer: MessagePassing) -> str | None:
     functions = ("message", "aggregate", "update", "edge_update")
     local: set[str] = set()
     for names in map(set, map(layer.inspector.get_param_names, functions)):
-        local |= names & (_LOCAL if names & _IDS else _LOCAL | _COUNTS)
+        local |= names & (_LOCAL if names & IDS else _LOCAL | COUNTS)
     if local:
         return (
             f"its functions take {', '.join(sorted(local))}, which would be sizes of this rank's "
