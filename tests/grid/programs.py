@@ -515,7 +515,8 @@ def swept(d, x, v):
     names = [
         name
         for name, (shape, *_) in functions.FUNCTIONS.items()
-        if shape == dims[v.dim()] and name not in (*FIRST_ONLY, *ROWS_ONLY, "windows", "drawn")
+        if shape == dims[v.dim()]
+        and name not in (*FIRST_ONLY, *ROWS_ONLY, "windows", "attention of pixels", "drawn")
     ]
     name = d.draw.choice(names)
     made = ", ".join([x, *(d.parameter(*shape) for shape in functions.FUNCTIONS[name][2])])
