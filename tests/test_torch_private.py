@@ -207,24 +207,6 @@ def test_a_call_at_the_end_of_backward():
     assert order == ["backward", "end", "at once"]
 
 
-def test_a_grad_scaler_divides_gradients_by_the_operator():
-    called = []
-
-    class Gradient(torch.Tensor):
-        @classmethod
-        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-            called.append(func.overloadpacket)
-            return None
-
-    parameter = torch.nn.Parameter(torch.ones(2))
-    parameter.grad = torch.ones(2).as_subclass(Gradient)
-    scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD([parameter])
-    scaler.scale(torch.ones(1))
-    called.clear()
-    scaler.unscale_(optimizer)
-    assert called == [private.UNSCALE]
-
-
 def test_a_module_notices_new_parameters():
     class Layer(private.Module):
         def __init__(self):

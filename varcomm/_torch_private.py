@@ -128,12 +128,6 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
-# The operator by which a GradScaler divides a list of gradients; gradients without memory of their
-# own receive it in __torch_dispatch__.
-# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py
-UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_
-
-
 class Module(nn.Module):
     """Module that notices when torch may have replaced its parameters, as ``to_empty`` does.
 

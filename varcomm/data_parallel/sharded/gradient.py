@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NoReturn, TypeAlias
 
 import torch
 
-from varcomm._torch_private import UNSCALE
 from varcomm.data_parallel.sharded.arguments import NAME
 from varcomm.errors import ArgumentError
 from varcomm.ops.nested import leaves
@@ -72,7 +72,7 @@ class SummedGradient(torch.Tensor):
         if name in ("detach", "alias"):
             return first._like(first.dtype, first.device)
         unscale = first.find_unscale()
-        if func.overloadpacket is not UNSCALE or unscale is None:
+        if unscale is None or [func] != _operators_of_scaler():
             _refuse(name, first)
         gradients, found_inf, inverse = args
         finite = unscale({each.parameter_name for each in gradients}, inverse)
@@ -89,6 +89,25 @@ class SummedGradient(torch.Tensor):
         _refuse("a copy", self)
 
     __deepcopy__ = __reduce_ex__
+
+
+@cache
+def _operators_of_scaler() -> list[Any]:
+    """Return the operator that a gradient receives from a GradScaler, which has no public name."""
+    received: list[Any] = []
+
+    class Gradient(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, *_: Any) -> None:
+            received.append(func)
+
+    parameter = torch.nn.Parameter(torch.ones(1, device="cpu"))
+    parameter.grad = torch.ones(1, device="cpu").as_subclass(Gradient)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1, device="cpu"))
+    received.clear()
+    scaler.unscale_(torch.optim.SGD([parameter]))
+    return received
 
 
 def _refuse(operation: str, gradient: SummedGradient) -> NoReturn:
