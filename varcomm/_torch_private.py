@@ -18,7 +18,6 @@ from typing import Any, Self, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake as is_fake
 from torch._subclasses.functional_tensor import FunctionalTensorMode as FunctionalTensorMode
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -29,11 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 # agreements leave the thread. torch.func has no function for it.
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/utils/python_dispatch.cpp
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-
-# `is_fake`: whether a tensor, or the tensors in a wrapper, have no values. Calls on them are
-# recorded, and digests of them are of shapes alone. torch.compiler.is_compiling does not cover
-# FakeTensorMode, make_fx and torch.export.
-# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_subclasses/fake_tensor.py
 
 # `FunctionalTensorMode`: the mode in which AOTAutograd records. Operators get the token of the last
 # call there, so that Inductor keeps their order in generated code; an effect alone does not on

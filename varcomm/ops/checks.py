@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 
-from varcomm._torch_private import is_fake
 from varcomm.errors import ArgumentError, CommunicationError, DisagreementError
 from varcomm.sizes import checked_dim, checked_sizes
 from varcomm.transport.debug import debugging
@@ -127,10 +126,23 @@ def holds_values(tensor: torch.Tensor) -> bool:
     return not (is_placeholder or is_fake(tensor) or _is_wrapper(tensor))
 
 
+def is_fake(tensor: object) -> bool:
+    """Return whether a tensor names a device but has no memory there, as those of compilers."""
+    plain: Any = torch.Tensor
+    if not isinstance(tensor, plain):
+        return False
+    try:  # no rule of a subclass runs
+        storage = plain.__torch_function__(plain.untyped_storage, (), (tensor,))
+    except RuntimeError:  # sparse, or in a transform of torch.func
+        return False
+    result: bool = storage.device.type == "meta" != tensor.device.type
+    return result
+
+
 def is_compilers(tensor: torch.Tensor) -> bool:
     """Return whether a tensor without values comes from a compiler, which records calls on it."""
     kind = type(tensor)
-    if kind in TENSORS or hasattr(kind, "__tensor_flatten__"):
+    if kind in TENSORS or hasattr(kind, "__tensor_flatten__") or torch.compiler.is_compiling():
         return False
     return is_fake(tensor)
 

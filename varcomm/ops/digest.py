@@ -8,9 +8,9 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from varcomm._torch_private import is_fake
 from varcomm.errors import DisagreementError
 from varcomm.ops import packing
+from varcomm.ops.checks import is_fake
 from varcomm.transport.engine import as_bytes
 from varcomm.transport.failure import spans
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from varcomm._torch_private import FunctionalTensorMode, is_fake, register_effect
+from varcomm._torch_private import FunctionalTensorMode, register_effect
 from varcomm.errors import ArgumentError
-from varcomm.ops.checks import has_tangent, is_compilers
+from varcomm.ops.checks import has_tangent, is_compilers, is_fake
 from varcomm.ops.rule import Call, Operator, send
 
 Kind = TypeVar("Kind", bound=type[Operator])

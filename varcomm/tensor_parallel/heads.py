@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from varcomm._torch_private import is_fake
+from varcomm.ops.checks import is_fake
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.sizes import ShardSizes
 from varcomm.tensor_parallel.linear import ColumnParallelLinear
@@ -68,7 +68,7 @@ def from_owner(layer: nn.Module, name: str, features: Tensor) -> Tensor:
     if plan.send_index.device != features.device:
         plan = plan.to(features.device)
         # the moved plan is for later forwards too, unless its indices have no values
-        if not (features.is_meta or torch.compiler.is_compiling() or is_fake(features)):
+        if not (torch.compiler.is_compiling() or features.is_meta or is_fake(plan.send_index)):
             setattr(layer, name, plan)
     return plan(features, -1)
 
