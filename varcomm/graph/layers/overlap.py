@@ -14,13 +14,10 @@ from varcomm.errors import ArgumentError
 from varcomm.graph.index.edges import EdgeRules, joined
 from varcomm.graph.index.partitioned_index import Numbering
 from varcomm.graph.layers.norms import is_global_norm
-from varcomm.graph.layers.refused import COUNTS, IDS
+from varcomm.graph.layers.refused import OF_ALL_EDGES
 from varcomm.graph.node_shard import described
 from varcomm.ops.checks import checking
 from varcomm.ops.graph_operator import in_graph
-
-# Arguments of a layer's functions that PyG makes of all edges.
-_OF_ALL_EDGES = IDS | COUNTS | {"edge_index_j"}
 
 # Values of a message that all edges share.
 _SHARED = (type(None), bool, int, float, str)
@@ -98,8 +95,8 @@ def is_per_edge(layer: MessagePassing) -> bool:
     return (
         type(layer).message is not MessagePassing.message  # which only selects rows
         and not isinstance(layer, FAConv)  # whose messages leave their weights in the layer
-        and message.isdisjoint(_OF_ALL_EDGES)
-        and other.isdisjoint(_OF_ALL_EDGES - {"index", "ptr", "dim_size"})
+        and message.isdisjoint(OF_ALL_EDGES)
+        and other.isdisjoint(OF_ALL_EDGES - {"index", "ptr", "dim_size"})
         and not any(name.endswith(("_i", "_j")) for name in other)
         and not any(map(is_global_norm, layer.modules()))
     )

@@ -16,6 +16,7 @@ from varcomm.errors import ArgumentError
 from varcomm.graph.index.edges import EdgeRules
 from varcomm.graph.index.partitioned_index import Numbering, PartitionedIndex
 from varcomm.graph.layers.overlap import is_per_edge, overlaps, propagate_overlapped
+from varcomm.graph.layers.refused import OF_ALL_EDGES, OTHER_IDS, TARGET_IDS
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.ops.checks import checking
 from varcomm.transport.call_log import Layer
@@ -64,11 +65,6 @@ class Running:
             raise ArgumentError(f"{where}{wrong}")
 
 
-# Arguments of a layer's functions that are ids of nodes at the targets of edges, and other ids.
-_TARGET_IDS = frozenset({"index", "edge_index_i"})
-_OTHER_IDS = frozenset({"edge_index", "edge_index_j"})
-_OF_EDGES = frozenset({"edge_index_i", "edge_index_j", "size_i", "size_j"})
-
 _MESSAGE_FUNCTIONS = ("message", "aggregate", "update")
 
 # Hooks of PyG that see edges or values before a layer's functions do.
@@ -98,7 +94,7 @@ def _adapted(
         name
         for function in functions
         for name in layer.inspector.get_param_names(function)
-        if name not in _OF_EDGES
+        if name not in OF_ALL_EDGES
     )
     at_j, at_i = ([name[:-2] for name in names if name.endswith(end)] for end in ("_j", "_i"))
     reads_all_rows = not names.keys().isdisjoint((*at_j, *at_i))
@@ -122,14 +118,14 @@ def _is_of_pyg(layer: MessagePassing, method: str) -> bool:
 def _shows_ids(layer: MessagePassing, function: str) -> bool:
     """Return whether one of a layer's functions passes ids to code that may look at all nodes."""
     names = {*layer.inspector.get_param_names(function)}
-    if not names.isdisjoint(_OTHER_IDS):
+    if not names.isdisjoint(OTHER_IDS):
         return True
     parts = layer.aggr_module.modules() if layer.aggr_module is not None else ()
     readers = [type(part) for part in parts if isinstance(part, Aggregation)]
     if getattr(type(layer), function) is not getattr(MessagePassing, function):
         readers.append(type(layer))
     is_of_pyg = all(reader.__module__.startswith("torch_geometric.") for reader in readers)
-    return not names.isdisjoint(_TARGET_IDS) and not is_of_pyg
+    return not names.isdisjoint(TARGET_IDS) and not is_of_pyg
 
 
 def is_attached(layer: MessagePassing) -> bool:

@@ -77,12 +77,13 @@ _OUT_OF_REACH = (
     "torch_geometric.nn.pool",
 )
 
-# PyG passes these to a layer's functions; they are sizes of this rank's part.
+# Arguments of a layer's functions that PyG makes of all edges: ids at the targets of edges, other
+# ids, numbers of targets, which a reduction by ids needs, and sizes of this rank's part.
+TARGET_IDS = frozenset({"edge_index_i", "index", "ptr"})
+OTHER_IDS = frozenset({"edge_index", "edge_index_j"})
+_COUNTS = frozenset({"dim_size", "size_i"})
 _LOCAL = frozenset({"adj_t", "size", "size_j"})
-
-# Numbers of targets, which a reduction by ids needs, and no other code.
-COUNTS = frozenset({"dim_size", "size_i"})
-IDS = frozenset({"edge_index", "edge_index_i", "index", "ptr"})
+OF_ALL_EDGES = TARGET_IDS | OTHER_IDS | _COUNTS | _LOCAL
 
 
 def check_exact(name: str, module: torch.nn.Module, model: torch.nn.Module) -> None:
@@ -191,7 +192,8 @@ def _reason_against_layer(layer: MessagePassing) -> str | None:
     functions = ("message", "aggregate", "update", "edge_update")
     local: set[str] = set()
     for names in map(set, map(layer.inspector.get_param_names, functions)):
-        local |= names & (_LOCAL if names & IDS else _LOCAL | COUNTS)
+        reduces = names & {*TARGET_IDS, "edge_index"}
+        local |= names & (_LOCAL if reduces else _LOCAL | _COUNTS)
     if local:
         return (
             f"its functions take {', '.join(sorted(local))}, which would be sizes of this rank's "
