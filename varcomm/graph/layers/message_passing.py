@@ -12,7 +12,7 @@ from torch_geometric.nn.resolver import aggregation_resolver
 from varcomm.errors import ArgumentError
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.layers.overlap import in_two_parts, overlaps, takes_any_order
-from varcomm.graph.layers.propagate import depending
+from varcomm.graph.layers.propagate import keep_exchanges_in_graph
 from varcomm.graph.layers.refused import inexact
 from varcomm.graph.node_shard import described
 from varcomm.graph.partitioned_graph import PartitionedGraph
@@ -216,7 +216,8 @@ def _run(
         exchanged = [edges.rules.rows_and_halo(pair[0])]
         messages = compute(exchanged, *edges.local_ids)
     if exchanged[0].requires_grad and not torch.compiler.is_compiling():
-        messages = depending(messages, [], exchanged)  # a message may ignore it on one rank
+        # a message may ignore the halo on one rank
+        messages = keep_exchanges_in_graph(messages, [], exchanged)
     return edges, messages, order, aggregate
 
 

@@ -188,7 +188,7 @@ class _Adapted:
         unread = unread if edge_index.plain.shape[1] == 0 else []
         if not unread and not exchanged:
             return out
-        return depending(out, unread, exchanged)
+        return keep_exchanges_in_graph(out, unread, exchanged)
 
     def _overlaps(self, edge_index: PartitionedIndex, size: Any, values: dict[str, Any]) -> bool:
         """Return whether messages are computed in two parts; the same on all ranks."""
@@ -265,7 +265,9 @@ class _Adapted:
         return pairs if fits else None
 
 
-def depending(out: Any, unread: Sequence[Any], exchanged: Sequence[torch.Tensor]) -> Any:
+def keep_exchanges_in_graph(
+    out: Any, unread: Sequence[Any], exchanged: Sequence[torch.Tensor]
+) -> Any:
     """Return a result of a layer whose first floating tensor depends on values and exchanges.
 
     Backward is collective: a rank whose edges ignore the rows would leave the others waiting.
@@ -273,7 +275,7 @@ def depending(out: Any, unread: Sequence[Any], exchanged: Sequence[torch.Tensor]
     if type(out) in (tuple, list):
         for place, one in enumerate(out):
             if isinstance(one, torch.Tensor) and (one.is_floating_point() or one.is_complex()):
-                first = depending(one, unread, exchanged)
+                first = keep_exchanges_in_graph(one, unread, exchanged)
                 return type(out)([*out[:place], first, *out[place + 1 :]])
     if not isinstance(out, torch.Tensor) or not torch.is_grad_enabled():
         return out
