@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from math import inf
 from typing import Any, TypeVar
@@ -36,25 +36,23 @@ def gradient_dtype(value: torch.Tensor) -> torch.dtype:
     return getattr(value, "grad_dtype", None) or value.dtype  # of torch 2.9 or newer
 
 
-def cut(values: Mapping[K, torch.Tensor], order: Iterable[K], nbytes: int) -> list[list[K]]:
-    """Cut `values`, in `order`, into lists of keys of at most `nbytes` bytes.
+def cut(values: Iterable[tuple[K, Hashable, int]], nbytes: int) -> list[list[K]]:
+    """Cut values, each with its key, kind and bytes, into lists of keys of at most `nbytes` bytes.
 
-    Each list has one dtype and device; a larger value has a list to itself. Lists are sorted by
-    the place of their last value in `order`.
+    Each list has one kind; a larger value has a list to itself. Lists are sorted by the place of
+    their last value.
 
-    >>> some = {1: torch.zeros(3), 2: torch.zeros(2, dtype=torch.float64), 3: torch.zeros(4)}
-    >>> cut(some, [3, 2, 1], nbytes=28), cut(some, [3, 2, 1], nbytes=27)
+    >>> some = [(3, "fp32", 16), (2, "fp64", 16), (1, "fp32", 12)]
+    >>> cut(some, nbytes=28), cut(some, nbytes=27)
     ([[2], [3, 1]], [[3], [2], [1]])
-    >>> cut({1: torch.zeros(0), 2: torch.zeros(3)}, [1, 2], nbytes=8)
+    >>> cut([(1, "fp32", 0), (2, "fp32", 12)], nbytes=8)
     [[1], [2]]
     """
     lists: list[list[K]] = []
-    current: dict[tuple[torch.dtype, torch.device], tuple[list[K], int]] = {}
+    current: dict[Hashable, tuple[list[K], int]] = {}
     place: dict[K, int] = {}
-    for number, key in enumerate(order):
-        place[key], value = number, values[key]
-        kind = gradient_dtype(value), value.device
-        size = value.numel() * kind[0].itemsize
+    for number, (key, kind, size) in enumerate(values):
+        place[key] = number
         members, room = current.get(kind, ([], 0))
         if size > room or not members:  # the first may have no elements
             members, room = [], nbytes

@@ -118,8 +118,7 @@ def sum_gradients(
     divisor = divisor_of(reduce, ranks, "sum_gradients")
     if ranks.size == divisor == 1:
         return
-    segments = _segments(trained, max(size, _MIN_PART_BYTES))
-    buckets = cut(segments, segments, size)
+    buckets = cut(_segments(trained, max(size, _MIN_PART_BYTES)), size)
     total = AllReduce(ranks, use_fp32, divisor=divisor, compares=False)
     with torch.no_grad():
         # new gradients are ordinary tensors, as those of autograd, for parameters of any class
@@ -144,20 +143,17 @@ class _Segment(NamedTuple):
     is_last: bool
 
 
-def _segments(trained: Sequence[torch.nn.Parameter], nbytes: int) -> dict[_Segment, torch.Tensor]:
-    """Return the segments of at most that many bytes, each with a tensor of its kind and size."""
-    found: dict[_Segment, torch.Tensor] = {}
+def _segments(
+    trained: Sequence[torch.nn.Parameter], nbytes: int
+) -> Iterator[tuple[_Segment, tuple[torch.dtype, torch.device], int]]:
+    """Yield the segments of at most that many bytes, each with the kind and bytes of a message."""
     for place, parameter in enumerate(trained):
         count, dtype = parameter.numel(), gradient_dtype(parameter)
         most = max(1, nbytes // dtype.itemsize)
-        if count <= most:
-            found[_Segment(place, 0, count, True)] = parameter
-            continue
-        one = parameter.new_empty(1, dtype=dtype)
-        for start in range(0, count, most):
+        for start in range(0, max(count, 1), most):
             length = min(most, count - start)
-            found[_Segment(place, start, length, start + length == count)] = one.expand(length)
-    return found
+            segment = _Segment(place, start, length, start + length == count)
+            yield segment, (dtype, parameter.device), length * dtype.itemsize
 
 
 def _sum(

@@ -64,13 +64,12 @@ def splits(
     ArgumentError if `sizes` is another string or has another sum.
     """
     numbers = {name: value.numel() for name, value in parameters.items()}
-    place = {name: number for number, name in enumerate(parameters)}
-    kinds: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
-    for name in reversed(place):
-        value = parameters[name]
-        kinds.setdefault((value.dtype, gradient_dtype(value)), []).append(name)
-    lists = [members for kind in kinds.values() for members in cut(parameters, kind, bucket_bytes)]
-    lists.sort(key=lambda members: -min(place[name] for name in members))
+    values = []
+    for name in reversed(numbers):
+        value, dtype = parameters[name], gradient_dtype(parameters[name])
+        kind = value.dtype, dtype, value.device
+        values.append((name, kind, numbers[name] * dtype.itemsize))
+    lists = cut(values, bucket_bytes)
     if sizes == WHOLE:
         owner = _owners(numbers, ranks)
         lists = [sorted(members, key=owner.__getitem__) for members in lists]
