@@ -62,12 +62,11 @@ def on_ranks(rank, turns, count):
 
 def of_log(turns, count):
     """Return the microseconds in which a call is added to a log."""
-    log, name, found = CallLog(), "all_gather_v", []
-    word = word_of(name)
+    log, entry, found = CallLog(), ("all_gather_v", word_of("all_gather_v")), []
     for _ in range(turns):
         begin = time.perf_counter()
         for _ in range(count):
-            log.add(name, word)
+            log.add(entry)
         found.append((time.perf_counter() - begin) / count)
     return 1e6 * median(found)
 

@@ -236,10 +236,10 @@ def test_wrong_use_is_an_error(rank):
     words = f"{here}the tensor of shape (2,) has 2 rows along dim 0, but sizes[{rank}] is 3"
     refused(counted(lambda x: varcomm.all_gather_v(x, [3, 3]))[0], x, words=words)
     words = f"traced on rank {1 - rank} runs on rank {rank} of 2. Trace on each rank."
-    given = x, None, None, "0", 1 - rank, [2, 2], 0, True
+    given = x, None, None, False, "0", 1 - rank, [2, 2], 0, True
     refused(gather, *given, words=words, kind=GroupError)
     words = "the group 'no such group' of a traced or compiled graph does not exist"
-    given = x, None, None, "no such group", rank, [2, 2], 0, True
+    given = x, None, None, False, "no such group", rank, [2, 2], 0, True
     refused(gather, *given, words=words, kind=GroupError)
 
 

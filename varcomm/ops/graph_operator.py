@@ -2,11 +2,12 @@
 
 There each class of operators is one operator of torch::
 
-    varcomm::NAME(x, token, after, group, rank, ...fields) -> (result, token)
+    varcomm::NAME(x, token, after, recorded, group, rank, ...fields) -> (result, token)
 
 It is an effect, so that no compiler drops or moves it. `after` is the token of the call before,
-which keeps the order in generated code. Two ranks may share a cache of compiled code, so the rank
-is an argument. The tokens in derivatives are those of :mod:`.handle`.
+which keeps the order in generated code. Whether autograd has `recorded` a call is known when it is
+traced, not when it runs. Two ranks may share a cache of compiled code, so the rank is an argument.
+The tokens in derivatives are those of :mod:`.handle`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from varcomm._torch_private import FunctionalTensorMode, register_effect
 from varcomm.errors import ArgumentError
 from varcomm.ops.checks import has_tangent, is_compilers, is_fake
-from varcomm.ops.rule import Call, Operator, send
+from varcomm.ops.rule import Call, Operator, is_recorded, send
 
 Kind = TypeVar("Kind", bound=type[Operator])
 Tensors = tuple[Tensor, Tensor]
@@ -48,7 +49,9 @@ def token_of(x: Tensor) -> Tensor:
     return x.new_empty(0, dtype=torch.float32)
 
 
-def call_in_graph(operator: Operator, x: Tensor, token: Tensor | None = None) -> Tensors:
+def call_in_graph(
+    operator: Operator, x: Tensor, recorded: bool, token: Tensor | None = None
+) -> Tensors:
     """Apply the operator of a graph."""
     arguments = operator.arguments()
     if not (torch.compiler.is_compiling() or records_graph()) and hasattr(x, "fake_mode"):
@@ -56,7 +59,8 @@ def call_in_graph(operator: Operator, x: Tensor, token: Tensor | None = None) ->
         convert = x.fake_mode.from_tensor
         real = (isinstance(a, Tensor) and not is_fake(a) for a in arguments)
         arguments = tuple(convert(a) if r else a for a, r in zip(arguments, real, strict=True))
-    return getattr(torch.ops.varcomm, operator.name)(x, token, None, *arguments)  # type: ignore[no-any-return]
+    op = getattr(torch.ops.varcomm, operator.name)
+    return op(x, token, None, recorded, *arguments)  # type: ignore[no-any-return]
 
 
 class _Library(torch.library.Library):
@@ -82,6 +86,7 @@ def _without_tangents(name: str, kernel: Any, keys: object, x: Tensor, *rest: An
 
 _library: torch.library.Library = _Library("varcomm", "DEF")  # type: ignore[no-untyped-call]
 
+_FIRST = "Tensor x, Tensor? token, Tensor? after, bool recorded"
 _TYPES = {
     "bool": "bool",
     "int": "int",
@@ -100,24 +105,28 @@ def torch_operator(kind: Kind) -> Kind:
         kind.names = tuple(field.name for field in own)
         form = "".join(f", {_TYPES[str(field.type)]} {field.name}" for field in own)
         kind.schema = f"str group, int rank{form}"
-    name, schema = kind.name, f"Tensor x, Tensor? token, Tensor? after, {kind.schema}"
+    name, schema = kind.name, f"{_FIRST}, {kind.schema}"
     _library.define(f"{name}({schema}) -> (Tensor, Tensor)", tags=_TAGS)
     op = getattr(torch.ops.varcomm, name).default
 
-    def forward(x: Tensor, token: object, after: object, *arguments: Any) -> Tensors:
+    def forward(
+        x: Tensor, token: object, after: object, recorded: bool, *arguments: Any
+    ) -> Tensors:
         call = Call(kind.from_arguments(*arguments))
-        return send(call, x, recorded=False).wait().data, token_of(x)
+        return send(call, x, recorded).wait().data, token_of(x)
 
-    def fake(x: Tensor, token: object, after: object, *arguments: Any) -> Tensors:
+    def fake(x: Tensor, token: object, after: object, recorded: bool, *arguments: Any) -> Tensors:
         return kind.from_arguments(*arguments).result(x), token_of(x)
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-        ctx.operator, ctx.has_token = kind.from_arguments(*inputs[3:]), inputs[1] is not None
+        ctx.operator, ctx.has_token = kind.from_arguments(*inputs[4:]), inputs[1] is not None
         ctx.save_for_backward(output[1])
 
     def backward(ctx: Any, gradient: Tensor, of_token: Tensor) -> tuple[Any, ...]:
         (token,) = ctx.saved_tensors
-        result, passed_on = call_in_graph(ctx.operator.adjoint, gradient, token + of_token)
+        token = token + of_token
+        recorded = is_recorded(gradient, (token,))
+        result, passed_on = call_in_graph(ctx.operator.adjoint, gradient, recorded, token)
         others = [None] * (len(ctx.needs_input_grad) - 2)
         return result, passed_on if ctx.has_token else None, *others
 

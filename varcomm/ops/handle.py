@@ -30,7 +30,7 @@ from varcomm.ops.graph_operator import (
     records_graph,
     token_of,
 )
-from varcomm.ops.rule import Call, Operator, keep, send
+from varcomm.ops.rule import Call, Operator, is_recorded, keep, send
 from varcomm.sizes import ShardSizes
 from varcomm.transport.debug import debugging
 from varcomm.transport.engine import Pending
@@ -96,8 +96,9 @@ else:
 def start(call: Call, x: Tensor) -> Handle:
     """Send `x` by a call in one round; the result belongs to autograd's graph."""
     if in_graph(x) or transforms_active() or has_tangent(x):
+        recorded = is_recorded(x)
         with torch.enable_grad():  # wait() decides whether there is a gradient
-            result = apply(call.operator, x)
+            result = apply(call.operator, x, recorded)
         return Handle(lambda: result if torch.is_grad_enabled() else result.detach())
     flight = _Flight(call)
     ticket: Tensor = _Start.apply(x, flight, is_recorded(x))  # type: ignore[no-untyped-call]
@@ -116,17 +117,17 @@ def at_once(call: Call, x: Tensor) -> Tensor:
     return send(call, x, recorded=False).wait().data
 
 
-def apply(operator: Operator, x: Tensor) -> Tensor:
+def apply(operator: Operator, x: Tensor, recorded: bool | None = None) -> Tensor:
     """Return ``start(Call(operator), x).wait()`` of any tensor, recorded in a graph."""
     if torch.compiler.is_compiling() and not transforms_active():
-        return call_in_graph(operator, x)[0]
+        return call_in_graph(operator, x, is_recorded(x) if recorded is None else recorded)[0]
     return _differentiated(Call(operator), x)[0]
 
 
 def send_in_rule(operator: Operator, x: Tensor, requires_grad: bool) -> Pending:
     """Send `x` inside a rule of autograd of another module; a graph records it at once."""
     if in_graph(x):
-        result = call_in_graph(operator, x)[0]
+        result = call_in_graph(operator, x, requires_grad)[0]
         return Pending([], lambda: result)
     _refuse_batch(operator, x)
     return send(Call(operator), x, requires_grad, overlaps=True)
@@ -186,13 +187,6 @@ def start_or_apply(operator: Operator, x: Tensor, async_op: bool) -> TensorOrHan
 # --- Derivatives of a call that communicates at once
 
 
-def is_recorded(x: Tensor, tokens: Sequence[Tensor] = ()) -> bool:
-    """Return whether the result of a call belongs to the graph."""
-    if not torch.is_grad_enabled() or x.requires_grad or not tokens:
-        return torch.is_grad_enabled() and x.requires_grad
-    return any(token.requires_grad for token in tokens)
-
-
 def _differentiated(
     call: Call, x: Tensor, tokens: tuple[Tensor | None, ...] = (), of: int | None = None
 ) -> tuple[Tensor, Tensor | None]:
@@ -214,7 +208,7 @@ def _forward(
 ) -> tuple[Tensor, int | None]:
     """Return the result, and the number of the call if ranks compare calls."""
     if is_traced(x):
-        return call_in_graph(call.operator, x)[0], None
+        return call_in_graph(call.operator, x, requires_grad)[0], None
     pending = send(call, x, requires_grad, of)
     return pending.wait().data, pending.number
 

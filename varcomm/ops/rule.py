@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from varcomm.errors import CommunicationError
 from varcomm.ops.checks import checking
-from varcomm.transport.call_log import CallLog, word_of
+from varcomm.transport.call_log import RECORDED, CallLog, Entry, word_of
 from varcomm.transport.debug import debugging
 from varcomm.transport.engine import EngineFailure, Pending, recorders, span
 from varcomm.transport.engines.choose import engine_for
@@ -92,13 +92,14 @@ class Call:
     What the first tensor needs is kept for the next: the prepared messages, and the adjoint.
     """
 
-    __slots__ = ("_adjoint", "log", "name", "operator", "send", "word")
+    __slots__ = ("_adjoint", "entry", "log", "operator", "recorded", "send")
 
     def __init__(self, operator: Operator) -> None:
         self.operator = operator
         self.send: Callable[[Tensor], Pending] | None = None
         self.log: CallLog | None = operator.group.log if operator.communicates else None
-        self.name, self.word = "", 0  # in the log
+        self.entry: Entry | None = None  # in the log
+        self.recorded: Entry | None = None  # of a call that autograd records
         self._adjoint: Call | None = None
 
     @property
@@ -121,8 +122,9 @@ def send(
     """Send `x`, without a derivative; the result of the Pending may be a view.
 
     Every call of an operator comes here, in forward and in backward. Inside debug() ranks first
-    compare the call, and whether autograd has `recorded` it; a backward passes the number `of` its
-    call. A call that does not overlap with others first completes those of Handles.
+    compare the call, and whether autograd has `recorded` it; their next sum compares both outside
+    of debug(). A backward passes the number `of` its call. A call that does not overlap with others
+    first completes those of Handles.
     """
     operator = call.operator
     number = _compared(operator, x, recorded, of) if debugging() else None
@@ -132,20 +134,24 @@ def send(
             each.complete()
         in_flight[:] = [each for each in in_flight if not each.done]
     failed = partial(_failed, operator, x.dtype, x.shape, time.monotonic())
+    log, entry = call.log, None
     try:
         if call.send is None:
-            if call.log is not None:
-                call.name, call.word = _in_log(operator, x)
             call.send = operator.prepared(x)
+        if log is not None:  # before the messages, since those of a sum carry its own entry
+            entry = (call.recorded if recorded else call.entry) or _in_log(call, x, recorded)
+            log.add(entry)
         if recorders:
             with span(operator.name):
                 pending = call.send(x)
         else:
             pending = call.send(x)
-    except EngineFailure as error:  # in the first of several rounds
-        raise failed(error) from error.__cause__
-    if call.log is not None:  # now that nothing can be refused on this rank alone
-        call.log.add(call.name, call.word)
+    except BaseException as error:
+        if log is not None and entry is not None:  # refused on this rank alone
+            log.remove(entry)
+        if isinstance(error, EngineFailure):  # in the first of several rounds
+            raise failed(error) from error.__cause__
+        raise
     pending.number, pending.failed = number, failed
     if in_flight:
         pending.earlier = tuple(in_flight)
@@ -156,17 +162,24 @@ _MOST = 512  # calls and names that a group or plan keeps; a network has several
 _OF_A_RANK = frozenset({"send", "recv", "async_op"})  # which may differ between ranks
 
 
-def _in_log(operator: Operator, x: Tensor) -> tuple[str, int]:
-    """Return the name of a call, which must be equal on all ranks, and its number in the log."""
-    if operator.holds_tensors:
+def _in_log(call: Call, x: Tensor, recorded: bool) -> Entry:
+    """Return the entry of a call, which must be equal on all ranks, and keep it."""
+    operator, calls = call.operator, call.operator.group.calls
+    key = "name", operator, x.dtype, x.shape, recorded  # calls made anew have equal operators
+    entry: Entry | None = None if operator.holds_tensors else calls.get(key)
+    if entry is None:
         name = _name(operator, x)
-        return name, word_of(name)
-    known = operator.group.calls
-    key = "name", operator, x.dtype, x.shape  # those that are made anew have equal operators
-    if key not in known:
-        name = _name(operator, x)
-        keep(known, key, (name, word_of(name)))
-    return known[key]  # type: ignore[no-any-return]
+        # without messages in backward, no rank waits for one that has no backward
+        if recorded and operator.adjoint.communicates:
+            name += RECORDED
+        entry = name, word_of(name)
+        if not operator.holds_tensors:
+            keep(calls, key, entry)
+    if recorded:
+        call.recorded = entry
+    else:
+        call.entry = entry
+    return entry
 
 
 def keep(calls: Calls, key: object, value: object) -> None:
@@ -180,6 +193,13 @@ def _name(operator: Operator, x: Tensor) -> str:
     words = operator.in_log(x).items()
     of = ", ".join(f"{word} {value}" for word, value in words if word not in _OF_A_RANK)
     return f"{operator.name} of {str(x.dtype).removeprefix('torch.')}, {of}"
+
+
+def is_recorded(x: Tensor, tokens: Sequence[Tensor] = ()) -> bool:
+    """Return whether the result of a call belongs to the graph."""
+    if not torch.is_grad_enabled() or x.requires_grad or not tokens:
+        return torch.is_grad_enabled() and x.requires_grad
+    return any(token.requires_grad for token in tokens)
 
 
 def _compared(operator: Operator, x: Tensor, recorded: bool, of: int | None) -> int:

@@ -73,7 +73,7 @@ def check_steps() -> None:
         name = f"{kind}.step of sharded parameters, which all ranks make or skip"
         for log in (group.log for group in groups):
             if log is not None:
-                log.add(name, word_of(name))
+                log.add((name, word_of(name)))
 
     register_optimizer_step_pre_hook(check)
 

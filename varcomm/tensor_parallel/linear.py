@@ -21,6 +21,7 @@ from varcomm.ops.all_gather_v import AllGatherV, ReduceScatterV
 from varcomm.ops.checks import checked_flag, checked_shard, checked_tensor, checked_whole, checking
 from varcomm.ops.handle import apply, send_in_rule
 from varcomm.ops.replicated import ReplicatedSum, ReplicatedUse
+from varcomm.ops.rule import is_recorded
 from varcomm.tensor_parallel.derivatives import in_transform, recorded_gradients
 from varcomm.tensor_parallel.layout import FLAG, ShardedModule, Sizes, checked_choice
 from varcomm.tensor_parallel.mappings import (
@@ -116,7 +117,7 @@ def column_parallel_linear(
     # of a frozen weight, torch's product keeps no input
     if torch.compiler.is_compiling() or in_transform() or keeps or not weight.requires_grad:
         return _product(before, x, weight, bias)
-    return _ColumnProduct.apply(before, x, weight, bias)  # type: ignore[no-untyped-call, no-any-return]
+    return _ColumnProduct.apply(before, x, weight, bias, is_recorded(x))  # type: ignore[no-untyped-call, no-any-return]
 
 
 def row_parallel_linear(
@@ -205,18 +206,20 @@ class _ColumnProduct(torch.autograd.Function):
     """The product, which keeps no gathered rows; messages overlap with products in backward."""
 
     @staticmethod
-    def forward(ctx: Any, before: Before, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, before: Before, x: Tensor, weight: Tensor, bias: Tensor | None, recorded: bool
+    ) -> Tensor:
         ctx.before, ctx.gathers = before, isinstance(before, AllGatherV)
         ctx.save_for_backward(x, weight, bias)
-        rows = send_in_rule(before, x, x.requires_grad).wait() if ctx.gathers else x
+        rows = send_in_rule(before, x, recorded).wait() if ctx.gathers else x
         return functional.linear(rows, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        saved, (_, *needed) = ctx.saved_tensors, ctx.needs_input_grad
+        saved, (_, *needed, _) = ctx.saved_tensors, ctx.needs_input_grad
         if torch.is_grad_enabled():
             found = recorded_gradients(partial(_product, ctx.before), saved, needed, gradient)
-            return None, *found
+            return None, *found, None
         x, weight, _ = saved
         gathered = send_in_rule(ctx.before, x, False) if ctx.gathers else None
         of_x = gradient @ weight.conj() if needed[0] else None
@@ -224,7 +227,7 @@ class _ColumnProduct(torch.autograd.Function):
         summed = None if of_x is None else send_in_rule(ctx.before.adjoint, of_x, False)
         x, gradient = as_rows(x), as_rows(gradient)
         of_weight, of_bias = gradient.T @ x.conj(), gradient.sum(0) if needed[2] else None
-        return None, None if summed is None else summed.wait(), of_weight, of_bias
+        return None, None if summed is None else summed.wait(), of_weight, of_bias, None
 
 
 def checked_operands(

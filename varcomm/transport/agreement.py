@@ -22,6 +22,7 @@ import varcomm.errors as errors
 from varcomm._torch_private import transforms_active
 from varcomm.errors import ArgumentError, CommunicationError, DisagreementError, VarcommError
 from varcomm.transport import failure
+from varcomm.transport.call_log import RECORDED
 from varcomm.transport.debug import debug as debug
 from varcomm.transport.debug import debug_timeout
 from varcomm.transport.debug import debugging as debugging
@@ -196,7 +197,12 @@ def disagree(group: Group, explain: Callable[[], None] | None = None) -> None:
         call, after = first
         rows = ({"call": call, "name": row.get(first, "not made")} for row in names)
         where = f"a layer after call {call}" if after else f"call {call}"
-        text += f"; the first that differs is {where} of the group.\n{failure.table(rows)}"
+        text += f"; the first that differs is {where} of the group."
+        calls = [row.get(first, "") for row in names]
+        if len({call.removesuffix(RECORDED) for call in calls}) == 1:
+            each = (f"rank {rank} has {c.endswith(RECORDED)}" for rank, c in enumerate(calls))
+            text += f" Ranks disagree on requires_grad: {'; '.join(each)}."
+        text += f"\n{failure.table(rows)}"
     error = DisagreementError(
         f"{text}\nRun the program inside varcomm.debug() to see the line of each rank."
     )

@@ -1,7 +1,8 @@
 """The calls of a group, as ranks compare them at their next sum: a digest, and the last names.
 
 A rank that makes other calls than its peers can receive rows of the right size and the wrong
-meaning. So each call changes a digest of 64 bits, and sums over ranks carry a few bits of it
+meaning. A rank whose call needs no gradient sends nothing in backward, where its peers wait. So
+each call changes a digest of 64 bits, and sums over ranks carry a few bits of it
 (:mod:`varcomm.ops.carried`). The digest is set back only after an error: if it differs once, each
 later sum finds it with other bits.
 """
@@ -13,9 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from zlib import crc32
 
+Entry = tuple[str, int]  # name of a call, and word_of(name)
+RECORDED = ", requires_grad True"  # ends the name of a call whose backward will send messages
+
 _SHOWN = 64  # last calls whose names are kept
 _FACTOR = 0x9E3779B97F4A7C15  # odd: another digest stays another
 _MASK = (1 << 64) - 1
+_INVERSE = pow(_FACTOR, -1, 1 << 64)
 
 
 @dataclass
@@ -50,11 +55,19 @@ class CallLog:
         # comparisons of sums on a GPU that are not made yet
         self.pending: deque[Callable[[], None]] = deque()
 
-    def add(self, name: str, word: int) -> None:
-        """Add a call; `word` is :func:`word_of` the name."""
+    def add(self, entry: Entry) -> None:
+        """Add a call."""
+        name, word = entry
         self.digest = (self.digest ^ word) * _FACTOR & _MASK
         self.count += 1
         self.last.append(name)
+
+    def remove(self, entry: Entry) -> None:
+        """Remove the last call, which has sent nothing."""
+        _, word = entry
+        self.digest = self.digest * _INVERSE & _MASK ^ word
+        self.count -= 1
+        self.last.pop()
 
     def add_layer(self, layer: Layer) -> None:
         """Add a layer that has run, whose calls are here already; compiled code adds none."""
