@@ -82,6 +82,7 @@ def test_no_modules_import_each_other_in_a_circle():
 CLASSES = (
     torch.Tensor,
     torch.autograd.Function,
+    torch.autograd.Variable,
     torch.library.Library,
     torch.nn.Module(),
     torch.optim.SGD([torch.ones(1)]),
@@ -145,4 +146,4 @@ def test_private_names_of_torch_are_in_one_file():
     names = {str(path.relative_to(ROOT)): private_names(path) for path in files}
     here = names.pop("varcomm/_torch_private.py")
     assert {file: found for file, found in names.items() if found} == {}
-    assert len(here) <= 15, sorted(here)
+    assert len(here) <= 16, sorted(here)  # docs/explanation/architecture.md says why not 15
