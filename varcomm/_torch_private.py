@@ -48,8 +48,9 @@ WithoutDispatch: Callable[[], AbstractContextManager[None]] = torch._C._DisableT
 def register_effect(op: Any) -> None:
     """Keep an operator in a graph even if its result is not used: another rank waits for it.
 
-    torch.library has no public form; a schema that changes an argument would be wrong here. The
-    type of the effect is in the function's own module.
+    The public form is a method of torch.library.custom_op, whose operators take more time per call.
+    A schema that changes an argument would be wrong here. The type of the effect is in the
+    function's own module.
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/library.py
     """
     torch.library._register_effectful_op(op, cast(Any, torch.library).EffectType.ORDERED)
