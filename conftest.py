@@ -1,6 +1,7 @@
-"""Pools of ranks that live as long as the session: each start costs seconds of imports."""
+"""Pools of ranks that live as long as the session, forked because imports cost seconds."""
 
 import gc
+import subprocess
 import sys
 import warnings
 from zlib import crc32
@@ -11,7 +12,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import varcomm
+from tests.forks import Forks
 from varcomm.testing import Ranks
+from varcomm.transport import launch
 
 # It imports mpi4py without starting MPI; ASE calls MPI where mpi4py is imported, and would abort.
 collect_ignore = ["varcomm/transport/engines/mpi.py"]
@@ -62,6 +65,19 @@ def pytest_collection_modifyitems(config, items):
 
     config.hook.pytest_deselected(items=[item for item in items if not selected(item)])
     items[:] = [item for item in items if selected(item)]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session):
+    """Let ranks be forks of this process as it is now: tests are imported, and none has run."""
+    if session.items and not torch.cuda.is_available():  # a fork cannot use CUDA after its parent
+        Forks().serve_ranks()
+
+
+@pytest.fixture
+def new_interpreters(monkeypatch):
+    """Start ranks as users' ranks start, each with a new interpreter."""
+    monkeypatch.setattr(launch, "subprocess", subprocess)
 
 
 class Worlds:

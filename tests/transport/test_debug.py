@@ -318,12 +318,14 @@ def by_environment(rank):
         varcomm.all_reduce(F(rank))
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_environment_variables(monkeypatch):
     monkeypatch.setenv("VARCOMM_DEBUG", "1")
     varcomm.launch(by_environment, 2)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("new_interpreters")
 def test_environment_variable_that_is_off(monkeypatch):
     monkeypatch.setenv("VARCOMM_DEBUG", "off")
     assert varcomm.launch(lambda rank: debugging(), 1) == [False]

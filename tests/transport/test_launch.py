@@ -29,6 +29,7 @@ def rank_and_argument(rank, argument):
     return rank, argument
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_results(ranks):
     offset = 10
 
@@ -188,8 +189,11 @@ FAILURES = {
         for fn in FAILURES
     ],
 )
-def test_a_failed_rank_is_named_and_all_end(ranks, fn):
+def test_a_failed_rank_is_named_and_all_end(ranks, fn, request):
     message, cause = FAILURES[fn]
+    if fn is dies:
+        ranks.close()
+        request.getfixturevalue("new_interpreters")
     ranks.run(rank_and_argument, 0)  # imports this module
     pids = pids_of(ranks)
     with pytest.raises(LaunchError, match=f"(?s){message}") as info:
@@ -209,6 +213,7 @@ def test_rank_that_dies_while_idle_is_replaced(ranks):
     assert not set(pids_of(ranks)) & set(pids)
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_close_lets_exit_handlers_run_and_removes_everything(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     mark = tmp_path / "mark"
