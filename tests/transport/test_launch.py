@@ -237,30 +237,29 @@ def test_close_lets_exit_handlers_run_and_removes_everything(tmp_path, monkeypat
 @pytest.mark.parametrize(
     "death", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
-def test_no_rank_outlives_its_parent(tmp_path, death):
+def test_a_script_needs_no_guard_and_no_rank_outlives_it(tmp_path, death):
     code = """
 import os, signal, time
-from varcomm import launch
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job would ignore it
-def stay(rank, parent):
+from varcomm import Ranks
+class Point:
+    def __init__(self, rank): self.rank = rank
+def make(rank): return Point(rank)
+def stay(rank):
     print(f'{os.getpid()}\\n', end='', flush=True)  # in one write
     time.sleep(60)
-launch(stay, 2, os.getpid())
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job would ignore it
+with Ranks(2) as ranks:
+    print([type(point) is Point for point in ranks.run(make)], __name__, flush=True)
+    ranks.run(stay)
 """
     with script(tmp_path, code, start_new_session=True) as parent:
+        assert parent.stdout.readline() == "[True, True] __main__\n"
         pids = [int(parent.stdout.readline()) for _ in range(2)]
         parent.send_signal(death)
         assert all_end(pids)
     assert parent.returncode == -death
 
 
-WITHOUT_GUARD = """
-from varcomm import launch
-class Point:
-    def __init__(self, rank): self.rank = rank
-def make(rank): return Point(rank)
-print([type(point) is Point for point in launch(make, 2)], __name__)
-"""
 FORK = """
 import os, sys
 from varcomm import Ranks
@@ -278,17 +277,13 @@ FORKED = [
     "pass",  # leaves the block, which closes the pool
     "assert not set(pool.run(pid)) & set(pids)",  # has ranks of its own
 ]
-SCRIPTS = [
-    (WITHOUT_GUARD, "[True, True] __main__\n"),
-    *(pytest.param(FORK.format(act=act), "0 True\n", marks=pytest.mark.slow) for act in FORKED),
-]
 
 
-@pytest.mark.parametrize(("code", "printed"), SCRIPTS)
-def test_scripts(tmp_path, code, printed):
-    """A script needs no guard; a forked child leaves the ranks alone."""
-    with script(tmp_path, code) as parent:
-        assert parent.communicate(timeout=60) == (printed, "")
+@pytest.mark.slow
+@pytest.mark.parametrize("act", FORKED)
+def test_a_forked_child_leaves_the_ranks_alone(tmp_path, act):
+    with script(tmp_path, FORK.format(act=act)) as parent:
+        assert parent.communicate(timeout=60) == ("0 True\n", "")
 
 
 @pytest.mark.slow
