@@ -14,6 +14,7 @@ from tests.grid.functions import FUNCTIONS, M, N
 from tests.worlds import on_ranks
 
 NAMES = [*FUNCTIONS]
+OF_ALL = 3  # torch refuses the sizes of this seed for none of them
 
 
 @pytest.mark.filterwarnings("ignore:reduction")
@@ -30,7 +31,7 @@ def test_torch_runs_each_function_of_the_sweep(name):
 @on_ranks(3)
 def test_functions(rank, names):
     torch.set_num_threads(1)
-    return [line for name in names for seed in (0, 1) if (line := compare(name, seed, [3]))]
+    return [line for name in names if (line := compare(name, OF_ALL, [3]))]
 
 
 @pytest.mark.slow
@@ -38,7 +39,7 @@ def test_functions(rank, names):
 @on_ranks(1, 2, 3, 5)
 def test_functions_of_many_sizes(rank, name, ranks):
     torch.set_num_threads(1)
-    return [line for seed in range(20) if (line := compare(name, seed + 2, [ranks]))]
+    return [line for seed in range(22) if (line := compare(name, seed, [ranks]))]
 
 
 JOINED = "windows", "attention of pixels"  # refused: a reshape joins rows and columns
