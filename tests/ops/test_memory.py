@@ -87,6 +87,8 @@ def test_copies(rank):
     failures = Failures()
     for name in MOVE_WHOLE_ROWS:
         for dim, sizes in product((0, 1, -1), ((700, 0, 1010), (500, 600, 500))):
+            if name == "transpose_v":  # whose inputs grow with the square
+                sizes = tuple(rows // 10 for rows in sizes)
             s = Setting(sizes, dim, (5, 4), root=2)
             c = PRIMITIVES[name](s)
             op, x = c.bind(), c.input(rank, torch.float32)

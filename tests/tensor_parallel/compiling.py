@@ -3,6 +3,7 @@
 from functools import partial
 
 import torch
+import torch._inductor.pattern_matcher  # at the first compilation, each rank would import it
 from torch._dynamo.backends.registry import lookup_backend
 from torch.utils import _pytree as pytree
 

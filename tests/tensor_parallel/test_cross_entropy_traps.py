@@ -99,7 +99,7 @@ def complete(message, call):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@on_ranks(2, 3)
+@on_ranks(3, pytest.param(2, marks=pytest.mark.slow))
 def test_complete_logits(rank, ranks, dtype):
     """Logits that are complete on each rank: views and products of them, compiled, in debug()."""
     torch.manual_seed(0)
