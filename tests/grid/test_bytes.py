@@ -235,12 +235,13 @@ STATISTICS = {
     "amax": (lambda x: x.amax(2), POINTS + 2 * SUM, SUM),
     # the extremes, their places, and a sum with their gradient
     "max with indices": (lambda x: x.max(2).values, 2 * POINTS + SUM, SUM),
-    # of each group the mean in two numbers, and the variance; and the share of this rank
+    # of each group the mean in two numbers, and the variance; and the share of this rank. Backward
+    # of norms of channels sums two numbers of each group
     "var": (lambda x: x.var(2), 3 * POINTS + 1, 3 * POINTS + 1),
     "std of all": (lambda x: x.std(), 4, 4),
-    "batch_norm": (lambda x: F.batch_norm(x, None, None, training=True), 13, 13),
-    "instance_norm": (lambda x: F.instance_norm(x), 25, 25),
-    "group_norm": (lambda x: F.group_norm(x, 2), 13, 13),
+    "batch_norm": (lambda x: F.batch_norm(x, None, None, training=True), 13, 8 + WORD),
+    "instance_norm": (lambda x: F.instance_norm(x), 25, 16 + WORD),
+    "group_norm": (lambda x: F.group_norm(x, 2), 13, 8 + WORD),
     "layer_norm": (lambda x: F.layer_norm(x, x.shape[1:]), 7, 7),
     "rms_norm": (lambda x: F.rms_norm(x, x.shape[1:]), 2 + WORD, 2 + WORD),
     "adaptive_avg_pool2d of 1": (lambda x: F.adaptive_avg_pool2d(x, 1), SUM, SUM),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -11,24 +12,104 @@ from torch.nn import functional as F
 
 from varcomm.errors import ArgumentError
 from varcomm.grid.field import placed, plain, refused, rule, wrap
-from varcomm.grid.reductions import Moments, moments, reduced_splits, widened
+from varcomm.grid.reductions import Over, moments, reduced_splits, sum_over, widened
 
 Func = Callable[..., Any]
 
 
-def _normalised(x: Any, of: Moments, eps: float, weight: Any, bias: Any) -> Any:
-    """Scale and shift each channel.
+class _Norm(torch.autograd.Function):
+    """Values less their mean, over their deviation, scaled and shifted channel by channel.
 
-    torch's kernel for known statistics would be faster; in torch 2.13 its backward is wrong for one
-    image, or one row, if the gradient lies in memory with the channels last.
+    Means are over all ranks. The first output is the result; backward uses the next three, and is
+    differentiable by them. Torch's operators for the same would pass over all values twice as
+    often.
     """
-    shape = [1, -1, *[1] * (x.dim() - 2)]
-    scale = (of.var + eps).rsqrt()
-    scale = scale if weight is None else scale * widened(weight.view(shape))
-    shift = -of.offset * scale
-    shift = shift if bias is None else shift + widened(bias.view(shape))
-    out = (of.centred * scale).add_(shift)  # addcmul takes twice the time
-    return wrap(out.to(x.dtype), x.grid_layout)
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Any, bias: Any, over: Over, points: int, eps: float
+    ) -> tuple[Tensor, ...]:
+        centred, offset, mean, var = moments(x, over)
+        inverse = (var + eps).rsqrt()
+        scale = inverse if weight is None else inverse * weight
+        shift = -offset * scale if bias is None else bias - offset * scale
+        ctx.over, ctx.points = over, points
+        ctx.save_for_backward(weight, centred, offset, inverse)
+        ctx.save_for_forward(weight, centred, offset, inverse)
+        ctx.mark_non_differentiable(mean, var)
+        ctx.set_materialize_grads(False)
+        return torch.addcmul(shift, centred, scale), centred, offset, inverse, mean, var
+
+    @staticmethod
+    def backward(ctx: Any, *of: Any) -> tuple[Tensor | None, ...]:
+        (weight, centred, offset, inverse), over = ctx.saved_tensors, ctx.over
+        of_out, of_centred, of_offset, of_inverse, *_ = of
+        scale = inverse if weight is None else inverse * weight
+        of_offset = torch.zeros_like(offset) if of_offset is None else of_offset
+        of_inverse = torch.zeros_like(offset) if of_inverse is None else of_inverse
+        of_weight = of_bias = None
+        if of_out is not None:
+            sums, products = _sums_over_points(of_out, centred, ctx.points)
+            products = products - offset * sums
+            weighted = products if weight is None else products * weight
+            of_offset = of_offset - (sums * scale).sum_to_size(offset.shape)
+            of_inverse = of_inverse + weighted.sum_to_size(offset.shape)
+            if ctx.needs_input_grad[1]:
+                of_weight = (products * inverse).sum(0, keepdim=True)
+            if ctx.needs_input_grad[2]:
+                of_bias = sums.sum(0, keepdim=True)
+        of_offset, of_inverse = sum_over(torch.stack([of_offset, of_inverse]), over.splits)
+        factor = -inverse.pow(3) * of_inverse / over.elements
+        of_x = torch.addcmul(of_offset / over.elements - offset * factor, centred, factor)
+        of_x = of_x if of_out is None else of_x.addcmul_(of_out, scale)
+        of_x = of_x if of_centred is None else of_x + of_centred
+        return of_x, of_weight, of_bias, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, of_x: Any, of_weight: Any, of_bias: Any, *_: None) -> tuple[Any, ...]:
+        (weight, centred, offset, inverse), over = ctx.saved_tensors, ctx.over
+        of_x = torch.zeros_like(centred) if of_x is None else of_x
+        distance = centred - offset
+        sums = [v.sum(over.dims, keepdim=True) for v in (of_x, of_x * distance)]
+        of_offset, of_product = sum_over(torch.stack(sums), over.splits) / over.elements
+        of_inverse = -inverse.pow(3) * of_product
+        out = (of_x - of_offset) * inverse + distance * of_inverse
+        out = out if weight is None else out * weight
+        out = out if of_weight is None else out + distance * inverse * of_weight
+        out = out if of_bias is None else out + of_bias
+        return out, of_x.clone(), of_offset, of_inverse, None, None
+
+
+def _sums_over_points(of: Tensor, x: Tensor, points: int) -> tuple[Tensor, Tensor]:
+    """Return the sums of a gradient, and of its products with values, from a dimension on."""
+    shape = [*x.shape[:points], *[1] * (x.dim() - points)]
+    if torch.is_grad_enabled() or not (of.is_contiguous() and x.is_contiguous() and x.numel()):
+        return of.sum_to_size(shape), (of * x).sum_to_size(shape)
+    # torch's kernel reads both once; with a mean of 0 and a deviation of 1 it returns these sums
+    rows = prod(shape)
+    _, products, sums = torch.ops.aten.native_batch_norm_backward(
+        of.view(1, rows, -1), x.view(1, rows, -1), None, None, None,
+        x.new_zeros(rows), x.new_ones(rows), True, 0.0, [False, True, True],
+    )  # fmt: skip
+    return sums.view(shape), products.view(shape)
+
+
+def _normalised(
+    x: Any, over: Sequence[int], weight: Any, bias: Any, eps: float, groups: int | None = None
+) -> tuple[Any, Tensor, Tensor]:
+    """Return the field with each channel scaled and shifted, and the moments used for it.
+
+    With groups, moments are also over the channels of a group.
+    """
+    local, points, shape = widened(plain(x)), 2, [-1, *[1] * (x.dim() - 2)]
+    of = Over.of(x, over)
+    if groups is not None:
+        local, points, shape = local.unflatten(1, (groups, -1)), 3, [groups, *shape]
+        of = Over([*range(2, local.dim())], of.splits, of.elements * x.shape[1] // groups)
+    weight, bias = (v if v is None else widened(v).view(1, *shape) for v in (weight, bias))
+    out, _, _, _, mean, var = _Norm.apply(local, weight, bias, of, points, eps)  # type: ignore[no-untyped-call]
+    out = out if groups is None else out.flatten(1, 2)
+    return wrap(out.to(x.dtype), x.grid_layout), mean, var
 
 
 @rule("batch_norm instance_norm")
@@ -54,22 +135,25 @@ def _batch_norm(
         if running_mean is None or running_var is None:
             raise ArgumentError(f"{name}: evaluation needs running_mean and running_var.")
         shape = [1, -1, *[1] * (input.dim() - 2)]
-        mean, var = widened(running_mean).view(shape), widened(running_var).view(shape)
-        known = Moments(widened(plain(input)) - mean, torch.zeros_like(mean), mean, var, 0)
-        return _normalised(input, known, eps, weight, bias)
+        scale = (widened(running_var) + eps).rsqrt()
+        scale = scale if weight is None else scale * widened(weight)
+        out = (widened(plain(input)) - widened(running_mean).view(shape)) * scale.view(shape)
+        out = out if bias is None else out.add_(widened(bias).view(shape))
+        return wrap(out.to(input.dtype), input.grid_layout)
     points = [*range(2, input.dim())]
-    found = moments(input, points if func is F.instance_norm else [0, *points])
-    if found.elements <= 1:
+    over = points if func is F.instance_norm else [0, *points]
+    elements = prod(input.shape[dim] for dim in over)
+    if elements <= 1:
         value = "spatial element" if func is F.instance_norm else "value per channel"
         raise ArgumentError(
             f"Expected more than 1 {value} when training, got input size {input.shape}"
         )
-    of_all = found.elements / (found.elements - 1)
+    out, mean, var = _normalised(input, over, weight, bias, eps)
     with torch.no_grad():
-        for running, new in ((running_mean, found.mean), (running_var, found.var * of_all)):
+        for running, new in ((running_mean, mean), (running_var, var * elements / (elements - 1))):
             if running is not None:
-                running.lerp_(new.detach().mean(0).flatten().to(running.dtype), momentum)
-    return _normalised(input, found, eps, weight, bias)
+                running.lerp_(new.mean(0).flatten().to(running.dtype), momentum)
+    return out
 
 
 @rule("group_norm")
@@ -83,12 +167,7 @@ def _group_norm(
 ) -> Any:
     if input.grid_layout.at(input.dim()).get(1):
         raise refused("group_norm of split channels")
-    grouped = input.unflatten(1, (num_groups, -1))
-    centred, offset, mean, var, count = moments(grouped, range(2, grouped.dim()))
-    each = input.shape[1] // num_groups
-    offset, mean, var = (m.squeeze(2).repeat_interleave(each, 1) for m in (offset, mean, var))
-    found = Moments(centred.flatten(1, 2), offset, mean, var, count)
-    return _normalised(input, found, eps, weight, bias)
+    return _normalised(input, range(2, input.dim()), weight, bias, eps, num_groups)[0]
 
 
 @rule("layer_norm")
@@ -104,8 +183,8 @@ def _layer_norm(
     if not reduced_splits(input, dims):
         out = func(plain(input), normalized_shape, weight, bias, eps)
         return wrap(out, input.grid_layout)
-    found = moments(input, dims)
-    return _by_element(input, found.centred - found.offset, found.var, eps, weight, bias)
+    centred, offset, _, var = moments(widened(plain(input)), Over.of(input, dims))
+    return _by_element(input, centred - offset, var, eps, weight, bias)
 
 
 @rule("rms_norm")

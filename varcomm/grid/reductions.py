@@ -178,6 +178,19 @@ def _place(x: Any, dim: int, keepdim: bool, kind: str) -> Any:
     return _unkept(index.gather(0, best).squeeze(0), x, [at], keepdim)
 
 
+class Over(NamedTuple):
+    """Dimensions that are reduced, the splits among them, and the elements on all ranks."""
+
+    dims: Sequence[int]
+    splits: Sequence[Split]
+    elements: int
+
+    @classmethod
+    def of(cls, x: Any, dims: Sequence[int]) -> Over:
+        """Return what dimensions of a field, counted from the first, have."""
+        return cls([*dims], reduced_splits(x, dims), prod(x.shape[dim] for dim in dims))
+
+
 class Moments(NamedTuple):
     """Mean and variance over some dimensions, which are kept, of all ranks; in fp32 at least.
 
@@ -189,41 +202,41 @@ class Moments(NamedTuple):
     offset: Tensor  # the mean less the centre
     mean: Tensor
     var: Tensor
-    elements: int  # of which each is a mean
 
 
-def moments(x: Any, over: Sequence[int]) -> Moments:
-    """Return the moments of a field over some dimensions."""
-    if x.is_complex():
+def moments(local: Tensor, over: Over) -> Moments:
+    """Return the moments of values of which this rank has a part."""
+    if local.is_complex():
         raise refused("a variance of complex numbers")
-    local, dims = widened(plain(x)), [*over]
-    sample = local.detach()
-    if x.dim() - 2 in dims:
+    sample, dims = local.detach(), [*over.dims]
+    if local.dim() - 2 in dims:
         sample = sample[..., ::8, :]
     counts = [max(prod(part.shape[dim] for dim in dims), 1) for part in (sample, local)]
     centre = reference = sample.sum(dims, keepdim=True) / counts[0]
     centred = local - centre
-    offset, squares = (s / counts[1] for s in _Sums.apply(centred, dims))  # type: ignore[no-untyped-call]
+    sums: Callable[..., Any] = _Sums.apply if centred.requires_grad else _sums
+    offset, squares = (s / counts[1] for s in sums(centred, dims))
     var = (squares - offset.square()).clamp_min(0)
-    for split in reduced_splits(x, dims):
+    for split in over.splits:
         reference, offset, var = _of_all_ranks(reference, offset, var, split)
-    mean, offset = reference + offset, (reference - centre) + offset
-    return Moments(centred, offset, mean, var, prod(x.shape[dim] for dim in dims))
+    return Moments(centred, (reference - centre) + offset, reference + offset, var)
+
+
+def _sums(x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
+    """Return the sum of a local tensor and of its squares."""
+    distance = torch.linalg.vector_norm(x, dim=dims, keepdim=True)
+    return x.sum(dims, keepdim=True), distance.square()
 
 
 class _Sums(torch.autograd.Function):
-    """The sum of a local tensor and of its squares, faster than torch's derivative of a norm."""
+    """Sums whose derivative is faster than torch's derivative of a norm."""
 
     @staticmethod
-    def forward(x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
-        distance = torch.linalg.vector_norm(x, dim=dims, keepdim=True)
-        return x.sum(dims, keepdim=True), distance.square()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        x, ctx.dims = inputs
+    def forward(ctx: Any, x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
+        ctx.dims = dims
         ctx.save_for_backward(x)
         ctx.save_for_forward(x)
+        return _sums(x, dims)
 
     @staticmethod
     def backward(ctx: Any, of_sum: Tensor, of_squares: Tensor) -> tuple[Tensor, None]:
@@ -272,7 +285,9 @@ def _var(
     if correction is None:
         correction = 0 if unbiased is False else 1
     dims = dims_of(dim, x)
-    _, _, mean, found, count = moments(x, dims)
+    over = Over.of(x, dims)
+    _, _, mean, found = moments(widened(plain(x)), over)
+    count = over.elements
     if correction:
         found = found * (count / (count - correction) if count > correction else inf)
     found = _root(found, 0.5) if name.startswith("std") else found
