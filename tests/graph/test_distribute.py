@@ -195,6 +195,18 @@ class RunSum(pyg.aggr.Aggregation):
         return self.reduce(x, index, ptr, dim_size, dim, reduce="sum")
 
 
+class Counts(nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return x
+
+
 class Stores(pyg.MessagePassing):
     """Keeps its last messages, or returns them under names."""
 
@@ -253,7 +265,16 @@ def test_overlap(rank):
         model((graph.x, of_all), graph.edge_index, 1.0)
     with pytest.raises(DisagreementError, match=r"ranks \[1\] .* overlap"):
         distribute(model, graph, overlap=rank == 1)
-    for returns in (None, lambda x: {"message": x}, lambda x: (x, None), lambda x: x[None]):
+    with pytest.raises(ArgumentError, match="overlap must be True or False"):
+        distribute(model, graph, overlap=1 if rank == 1 else True)
+    for returns in (
+        None,
+        lambda x: {"message": x},
+        lambda x: (x, None),
+        lambda x: x[None],
+        lambda x: varcomm.all_reduce(x.sum()) * x,
+        Counts(),
+    ):
         layer = distribute(Stores(returns), graph, overlap=True)
         with pytest.raises(ArgumentError, match="without overlap"):
             layer(graph.x, graph.edge_index)

@@ -121,7 +121,6 @@ def distribute(model: Model, graph: PartitionedGraph, *, overlap: bool = False) 
             f"{type(graph).__name__}. The order is distribute(model, graph)."
         )
     what = "graph.distribute"
-    checked_flag(overlap, "overlap", f"{what}: ")
     digests = getattr(getattr(model, _RUNNING, None), "digests", WeakTensorKeyDictionary())
     given = share(what, lambda: _checked(model, graph, digests, overlap), graph.group)
     others, names = differing(given)
@@ -255,6 +254,7 @@ def _checked(
     """Check the model; return digests, by name, of everything that must be equal on all ranks."""
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
+    checked_flag(overlap, "overlap", "")
     # under all names: a module that is exact inside a layer may be used outside too
     for name, module in model.named_modules(remove_duplicate=False):
         check_exact(name, module, model)

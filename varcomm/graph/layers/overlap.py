@@ -9,7 +9,7 @@ import torch
 from torch_geometric.nn import FAConv, MessagePassing
 from torch_geometric.nn.aggr import Aggregation
 
-from varcomm._torch_private import transforms_active
+from varcomm._torch_private import transforms_active, version_of
 from varcomm.errors import ArgumentError
 from varcomm.graph.index.edges import EdgeRules, joined
 from varcomm.graph.index.partitioned_index import Numbering
@@ -121,7 +121,9 @@ def propagate_overlapped(
     """
     names = layer.inspector.get_param_names("message")
     ends: dict[str, Any] = {
-        name: values.get(name[:-2]) for name in names if name.endswith(("_i", "_j"))
+        name: values[name[:-2]]
+        for name in names
+        if name.endswith(("_i", "_j")) and name[:-2] in values
     }
     for name, end in ends.items():
         if isinstance(end, tuple | list):
@@ -131,6 +133,8 @@ def propagate_overlapped(
     sources = [*{id(x): x for x in of_sources.values()}.values()]
     others = {name: values[name] for name in names if name in values and name not in ends}
     _check_rows(rules, {n: x for n, x in rows_of.items() if n not in of_sources}, others, call)
+
+    log = rules.group.log
 
     def compute(
         rows: Sequence[torch.Tensor], j: torch.Tensor, i: torch.Tensor, at: torch.Tensor
@@ -145,7 +149,15 @@ def propagate_overlapped(
         for name, value in others.items():
             has_rows = isinstance(value, torch.Tensor) and value.dim() > 0
             arguments[name] = value.index_select(0, at) if has_rows else value
+        calls = log.count if log is not None else 0
         messages = layer.message(**arguments)
+        if log is not None and log.count != calls:
+            with checking(call, rules.group) as where:
+                raise ArgumentError(
+                    f"{where}with overlap=True a message is computed once or twice, so it must not "
+                    f"call collectives; it called {log.last[-1]}. Distribute the model without "
+                    "overlap."
+                )
         of_edges = messages if type(messages) in (tuple, list) else [messages]
         if not all(isinstance(x, torch.Tensor) and x.shape[:1] == j.shape for x in of_edges):
             with checking(call, rules.group) as where:
@@ -156,10 +168,11 @@ def propagate_overlapped(
                 )
         return messages
 
-    before = dict(vars(layer))
+    before = _stored(layer)
     messages, halos = in_two_parts(rules, sources, compute)
-    for name, value in vars(layer).items():
-        if value is not before.get(name):
+    for name, (held, version) in _stored(layer).items():
+        old, old_version = before.get(name, (None, 0))
+        if held is not old or version != old_version:
             with checking(call, rules.group) as where:
                 raise ArgumentError(
                     f"{where}with overlap=True a layer computes messages in two parts, and this "
@@ -182,6 +195,16 @@ def propagate_overlapped(
 
     out = layer.aggregate(messages, **arguments_of("aggregate"))
     return layer.update(out, **arguments_of("update")), halos
+
+
+def _stored(layer: MessagePassing) -> dict[str, tuple[object, int]]:
+    """Return what a layer and the modules in it hold, and how often their buffers changed."""
+    stored: dict[str, tuple[object, int]] = {}
+    for path, module in layer.named_modules():
+        stored |= {f"{path}.{name}".lstrip("."): (held, 0) for name, held in vars(module).items()}
+    for name, buffer in layer.named_buffers():
+        stored[name] = buffer, version_of(buffer)
+    return stored
 
 
 def _check_rows(
