@@ -156,6 +156,7 @@ REFUSED = {
     "a slice with a negative step": lambda x: x[:, :, ::-1],
     "zero_ on rows that were fetched": lambda x: x.select(2, 0).zero_(),
     "mul_ on rows that were fetched": lambda x: x[:, :, -1][..., :2].mul_(0),
+    "add_ on rows that were fetched": lambda x: x[:, 0, 0].T.add_(1),
     "embedding with max_norm": lambda x: F.embedding((x > 0).long(), torch.ones(2, 1), None, 1.0),
     "one_hot without num_classes": lambda x: F.one_hot((x > 0).long()),
     "a scale that keeps": lambda x: F.interpolate(x, scale_factor=1.1, mode="bicubic"),
@@ -181,6 +182,7 @@ REFUSED = {
     "do not fit": lambda x: F.conv2d(x, torch.ones(1, 3, 9, 1, dtype=x.dtype)),
     "into an ordinary tensor": lambda x: torch.zeros(7, 5, dtype=x.dtype).add_(x[0, 0]),
     "no view, of a field": lambda x: of_a_row_before(x),
+    "of a field that was written into": lambda x: of_a_row_of_a_view(x),
     "unsqueeze_ of a value": lambda x: x.mean().unsqueeze_(0),
     "set data of a value": lambda x: setattr(x.mean(), "data", torch.ones(())),
     "an index with two ellipses": lambda x: x[..., 0, ...],
@@ -191,6 +193,13 @@ REFUSED = {
 def of_a_row_before(x):
     y = x + 1
     row = y[:, :, 0]
+    y.mul_(2)
+    return row * row
+
+
+def of_a_row_of_a_view(x):
+    y = x + 1
+    row = y.transpose(0, 1)[:, :, 0]  # whose source exists in this line alone
     y.mul_(2)
     return row * row
 

@@ -8,7 +8,6 @@ parts of them are used on each rank, so a gradient is the sum of those of all ra
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -107,8 +106,8 @@ class Field(torch.Tensor):
 
     is_placeholder = True  # for collectives, which take the part of a rank
     instead = "Pass the part of this rank, field.local."
-    # of fetched rows, which torch would return as a view: the field, and its changes until then
-    copied: tuple[weakref.ref[Field], int] | None = None
+    # of fetched rows, which torch would return as a view: the field's memory, and its changes then
+    copied: tuple[Tensor, int] | None = None
     written: list[Tensor] | None = None  # of a rank without rows: values written into views
     grid_layout: Layout
 
@@ -321,8 +320,9 @@ _WRITES = {"setitem", "iand", "ior"}
 _TURN = {"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "resize_"}
 _VIEWS = frozenset((
     "getitem", "select", "narrow", "view", "reshape", "flatten", "unflatten", "permute",
-    "transpose", "swapaxes", "movedim", "t", "squeeze", "unsqueeze", "expand", "expand_as",
-    "view_as", "split", "chunk", "unbind", "tensor_split", "detach",
+    "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "squeeze", "unsqueeze",
+    "expand", "expand_as", "broadcast_to", "view_as", "split", "chunk", "unbind", "tensor_split",
+    "detach", "get T", "get mT", "get H", "get mH", "get data",
 ))  # fmt: skip
 _DROPS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"}
 _RANDOM = _DROPS | {
@@ -429,7 +429,7 @@ def plain(value: Any) -> Any:
     """Return the local tensor of a field, and any other value as it is."""
     if not isinstance(value, Field):
         return value
-    if value.copied and (of := value.copied[0]()) is not None and value.copied[1] != version_of(of):
+    if value.copied and value.copied[1] != version_of(value.copied[0]):
         raise refused(
             "rows that were fetched, which are no view, of a field that was written into since",
             "Select them again.",
@@ -439,9 +439,11 @@ def plain(value: Any) -> Any:
     return x + sum(value.written) if value.written else x
 
 
-def copy_of(x: Field) -> tuple[weakref.ref[Field], int]:
-    """Return of which field, and of which state of it, fetched rows are a copy."""
-    return weakref.ref(x), version_of(x)
+def copy_of(x: Field) -> tuple[Tensor, int]:
+    """Return the memory of which fetched rows are a copy, and the number of changes to it."""
+    with WithoutDispatch():
+        of = x.as_subclass(Tensor).detach()
+    return of, version_of(of)
 
 
 def write(func: Callable[..., Any], x: Field, *args: Any, **kwargs: Any) -> None:
@@ -454,7 +456,8 @@ def write(func: Callable[..., Any], x: Field, *args: Any, **kwargs: Any) -> None
     if x.written is not None:
         before = plain(x)
         func(after := before.clone(), *args, **kwargs)
-        x.written += [before.sum() + after.sum()] if after.requires_grad else []
+        if after.requires_grad:  # of the values before, too
+            x.written[:] = [before.sum() + after.sum()]
     with WithoutDispatch():
         func(x.as_subclass(Tensor), *args, **kwargs)
 
