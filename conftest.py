@@ -16,7 +16,7 @@ from tests.forks import Forks
 from varcomm.testing import Ranks
 from varcomm.transport import launch
 
-# OpenMP, once it has started threads, waits for them for ever in a fork
+# if OpenMP has started threads here, a fork waits for them without end
 torch.set_num_threads(1)
 
 # It imports mpi4py without starting MPI; ASE calls MPI where mpi4py is imported, and would abort.

@@ -187,7 +187,7 @@ class Over(NamedTuple):
 
     @classmethod
     def of(cls, x: Any, dims: Sequence[int]) -> Over:
-        """Return what dimensions of a field, counted from the first, have."""
+        """Return the reduction of a field over dimensions that are counted from the first."""
         return cls([*dims], reduced_splits(x, dims), prod(x.shape[dim] for dim in dims))
 
 

@@ -165,7 +165,7 @@ _OF_A_RANK = frozenset({"send", "recv", "async_op"})  # which may differ between
 def _in_log(call: Call, x: Tensor, recorded: bool) -> Entry:
     """Return the entry of a call, which must be equal on all ranks, and keep it."""
     operator, calls = call.operator, call.operator.group.calls
-    key = "name", operator, x.dtype, x.shape, recorded  # calls made anew have equal operators
+    key = "name", operator, x.dtype, x.shape, recorded  # new calls have equal operators
     entry: Entry | None = None if operator.holds_tensors else calls.get(key)
     if entry is None:
         name = _name(operator, x)

@@ -198,7 +198,7 @@ def propagate_overlapped(
 
 
 def _stored(layer: MessagePassing) -> dict[str, tuple[object, int]]:
-    """Return what a layer and the modules in it hold, and how often their buffers changed."""
+    """Return the values that a layer and its modules hold, and the changes to their buffers."""
     stored: dict[str, tuple[object, int]] = {}
     for path, module in layer.named_modules():
         stored |= {f"{path}.{name}".lstrip("."): (held, 0) for name, held in vars(module).items()}
