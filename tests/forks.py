@@ -59,7 +59,7 @@ class _Rank:
     """What ``varcomm.Ranks`` uses of ``subprocess.Popen``."""
 
     def __init__(self, forks, words, env):
-        self.pid, self.returncode = forks.ask("start", words, env), None
+        self.pid, self.returncode = forks.ask("start", words, env, os.getcwd()), None
         self._forks = forks
 
     def poll(self):
@@ -97,7 +97,7 @@ def _serve(asked):
         asked.send(pickle.dumps(value))
 
 
-def _fork(asked, output, words, env):
+def _fork(asked, output, words, env, working_directory):
     """Return the id of a new process, which becomes a rank."""
     if pid := os.fork():
         return pid
@@ -105,6 +105,7 @@ def _fork(asked, output, words, env):
     try:
         asked.close()
         os.setsid()
+        os.chdir(working_directory)
         for fd, given in enumerate((os.open(os.devnull, os.O_RDONLY), *output)):
             os.dup2(given, fd)
             os.close(given)
