@@ -11,19 +11,19 @@ from torch.nn.parameter import is_lazy
 
 from varcomm.data_parallel.buckets import (
     BUCKET_BYTES,
+    IS_SHARDED,
     as_ordinary,
     cut,
     gradient_dtype,
     is_owned,
     listed,
-    refuse_sharded,
     with_flags,
 )
 from varcomm.data_parallel.global_count import Reduce, described, divisor_of
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_reduce import AllReduce
 from varcomm.ops.carried import Word, carried
-from varcomm.ops.checks import checked_tensor, checking, refuse_exhausted
+from varcomm.ops.checks import checked_tensor, checking, is_sharded_over, refuse_exhausted
 from varcomm.ops.digest import digest
 from varcomm.ops.graph_operator import in_graph
 from varcomm.ops.handle import send_in_rule
@@ -194,27 +194,37 @@ def _checked(
     known = (each for each in given if each.requires_grad and not is_lazy(each))
     trained = list({id(each): each for each in known}.values())
     for number, parameter in enumerate(trained):
-        gradient, dtype = parameter.grad, gradient_dtype(parameter)
         checked_tensor(parameter, where, f"parameter {number}")
-        what = f"{where}parameter {number}, of shape {tuple(parameter.shape)},"
-        refuse_sharded(parameter, ranks, what)
-        if is_owned(parameter):
-            raise ArgumentError(
-                f"{what} belongs to a ShardedGradients, which sums its gradients. Use one of the "
-                "two, or call its close() first."
-            )
-        if gradient is None and getattr(parameter, "main_grad", None) is not None:
-            raise ArgumentError(
-                f"{what} has its gradient in main_grad, which would not be summed. Set grad to "
+        fault = _fault(parameter, ranks)
+        if fault:
+            shape = tuple(parameter.shape)
+            raise ArgumentError(f"{where}parameter {number}, of shape {shape}, {fault}")
+    return trained
+
+
+def _fault(parameter: torch.nn.Parameter, ranks: Group) -> str | None:
+    """Return the reason why a gradient cannot be summed, or None."""
+    gradient, dtype = parameter.grad, gradient_dtype(parameter)
+    if is_sharded_over(parameter, ranks):
+        return IS_SHARDED
+    if is_owned(parameter):
+        return (
+            "belongs to a ShardedGradients, which sums its gradients. Use one of the two, or call "
+            "its close() first."
+        )
+    if gradient is None:
+        if getattr(parameter, "main_grad", None) is not None:
+            return (
+                "has its gradient in main_grad, which would not be summed. Set grad to "
                 "main_grad before, and main_grad to grad afterwards; or sum main_grad with "
                 "varcomm.all_reduce."
             )
-        if gradient is not None and (gradient.layout, gradient.dtype) != (torch.strided, dtype):
-            raise ArgumentError(
-                f"{what} has a gradient of {gradient.layout} and {gradient.dtype}, and not a dense "
-                f"one of {dtype}. Use sparse=False; set its grad_dtype before backward."
-            )
-    return trained
+    elif (gradient.layout, gradient.dtype) != (torch.strided, dtype):
+        return (
+            f"has a gradient of {gradient.layout} and {gradient.dtype}, and not a dense one of "
+            f"{dtype}. Use sparse=False; set its grad_dtype before backward."
+        )
+    return None
 
 
 def _begun(

@@ -67,16 +67,17 @@ def checked_tensor(tensor: object, where: str, name: str = "tensor") -> None:
     """Raise ArgumentError unless `tensor` is a plain dense tensor."""
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"{where}{name} must be a torch.Tensor; got {type(tensor).__name__}.")
-    if hasattr(tensor, "to_local"):  # DTensor, which has ranks of its own
+    is_subclass = type(tensor) not in TENSORS
+    if is_subclass and hasattr(tensor, "to_local"):  # DTensor, which has ranks of its own
         raise ArgumentError(
             f"{where}{name} must be this rank's own; got {type(tensor).__name__}. Pass to_local()."
         )
-    if getattr(type(tensor), "is_placeholder", False):
+    if is_subclass and getattr(type(tensor), "is_placeholder", False):
         raise ArgumentError(
             f"{where}{name} must hold values of its own; got {type(tensor).__name__}. "
             + getattr(type(tensor), "instead", "Pass an ordinary tensor.")
         )
-    two_per_byte = str(tensor.dtype) == "torch.float4_e2m1fn_x2"
+    two_per_byte = tensor.dtype == torch.float4_e2m1fn_x2
     special = tensor.is_quantized or tensor.is_nested or two_per_byte
     if tensor.layout != torch.strided or special:
         raise ArgumentError(
@@ -84,7 +85,7 @@ def checked_tensor(tensor: object, where: str, name: str = "tensor") -> None:
             "to_dense(), dequantize(), to_padded_tensor(), view(torch.uint8) of float4."
         )
     # compilers' tensors are recorded; torch waits for a functional collective in the next operation
-    is_known = is_compilers(tensor) or hasattr(tensor, "trigger_wait")
+    is_known = not is_subclass or is_compilers(tensor) or hasattr(tensor, "trigger_wait")
     if not is_known and _is_wrapper(tensor):
         raise ArgumentError(
             f"{where}{name} must be dense; got {type(tensor).__name__}, which wraps other tensors. "

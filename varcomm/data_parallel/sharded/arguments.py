@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from varcomm.data_parallel.buckets import gradient_dtype, is_owned, refuse_sharded
+from varcomm.data_parallel.buckets import IS_SHARDED, gradient_dtype, is_owned
 from varcomm.errors import ArgumentError
-from varcomm.ops.checks import checked_tensor
+from varcomm.ops.checks import checked_tensor, is_sharded_over
 from varcomm.sharding.sharded import refuse_unwritable
 from varcomm.transport.engines.choose import engine_for
 from varcomm.transport.group import Group
@@ -81,7 +81,8 @@ class Given:
             checked_tensor(value, "", what)
             refuse_unwritable(what, value)
             engine_for(group, value.device)
-            refuse_sharded(value, group, what)
+            if is_sharded_over(value, group):
+                raise ArgumentError(f"{what} {IS_SHARDED}")
             if is_owned(value):
                 raise ArgumentError(
                     f"{what} belongs to another ShardedGradients. Call its close() first."
