@@ -140,7 +140,6 @@ class _Segment(NamedTuple):
     place: int  # of the parameter
     start: int
     length: int
-    is_last: bool
 
 
 def _segments(
@@ -152,8 +151,8 @@ def _segments(
         most = max(1, nbytes // dtype.itemsize)
         for start in range(0, max(count, 1), most):
             length = min(most, count - start)
-            segment = _Segment(place, start, length, start + length == count)
-            yield segment, (dtype, parameter.device), length * dtype.itemsize
+            message = dtype, parameter.device
+            yield _Segment(place, start, length), message, length * dtype.itemsize
 
 
 def _sum(
@@ -300,7 +299,7 @@ class _Sums:
             if segment.length < parameter.numel():
                 flat = self.partly.setdefault(segment.place, part.new_empty(parameter.numel()))
                 flat.narrow(0, segment.start, segment.length).copy_(part)
-                if not segment.is_last:
+                if segment.start + segment.length < parameter.numel():
                     continue
                 part = self.partly.pop(segment.place)
             # new tensors: autograd may have made views of one the gradients of two parameters
