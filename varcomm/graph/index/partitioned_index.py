@@ -64,18 +64,25 @@ def functions_named(name: str) -> set[Rule]:
 
 
 class Numbering:
-    """The edges or the groups that numbers stand for; what is not known of them is refused."""
+    """The edges or the groups that numbers stand for: EdgeRules or NodeGroups."""
 
     group: Group
-    size: int  # of groups
 
-    def of_size(self, size: int) -> Numbering:
-        """Return other groups of the same nodes."""
-        raise _unknown("arithmetic")
+    # for kinds of edges alone
+    start_at_targets: Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor]
+    at_targets: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    is_up_to_last: Callable[[int], bool]
+    check_has_loops: Callable[[], None]
+    positions_of_loops: Callable[[bool, torch.Tensor], torch.Tensor | slice]
+    check_loops: Callable[[torch.Tensor], torch.Tensor]
+
+    # for groups alone
+    size: int
+    of_size: Callable[[int], Numbering]
 
     def selected_from(self, kind: Kind, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return the rows that numbers of this kind select from, given those of this rank."""
-        raise _unknown("selecting rows")
+        raise NotImplementedError
 
     def reduced(
         self, index: PartitionedIndex, how: How, src: torch.Tensor, start: torch.Tensor
@@ -84,39 +91,11 @@ class Numbering:
 
         `start` has a row for each. An extreme of no values is that of the start, or 0 of groups.
         """
-        raise _unknown("reducing at sources of edges")
-
-    def start_at_targets(self, x: torch.Tensor, dim: int, src: torch.Tensor) -> torch.Tensor:
-        """Check that a local reduction at targets has a row for each, and return its start."""
-        raise _unknown("reducing at targets of edges")
-
-    def at_targets(self, out: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
-        """Complete a local reduction at targets."""
-        return out
+        raise NotImplementedError
 
     def count(self, kind: Kind, index: torch.Tensor, whole: bool) -> int:
         """Return the number of nodes or groups that the ids refer to, as in one process."""
-        raise _unknown("the largest number (pass num_nodes=x.size(0))")
-
-    def is_up_to_last(self, count: int) -> bool:
-        """Return whether a number of nodes is the number up to the last node that has an edge."""
-        return False
-
-    def check_has_loops(self) -> None:
-        """Raise unless a source and a target with the same number are the same node."""
-        raise _unknown("self loops")
-
-    def positions_of_loops(self, loops: bool, mask: torch.Tensor) -> torch.Tensor | slice:
-        """Return a selector of all self loops, or of all other edges, in place of a mask."""
-        raise _unknown("self loops")
-
-    def check_loops(self, edges: torch.Tensor) -> torch.Tensor:
-        """Return edges that are appended, if they are self loops of owned nodes."""
-        raise _unknown("appending numbers")
-
-
-def _unknown(what: str) -> ArgumentError:
-    return ArgumentError(f"{what} is not known for these numbers of a partitioned graph.")
+        raise NotImplementedError
 
 
 class Marked(torch.Tensor):
