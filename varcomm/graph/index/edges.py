@@ -15,11 +15,15 @@ from torch.nn.functional import pad
 
 from varcomm._torch_private import transforms_active, version_of
 from varcomm.errors import ArgumentError
-from varcomm.graph.index.node_groups import STARTS_FROM_ZERO, Extreme, extreme_of_parts
+from varcomm.graph.index.node_groups import (
+    STARTS_FROM_ZERO,
+    Extreme,
+    extreme_of_parts,
+    number_of,
+)
 from varcomm.graph.index.partitioned_index import How, Kind, Numbering, PartitionedIndex, ordinary
 from varcomm.graph.node_shard import NodeShard
 from varcomm.graph.on_device import require
-from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_to_all_v import all_to_all_v
 from varcomm.ops.checks import checking
 from varcomm.ops.compilation import count_in, extent_of, kept_from_compilation
@@ -94,9 +98,8 @@ class EdgeRules(Numbering, OfGroup):
     exchanged: list[torch.Tensor] | None = field(init=False, default=None)
     # what layers make of the edges alone, as PyG keeps with cached=True
     _kept: dict[Any, Any] = field(init=False, default_factory=dict)
-    # owned nodes up to the last one that has an edge, once asked for
+    # owned nodes up to the last one that has an edge: at the last call, and for all edges
     _up_to_last_edge: int | None = field(init=False, default=None)
-    # the same for all edges, which other ranks keep as well
     _up_to_last_edge_of_all: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -318,18 +321,15 @@ class EdgeRules(Numbering, OfGroup):
     @kept_from_compilation
     def _up_to_last(self, index: torch.Tensor, whole: bool) -> int:
         assert self.sources is not None
-        if whole and self._up_to_last_edge_of_all is not None:
-            self._up_to_last_edge = self._up_to_last_edge_of_all
-            return self._up_to_last_edge
-        owned = self.sources.owned_ids
-        ids = torch.cat([owned, self.halo_ids])[index]
-        last = ids.max().view(1) if ids.numel() else ids.new_full((1,), -1)
-        group = self.group
-        lasts = all_gather_v(last, [1] * group.size, group=group.process_group)
-        self._up_to_last_edge = int((owned <= lasts.max()).sum())
-        if whole:
-            self._up_to_last_edge_of_all = self._up_to_last_edge
-        return self._up_to_last_edge
+        count = self._up_to_last_edge_of_all if whole else None
+        if count is None:
+            owned = self.sources.owned_ids
+            ids = torch.cat([owned, self.halo_ids])[index]
+            count = int((owned < number_of(ids, self.group)).sum())
+            if whole:
+                self._up_to_last_edge_of_all = count
+        self._up_to_last_edge = count
+        return count
 
     def is_up_to_last(self, count: int) -> bool:
         """Return whether a number of nodes counts owned nodes up to the last one with an edge."""
