@@ -120,12 +120,12 @@ class EdgeShard(Shard):
     @property
     def interior(self) -> torch.Tensor:
         """Positions in ``edge_index`` of edges whose source this rank owns; int64, ascending."""
-        return self.rules.split_edges.interior[2]
+        return self.rules.split_edges.order[: self.counts[0]]
 
     @property
     def boundary(self) -> torch.Tensor:
         """Positions in ``edge_index`` of edges whose source is in the halo; int64, ascending."""
-        return self.rules.split_edges.boundary[2]
+        return self.rules.split_edges.order[self.counts[0] :]
 
     def halo(self, x: torch.Tensor) -> torch.Tensor:
         """Fetch the rows of the halo, (h, *F), from owned rows, (n, *F)."""

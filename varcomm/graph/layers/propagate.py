@@ -156,12 +156,12 @@ class _Adapted:
         assert isinstance(edges, EdgeRules)
         hides_ids = self.hides_ids and self._may_hide_ids(edge_index)
         read = self.at_sources(edge_index, values)
-        overlaps = self._overlaps(edge_index, size, values)
-        if not overlaps:
+        in_parts = self._overlaps(edge_index, size, values)
+        if not in_parts:
             edge_index = edges.fetched(edge_index, read, self.layer.node_dim, 1 if hides_ids else 2)
         ids: torch.Tensor = edge_index
         unread = [*values.values()]
-        if overlaps:
+        if in_parts:
             ids = edge_index.plain if hides_ids else edge_index
         elif hides_ids and (rows := self._rows_at_ends(edge_index, size, values)) is not None:
             ids, size, values = edge_index.plain, (None, edges.layer_counts()[2]), values | rows
@@ -172,7 +172,7 @@ class _Adapted:
         before, edges.exchanged = edges.exchanged, []
         exchanged = edges.exchanged
         try:
-            if overlaps:
+            if in_parts:
                 out, halos = propagate_overlapped(
                     self.layer, edges, ids[1], values, self.in_log.name
                 )
