@@ -21,7 +21,7 @@ from varcomm.graph.layers.refused import OVER_ALL_NODES, check_exact, is_readout
 from varcomm.graph.layers.special_layers import replace_methods
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.ops.checks import checked_flag
-from varcomm.ops.digest import differing, digest
+from varcomm.ops.digest import differing, digest, require_equal
 from varcomm.transport.agreement import debugging, share
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -30,6 +30,8 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 _RUNNING = "_varcomm_running"
 
 _PARTS = "_varcomm_parts"
+
+_OPTION = "the option overlap"  # among names of parameters and layers
 
 # Attributes of every module, among them its registered parts.
 _OWN = frozenset(vars(torch.nn.Module()))
@@ -123,6 +125,7 @@ def distribute(model: Model, graph: PartitionedGraph, *, overlap: bool = False) 
     what = "graph.distribute"
     digests = getattr(getattr(model, _RUNNING, None), "digests", WeakTensorKeyDictionary())
     given = share(what, lambda: _checked(model, graph, digests, overlap), graph.group)
+    require_equal(what, [{"overlap": each[_OPTION]} for each in given])
     others, names = differing(given)
     if others:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -259,7 +262,7 @@ def _checked(
     for name, module in model.named_modules(remove_duplicate=False):
         check_exact(name, module, model)
         check_deep(name, module, graph)
-    state: dict[str, object] = {"the option overlap": overlap}
+    state: dict[str, object] = {_OPTION: overlap}
     for name, module in model.named_modules():
         own = dict(module.named_parameters(name, recurse=False))
         own |= dict(module.named_buffers(name, recurse=False))
