@@ -197,9 +197,8 @@ def _name(operator: Operator, x: Tensor) -> str:
 
 def is_recorded(x: Tensor, tokens: Sequence[Tensor] = ()) -> bool:
     """Return whether the result of a call belongs to the graph."""
-    if not torch.is_grad_enabled() or x.requires_grad or not tokens:
-        return torch.is_grad_enabled() and x.requires_grad
-    return any(token.requires_grad for token in tokens)
+    of_tokens = len(tokens) > 0 and any(token.requires_grad for token in tokens)
+    return torch.is_grad_enabled() and (x.requires_grad or of_tokens)
 
 
 def _compared(operator: Operator, x: Tensor, recorded: bool, of: int | None) -> int:
