@@ -74,12 +74,12 @@ def test_transfers():
         varcomm.all_gather_v(torch.ones(2), [2, 2, 1])
         varcomm.broadcast(torch.ones(4), src=1)
         varcomm.gather_v(torch.ones(2), [2, 2, 1], dst=1)
-    assert [(one.schedule, one.send, one.recv) for one in found] == [
-        ("all_gather", (0, 8, 8), (0, 8, 4)),
-        ("broadcast", (0, 0, 0), (0, 16, 0)),
-        ("one", (0, 8, 0), (0, 0, 0)),
+    assert [(name, one.schedule, one.send, one.recv) for name, one in found] == [
+        ("all_gather_v", "all_gather", (0, 8, 8), (0, 8, 4)),
+        ("broadcast", "broadcast", (0, 0, 0), (0, 16, 0)),
+        ("gather_v", "one", (0, 8, 0), (0, 0, 0)),
     ]
-    assert found[0].ranks == (0, 1, 2)
+    assert found[0][1].ranks == (0, 1, 2)
 
 
 def test_ends_and_refusals():

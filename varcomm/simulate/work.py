@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from varcomm._torch_private import TorchDispatchMode
 from varcomm.errors import GroupError
 from varcomm.transport.engines.simulated import Transfer, alone, transfers
-from varcomm.transport.trace import Call, Trace, trace
+from varcomm.transport.trace import Trace, trace
 from varcomm.transport.world import World, init
 
 # Operators that read as many rows of their first tensor as they write.
@@ -143,15 +143,7 @@ def count(step: Callable[[], object]) -> Work:
             "simulate.world; use varcomm.trace to count the messages of real ranks."
         )
     counts = (meter.flops, meter.matmul_bytes, meter.other_bytes, meter.kernels)
-    return Work(*counts, meter.before + meter.peak, calls, tuple(_named(calls, found)))
-
-
-def _named(calls: Sequence[Call], found: Sequence[Transfer]) -> Iterator[tuple[str, Transfer]]:
-    """Yield each transfer beside the operation that made it: the next call with its bytes."""
-    rest = iter(calls)
-    for transfer in found:
-        nbytes = sum(transfer.send), sum(transfer.recv)
-        yield next(call.name for call in rest if (call.sent, call.received) == nbytes), transfer
+    return Work(*counts, meter.before + meter.peak, calls, tuple(found))
 
 
 class _Meter(TorchDispatchMode):

@@ -35,15 +35,15 @@ class Transfer:
 
 
 @contextmanager
-def transfers() -> Iterator[list[Transfer]]:
-    """Collect the transfers of simulated groups."""
-    found: list[Transfer] = []
+def transfers() -> Iterator[list[tuple[str, Transfer]]]:
+    """Collect the transfers of simulated groups, each with the name of its operation."""
+    found: list[tuple[str, Transfer]] = []
 
-    def record(_: str, route: Route, device: torch.device) -> None:
+    def record(name: str, route: Route, device: torch.device) -> None:
         group = route.group
         if group.size > 1 and group.simulated:
             counts = ((*c[: group.rank], 0, *c[group.rank + 1 :]) for c in (route.send, route.recv))
-            found.append(Transfer(route.schedule, group.rank, group.ranks, *counts))
+            found.append((name, Transfer(route.schedule, group.rank, group.ranks, *counts)))
 
     with recording(record):
         yield found
