@@ -16,14 +16,12 @@ from varcomm.graph.build.pyg_data import ends
 from varcomm.graph.libraries import package
 from varcomm.graph.mesh.cell_lists import CellLists
 from varcomm.graph.mesh.mesh import Mesh, cell_lists
-from varcomm.graph.mesh.ragged import Ragged
 from varcomm.graph.partitioned_graph import NodeType, PartitionedGraph
+from varcomm.graph.ragged import Array, Ragged
 from varcomm.graph.report import Report
 from varcomm.ops.gather_v import gather_v
 from varcomm.sizes import ShardSizes
 from varcomm.transport.agreement import agree, agree_and_share, compare
-
-Array = np.ndarray[Any, Any]
 
 _WHAT = "graph.plot"
 _MOST = 200_000  # drawn nodes

@@ -9,6 +9,7 @@ import numpy as np
 
 from varcomm.graph.draws import Array, uniform
 from varcomm.graph.loader.stored_rows import small
+from varcomm.graph.ragged import spread
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,10 +102,3 @@ class InEdges:
         first = np.cumsum(degree) - degree
         picked: Array = position[order[first + np.arange(fan_out)[:, None]]]
         return picked
-
-
-def spread(start: Array, count: Array) -> Array:
-    """Return ``start[i] ... start[i] + count[i] - 1`` for each i, one after the other."""
-    ends = np.cumsum(count)
-    shift: Array = np.repeat(start - (ends - count), count)
-    return np.arange(len(shift)) + shift

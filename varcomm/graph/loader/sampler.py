@@ -10,10 +10,11 @@ import numpy as np
 
 from varcomm.graph.build.pyg_data import ends
 from varcomm.graph.draws import Array, hashed
-from varcomm.graph.loader.in_edges import InEdges, spread
+from varcomm.graph.loader.in_edges import InEdges
 from varcomm.graph.loader.messages import Messages
 from varcomm.graph.loader.stored_rows import Request, StoredRows, ask
 from varcomm.graph.partitioned_graph import EdgeType, NodeType
+from varcomm.graph.ragged import spread
 
 
 @dataclass

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from varcomm.graph.mesh.cells import Cells, facets_of, numbered
 from varcomm.graph.mesh.polyhedra import PolyMesh
-from varcomm.graph.mesh.ragged import Ragged
-
-Array = np.ndarray[Any, Any]
+from varcomm.graph.ragged import Array, Ragged
 
 # VTK's numbers of kinds
 TYPES = {

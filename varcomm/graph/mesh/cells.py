@@ -10,8 +10,7 @@ import torch
 from torch_geometric.utils import remove_self_loops, to_undirected
 
 from varcomm.errors import ArgumentError
-
-Array = np.ndarray[Any, Any]
+from varcomm.graph.ragged import Array
 
 # Points of a cell stand in meshio's order,
 # https://github.com/nschloe/meshio/wiki/Node-ordering-in-cells:

@@ -24,13 +24,13 @@ from varcomm.graph.mesh.polyhedra import PolyMesh
 from varcomm.graph.mesh.readers import read_source, source_of
 from varcomm.graph.mesh.vtu import Piece, stored, write_piece
 from varcomm.graph.node_shard import described
+from varcomm.graph.ragged import Array
 from varcomm.sizes import checked_rank
 from varcomm.transport.agreement import agree
 from varcomm.transport.group import GroupLike, resolve
 
 logger = logging.getLogger("varcomm")
 
-Array = np.ndarray[Any, Any]
 Nodes = Literal["points", "cells"]
 
 # Attributes of PyG that users set.

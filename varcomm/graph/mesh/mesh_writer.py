@@ -15,16 +15,14 @@ from varcomm.errors import ArgumentError
 from varcomm.graph.libraries import writing
 from varcomm.graph.mesh.cell_lists import CellLists
 from varcomm.graph.mesh.mesh import Mesh, cell_lists
-from varcomm.graph.mesh.ragged import Ragged
 from varcomm.graph.mesh.vtu import Piece, Step, VtuSeries, stored
 from varcomm.graph.mesh.xdmf import XdmfSeries, check_field, check_series
 from varcomm.graph.node_shard import described
 from varcomm.graph.partitioned_graph import PartitionedGraph
+from varcomm.graph.ragged import Array, Ragged
 from varcomm.ops.gather_v import scatter_v
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.transport.agreement import agree, agree_and_share, compare
-
-Array = np.ndarray[Any, Any]
 
 _MAKE, _WRITE = "MeshWriter", "MeshWriter.write"
 

@@ -17,9 +17,7 @@ import numpy as np
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.mesh.polyhedra import PolyMesh
-from varcomm.graph.mesh.ragged import Ragged
-
-Array = np.ndarray[Any, Any]
+from varcomm.graph.ragged import Array, Ragged
 
 logger = logging.getLogger("varcomm")
 

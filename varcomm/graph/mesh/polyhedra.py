@@ -11,9 +11,7 @@ import numpy as np
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.mesh.cells import cells_of, facets_of, numbered
-from varcomm.graph.mesh.ragged import Ragged
-
-Array = np.ndarray[Any, Any]
+from varcomm.graph.ragged import Array, Ragged
 
 
 @dataclass(frozen=True, eq=False)

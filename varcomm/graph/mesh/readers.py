@@ -20,8 +20,8 @@ from varcomm.graph.libraries import package
 from varcomm.graph.mesh.gmsh import completed
 from varcomm.graph.mesh.openfoam import is_case, read_case
 from varcomm.graph.mesh.polyhedra import PolyMesh, polyhedral
-from varcomm.graph.mesh.ragged import Ragged
 from varcomm.graph.mesh.vtk_xml import read_vtu, step_of
+from varcomm.graph.ragged import Ragged
 
 logger = logging.getLogger("varcomm")
 

@@ -16,9 +16,8 @@ import numpy as np
 from varcomm.errors import ArgumentError
 from varcomm.graph.mesh.cell_lists import POLYHEDRON, TYPES
 from varcomm.graph.mesh.polyhedra import PolyMesh, polyhedral
-from varcomm.graph.mesh.ragged import Ragged
+from varcomm.graph.ragged import Array, Ragged, spread
 
-Array = np.ndarray[Any, Any]
 Fields = dict[str, Array]
 
 _KINDS = {number: kind for kind, number in TYPES.items()} | {2: "vertex"}
@@ -229,9 +228,8 @@ def _unrolled(stream: Array, cells: Array) -> tuple[Ragged, Array]:
             at += 1 + words[at]
     begin = np.array(begins, np.int64)
     counts = stream[begin - 1].astype(np.int64)
-    ends = np.cumsum(counts)
-    place = np.arange(counts.sum()) + np.repeat(begin - (ends - counts), counts)
-    return Ragged(ends, stream[place].astype(np.int64)), np.repeat(cells, number_of_faces)
+    faces = Ragged(np.cumsum(counts), stream[spread(begin, counts)].astype(np.int64))
+    return faces, np.repeat(cells, number_of_faces)
 
 
 def _merged(pieces: list[_Piece]) -> _Piece:

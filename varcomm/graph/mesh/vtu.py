@@ -17,9 +17,8 @@ import numpy as np
 import torch
 
 from varcomm.graph.mesh.cell_lists import CellLists
-from varcomm.graph.mesh.ragged import Ragged
+from varcomm.graph.ragged import Array, Ragged
 
-Array = np.ndarray[Any, Any]
 Fields = Mapping[str, Array]
 
 _NAMES = {"f": "Float", "i": "Int", "u": "UInt"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
 import numpy as np
@@ -13,8 +12,7 @@ import numpy as np
 from varcomm.errors import ArgumentError
 from varcomm.graph.libraries import package
 from varcomm.graph.mesh.vtu import Fields, Piece, Step, replace, replacing
-
-Array = np.ndarray[Any, Any]
+from varcomm.graph.ragged import Array
 
 # XDMF's numbers of kinds of cells by VTK's; up to 3, the number of points follows the kind
 _KINDS = {1: 1, 3: 2, 5: 4, 7: 3, 9: 5, 10: 6, 12: 9, 13: 8, 14: 7, 42: 16}

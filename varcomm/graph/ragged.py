@@ -36,7 +36,12 @@ class Ragged:
     def chosen(self, rows: Array) -> Ragged:
         """Return some of the lists."""
         counts = self.counts[rows]
-        ends = np.cumsum(counts)
-        place = np.arange(counts.sum()) + np.repeat((self.ends - self.counts)[rows], counts)
-        place -= np.repeat(ends - counts, counts)
-        return Ragged(ends, self.values[place])
+        place = spread(self.ends[rows] - counts, counts)
+        return Ragged(np.cumsum(counts), self.values[place])
+
+
+def spread(start: Array, count: Array) -> Array:
+    """Return ``start[i] ... start[i] + count[i] - 1`` for each i, one after the other."""
+    ends = np.cumsum(count)
+    shift: Array = np.repeat(start - (ends - count), count)
+    return np.arange(len(shift)) + shift
