@@ -305,12 +305,9 @@ class EdgeRules(Numbering, OfGroup):
 
         Communication: for edges, 8 bytes per rank; for all of them, at the first call only.
         """
-        if kind == "target":
-            return self.layer_counts()[2]
-        if kind == "source":
-            return self.layer_counts()[0]
-        if not self.exchanges:
-            return self.layer_counts()[2]
+        if kind in ("source", "target") or not self.exchanges:
+            sources, _, targets = self.layer_counts()
+            return sources if kind == "source" else targets
         if self.sources is None or not self.has_loops:
             raise ArgumentError(
                 "the largest number in edges of two types of nodes says nothing about either. Give "

@@ -74,12 +74,7 @@ class NodeGroups(Numbering):
 
 def number_of(ids: torch.Tensor, group: Group) -> int:
     """Return one more than the largest id on any rank; 8 bytes per rank."""
-    return largest(int(ids.max()) + 1 if ids.numel() else 0, group, ids.device)
-
-
-def largest(number: int, group: Group, device: torch.device) -> int:
-    """Return the largest of all ranks' numbers; 8 bytes per rank."""
-    own = torch.tensor([number], device=device)
+    own = ids.max().view(1) + 1 if ids.numel() else ids.new_zeros(1)
     return int(all_gather_v(own, [1] * group.size, group=group.process_group).max())
 
 

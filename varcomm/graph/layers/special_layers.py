@@ -23,7 +23,7 @@ from torch_geometric.utils import (
 
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.graph.index.edges import EdgeRules
-from varcomm.graph.index.node_groups import extreme, largest
+from varcomm.graph.index.node_groups import extreme, number_of
 from varcomm.graph.index.partitioned_index import PartitionedIndex, plain
 from varcomm.graph.layers.propagate import Running
 from varcomm.ops.all_gather_v import all_gather_v
@@ -358,8 +358,7 @@ def _label_propagation(
 ) -> torch.Tensor:
     """Propagate the classes of all ranks' labels, of which this rank may lack the last ones."""
     if y.dtype == torch.int64 and len(y) == y.numel():
-        end = int(y.max()) + 1 if len(y) else 0
-        y = one_hot(y.view(-1), num_classes=largest(end, running.graph.group, y.device))
+        y = one_hot(y.view(-1), num_classes=number_of(y, running.graph.group))
     return pyg.LabelPropagation.forward(self, y, edge_index, *args, **more)  # type: ignore[no-any-return]
 
 
