@@ -17,6 +17,7 @@ from varcomm.errors import ArgumentError
 from varcomm.grid.fetch import rows, start_rows
 from varcomm.grid.field import by_body, filled, place_of, plain, refused, rule, split_of, wrap
 from varcomm.grid.layout import Layout, Span, Spans, Split
+from varcomm.ops.handle import Handle
 
 Func = Callable[..., Any]
 Parts = list[Span]
@@ -152,18 +153,20 @@ def slab(x: Tensor, window: Window, split: Split, fill: float = 0.0) -> tuple[Te
 
 
 def slabs(
-    name: str, x: Any, windows: Sequence[Window], fill: float = 0.0, inner: _Inner | None = None
+    name: str, x: Any, windows: Sequence[Window], fill: float = 0.0, halo: _Halo | None = None
 ) -> tuple[Tensor, Layout, list[tuple[int, int]]]:
     """Return the slab along each split dimension, and the layout of the outputs.
 
     Also the padding that is left to torch's function, along the other dimensions. Along the
-    dimension of `inner` the rows are left as they are.
+    dimension of `halo` the rows are left as they are.
     """
     local, layout = plain(x), x.grid_layout
     left = [(window.before, window.behind) for window in windows]
     for dim, split in spatial(name, x, len(windows)).items():
-        left[dim], out = (0, 0), None if inner is None or inner.split.dim != dim else inner.out
-        if out is None:
+        if halo is not None and halo.split.dim == dim:
+            left[dim], out = (halo.zeros, halo.zeros), halo.out
+        else:
+            left[dim] = (0, 0)
             local, out = slab(local, windows[dim], split, fill)
         layout = layout.replacing(out)
     return local, layout, left
@@ -194,58 +197,93 @@ def _conv(
         padding = [(n // 2, n - n // 2) for n in more]
     windows = windows_of(dims, kernels, stride, 0 if padding == "valid" else padding, dilation)
     weight, bias = plain(weight), plain(bias)
-    inner = _inner(input, windows)
-    local, layout, left = slabs(func.__name__, input, windows, inner=inner)
+    halo = _halo(input, windows)
+    local, layout, left = slabs(func.__name__, input, windows, halo=halo)
+    handle = None if halo is None or not any(halo.spans) else halo.start(local)
     sides = [before for before, _ in left]
     if sides != [behind for _, behind in left]:
         local = F.pad(local, [n for pair in reversed(left) for n in pair])
         sides = [0] * dims
 
-    def outputs(x: Tensor) -> Any:
+    def outputs(x: Tensor, weight: Tensor, bias: Tensor | None, sides: list[int]) -> Any:
         return func(x, weight, bias, stride, sides, dilation, groups)
 
-    return kept(outputs(local) if inner is None else inner.with_borders(local, outputs), layout)
+    out = outputs(local, weight, bias, sides)
+    if halo is not None and handle is not None:
+        sides[halo.split.dim] = 0
+        out = halo.added(out, handle.wait(), weight, lambda x, w: outputs(x, w, None, sides))
+    return kept(out, layout)
 
 
 @dataclass(frozen=True)
-class _Inner:
-    """Outputs of each rank that need only own rows: computed while the others' rows travel.
+class _Halo:
+    """A convolution of own rows, which zeros follow, and one of the other ranks' rows.
 
-    Without them, a rank would copy all its rows behind its halo, and keep the copy for backward.
+    The first runs while the rows of other ranks travel; the second is added to its outputs at the
+    borders. Otherwise a rank would copy all its rows behind its halo, and keep the copy for
+    backward.
     """
 
     window: Window
     split: Split
-    out: Split  # of all outputs
-    inner: Spans  # those that need own rows, of each rank
+    out: Split
+    zeros: int  # before and behind this rank's rows
+    spans: tuple[tuple[Span, ...], ...]  # of each rank, before and behind its rows
 
-    def with_borders(self, x: Tensor, outputs: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return all outputs of this rank from its rows; ``outputs(rows)`` computes some."""
-        window, split, dim = self.window, self.split, self.split.dim
-        borders = [  # of each rank, the rows for outputs before the inner ones and behind them
-            [window.reads(first, end) for first, end in ((a, i), (j, b)) if first < end]
-            for (a, b), (i, j) in zip(self.out.spans, self.inner, strict=True)
-        ]
-        handle, rank = start_rows(x, split, borders), split.group.rank
-        low, high = window.reads(*self.inner[rank])
-        own = x if high - low == x.shape[dim] else x.narrow(dim, low - split.start, high - low)
-        inner = outputs(own)  # narrow() of all rows copies its gradient
-        rows = handle.wait()
-        found = [outputs(part) for part in rows.split([b - a for a, b in borders[rank]], dim)]
-        if not found:  # no outputs, by which this rank takes part in backward
-            nothing = rows.sum().to(inner.dtype).expand(inner.narrow(dim, 0, 0).shape)
-            return torch.cat([inner, nothing], dim)
-        before = int(self.out.start < self.inner[rank][0])
-        return torch.cat([*found[:before], inner, *found[before:]], dim)
+    def start(self, x: Tensor) -> Handle:
+        """Start to fetch the rows of other ranks."""
+        return start_rows(x, self.split, self.spans)
+
+    def added(
+        self, out: Tensor, rows: Tensor, weight: Tensor, outputs: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """Add what other ranks' rows contribute; ``outputs(rows, weight)`` computes some."""
+        window, dim, spans = self.window, self.split.dim, self.spans[self.split.group.rank]
+        parts, places = [], []
+        for part, (first, _) in zip(rows.split([b - a for a, b in spans], dim), spans, strict=True):
+            before, reached = first < self.split.start, part.shape[dim] - 1
+            taps, count = reached // window.dilation + 1, reached // window.stride + 1
+            last = (count - 1) * window.stride + (taps - 1) * window.dilation
+            more = [0, last - reached] if before else [last - reached, 0]
+            taps_from = 0 if before else window.kernel - taps
+            part = F.pad(part, [0, 0] * (-1 - dim) + more) if last != reached else part
+            parts.append(outputs(part, weight.narrow(dim, taps_from, taps)))
+            places.append(0 if before else self.out.own - count)
+        if not parts:  # by which this rank takes part in backward
+            parts, places = [rows.sum().to(out.dtype).expand(out.narrow(dim, 0, 0).shape)], [0]
+        return _Added.apply(out, dim, places, *parts)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Added(torch.autograd.Function):
+    """Rows added in place. Torch's own function would copy the whole gradient in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, dim: int, places: list[int], *parts: Tensor) -> Tensor:
+        ctx.spans = [(dim, at, part.shape[dim]) for at, part in zip(places, parts, strict=True)]
+        ctx.mark_dirty(out)
+        for span, part in zip(ctx.spans, parts, strict=True):
+            out.narrow(*span).add_(part)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, of: Tensor) -> tuple[Tensor | None, ...]:
+        return of, None, None, *[of.narrow(*span) for span in ctx.spans]
+
+    @staticmethod
+    def jvp(ctx: Any, of: Tensor, _: None, __: None, *of_parts: Tensor) -> Tensor:
+        for span, part in zip(ctx.spans, of_parts, strict=True):
+            of.narrow(*span).add_(part)
+        return of
 
 
 _LARGE = 1 << 17  # elements of a rank from which on a copy of them costs more than three calls
 
 
-def _inner(x: Any, windows: Sequence[Window]) -> _Inner | None:
-    """Return the outputs that need only own rows along the first split dimension that has a halo.
+def _halo(x: Any, windows: Sequence[Window]) -> _Halo | None:
+    """Return the halo along the first split dimension that has one.
 
-    None on all ranks if these are few on some rank, or if the field is small.
+    None on all ranks if some rank has few outputs, if own rows would need other numbers of zeros
+    before and behind them, or if the field is small.
     """
     if prod(x.shape) < _LARGE * x.grid_layout.ranks:
         return None
@@ -253,20 +291,21 @@ def _inner(x: Any, windows: Sequence[Window]) -> _Inner | None:
         if split.dim < -len(windows):
             continue
         window = windows[split.dim]
-        out, spans = window.read(split)
-        if spans == split.spans:
+        out, reads = window.read(split)
+        if reads == split.spans:
             continue
-        inner = []
-        for (a, b), (first, end) in zip(out.spans, split.spans, strict=True):
-            i = max(a, -(-(first + window.before) // window.stride))
-            j = min(b, (end + window.before - window.reach) // window.stride + 1)
-            if 2 * (j - i) <= b - a:
+        zeros, spans = [], []
+        for (a, b), (low, high), (first, end) in zip(out.spans, reads, split.spans, strict=True):
+            own = Window(window.kernel, window.stride, first - low, first - low, window.dilation)
+            if b - a < window.reach or low > first or own.outputs(end - first) < b - a:
                 return None
-            inner.append((i, j))
+            zeros.append(first - low)
+            sides = ((low, first),) * (first > 0) + ((end, high),) * (end < split.rows)
+            spans.append(tuple((i, j) for i, j in sides if i < j))
         reached = window.kernel if window.dilation == 1 else 1
-        if window.stride > reached and tuple(inner) != out.spans:
-            return None  # borders would have rows that no output reads
-        return _Inner(window, split, out, tuple(inner))
+        if window.stride > reached and any(spans):
+            return None  # rows that no output reads would travel
+        return _Halo(window, split, out, zeros[split.group.rank], tuple(spans))
     return None
 
 
