@@ -18,7 +18,10 @@ CASES = {
     "dilated": ([1, 1, 3, 3], {"dilation": (4, 1), "padding": (4, 0)}),
     "same, even kernel": ([1, 1, 4, 5], {"padding": "same"}),
     "wide": ([1, 1, 31, 1], {"padding": (15, 0)}),
+    "same, even columns": ([1, 1, 3, 4], {"padding": "same"}),
     "more padding than kernel": ([1, 1, 3, 3], {"padding": (3, 2)}),
+    "padding beyond 1 row": ([1, 1, 1, 1], {"padding": (3, 0)}),
+    "padding beyond 2 rows": ([1, 1, 2, 1], {"padding": (5, 0)}),
 }
 
 
@@ -65,6 +68,19 @@ def test_a_rank_without_columns(rank):
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2, 2))
     assert compare("3 x 3", [[350, 350], [0, 576]], mesh) < 1e-11
+
+
+@on_ranks(2)
+def test_a_transform_of_weights(rank):
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    weight, image = (torch.rand(1, 1, *n).double() for n in ((3, 3), (ROWS, COLUMNS)))
+    field = vc.grid.Grid((ROWS, COLUMNS)).scatter(image)
+    found, expected = (
+        torch.func.grad(lambda w, x=x: F.conv2d(x, w, padding=1).sin().mean())(weight)
+        for x in (field, image)
+    )
+    torch.testing.assert_close(vc.all_reduce(found), expected)
 
 
 @on_ranks(2)

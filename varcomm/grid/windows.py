@@ -193,6 +193,8 @@ def _conv(
 ) -> Any:
     dims, kernels = weight.dim() - 2, [*weight.shape[2:]]
     if padding == "same":
+        if any(s != 1 for s in each(stride, dims)):
+            raise ArgumentError(f"{func.__name__}: padding='same' is for a stride of 1.")
         more = [d * (k - 1) for d, k in zip(each(dilation, dims), kernels, strict=True)]
         padding = [(n // 2, n - n // 2) for n in more]
     windows = windows_of(dims, kernels, stride, 0 if padding == "valid" else padding, dilation)
@@ -242,7 +244,8 @@ class _Halo:
         parts, places = [], []
         for part, (first, _) in zip(rows.split([b - a for a, b in spans], dim), spans, strict=True):
             before, reached = first < self.split.start, part.shape[dim] - 1
-            taps, count = reached // window.dilation + 1, reached // window.stride + 1
+            taps = min(reached // window.dilation + 1, window.kernel)
+            count = min(reached // window.stride + 1, self.out.own)
             last = (count - 1) * window.stride + (taps - 1) * window.dilation
             more = [0, last - reached] if before else [last - reached, 0]
             taps_from = 0 if before else window.kernel - taps
@@ -258,12 +261,16 @@ class _Added(torch.autograd.Function):
     """Rows added in place. Torch's own function would copy the whole gradient in backward."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, dim: int, places: list[int], *parts: Tensor) -> Tensor:
+    def forward(out: Tensor, dim: int, places: list[int], *parts: Tensor) -> Tensor:
+        for at, part in zip(places, parts, strict=True):
+            out.narrow(dim, at, part.shape[dim]).add_(part)
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Tensor) -> None:
+        out, dim, places, *parts = inputs
         ctx.spans = [(dim, at, part.shape[dim]) for at, part in zip(places, parts, strict=True)]
         ctx.mark_dirty(out)
-        for span, part in zip(ctx.spans, parts, strict=True):
-            out.narrow(*span).add_(part)
-        return out
 
     @staticmethod
     def backward(ctx: Any, of: Tensor) -> tuple[Tensor | None, ...]:
@@ -283,7 +290,8 @@ def _halo(x: Any, windows: Sequence[Window]) -> _Halo | None:
     """Return the halo along the first split dimension that has one.
 
     None on all ranks if some rank has few outputs, if own rows would need other numbers of zeros
-    before and behind them, or if the field is small.
+    before and behind them, if another dimension has other padding before than behind, or if the
+    field is small.
     """
     if prod(x.shape) < _LARGE * x.grid_layout.ranks:
         return None
@@ -294,6 +302,8 @@ def _halo(x: Any, windows: Sequence[Window]) -> _Halo | None:
         out, reads = window.read(split)
         if reads == split.spans:
             continue
+        if any(w.before != w.behind for w in windows if w is not window):
+            return None
         zeros, spans = [], []
         for (a, b), (low, high), (first, end) in zip(out.spans, reads, split.spans, strict=True):
             own = Window(window.kernel, window.stride, first - low, first - low, window.dilation)
