@@ -96,7 +96,8 @@ def test_transforms_of_parameters(rank):
     """torch.func.grad for parameters returns this rank's part, as torch.autograd.grad does."""
     whole, _, x = field_of(3)
     torch.manual_seed(0)
-    model = nn.Conv2d(3, 2, 3, padding=1).double()
+    norms = nn.BatchNorm2d(2, track_running_stats=False), nn.GroupNorm(1, 2)
+    model = nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), *norms, nn.Sigmoid()).double()
 
     def loss(parameters, data):
         return torch.func.functional_call(model, parameters, (data,)).square().mean()

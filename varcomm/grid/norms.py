@@ -27,18 +27,23 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Any, bias: Any, over: Over, points: int, eps: float
+        x: Tensor, weight: Any, bias: Any, over: Over, points: int, eps: float
     ) -> tuple[Tensor, ...]:
         centred, offset, mean, var = moments(x, over)
         inverse = (var + eps).rsqrt()
         scale = inverse if weight is None else inverse * weight
         shift = -offset * scale if bias is None else bias - offset * scale
-        ctx.over, ctx.points = over, points
-        ctx.save_for_backward(weight, centred, offset, inverse)
-        ctx.save_for_forward(weight, centred, offset, inverse)
+        out = _affine(centred, scale, shift, points, torch.empty_like(centred))
+        return out, centred, offset, inverse, mean, var
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _, weight, _, ctx.over, ctx.points, _ = inputs
+        _, *saved, mean, var = output
+        ctx.save_for_backward(weight, *saved)
+        ctx.save_for_forward(weight, *saved)
         ctx.mark_non_differentiable(mean, var)
         ctx.set_materialize_grads(False)
-        return torch.addcmul(shift, centred, scale), centred, offset, inverse, mean, var
 
     @staticmethod
     def backward(ctx: Any, *of: Any) -> tuple[Tensor | None, ...]:
@@ -60,7 +65,7 @@ class _Norm(torch.autograd.Function):
                 of_bias = sums.sum(0, keepdim=True)
         of_offset, of_inverse = sum_over(torch.stack([of_offset, of_inverse]), over.splits)
         factor = -inverse.pow(3) * of_inverse / over.elements
-        of_x = torch.addcmul(of_offset / over.elements - offset * factor, centred, factor)
+        of_x = _affine(centred, factor, of_offset / over.elements - offset * factor, ctx.points)
         of_x = of_x if of_out is None else of_x.addcmul_(of_out, scale)
         of_x = of_x if of_centred is None else of_x + of_centred
         return of_x, of_weight, of_bias, None, None, None
@@ -80,10 +85,38 @@ class _Norm(torch.autograd.Function):
         return out, of_x.clone(), of_offset, of_inverse, None, None
 
 
+def _in_kernels(points: int, *tensors: Tensor) -> bool:
+    """Whether to call torch's kernels, which loop over channels and have no derivatives here."""
+    shape = tensors[0].shape
+    is_dense = all(x.is_contiguous() for x in tensors)
+    return is_dense and not torch.is_grad_enabled() and 0 not in shape and prod(shape[points:]) > 15
+
+
+def _affine(
+    x: Tensor, scale: Tensor, shift: Tensor, points: int, out: Tensor | None = None
+) -> Tensor:
+    """Return values scaled and shifted channel by channel; the points are from a dimension on.
+
+    The result is in the memory `out`, if that is given: a view may not be an output of autograd.
+    """
+    if not _in_kernels(points, x):
+        return torch.addcmul(shift, x, scale, out=out)
+    # faster than addcmul of operands that are broadcast
+    shape = [*x.shape[:points], *[1] * (x.dim() - points)]
+    scale, shift = (v.expand(shape).reshape(-1) for v in (scale, shift))
+    zeros, values = torch.zeros_like(scale), x.view(1, len(scale), -1)
+    how = scale, shift, zeros, zeros + 1, False, 0.0, 0.0
+    if out is None:  # torch has derivatives of this form
+        return torch.native_batch_norm(values, *how)[0].view(x.shape)
+    unused = x.new_empty(0), x.new_empty(0)
+    torch.native_batch_norm(values, *how, out=(out.view(values.shape), *unused))
+    return out
+
+
 def _sums_over_points(of: Tensor, x: Tensor, points: int) -> tuple[Tensor, Tensor]:
     """Return the sums of a gradient, and of its products with values, from a dimension on."""
     shape = [*x.shape[:points], *[1] * (x.dim() - points)]
-    if torch.is_grad_enabled() or not (of.is_contiguous() and x.is_contiguous() and x.numel()):
+    if not _in_kernels(points, of, x):
         return of.sum_to_size(shape), (of * x).sum_to_size(shape)
     # torch's kernel reads both once; with a mean of 0 and a deviation of 1 it returns these sums
     rows = prod(shape)
@@ -149,10 +182,13 @@ def _batch_norm(
             f"Expected more than 1 {value} when training, got input size {input.shape}"
         )
     out, mean, var = _normalised(input, over, weight, bias, eps)
+    splits, samples = reduced_splits(input, [0]), input.shape[0]
     with torch.no_grad():
         for running, new in ((running_mean, mean), (running_var, var * elements / (elements - 1))):
             if running is not None:
-                running.lerp_(new.mean(0).flatten().to(running.dtype), momentum)
+                if func is F.instance_norm:
+                    new = sum_over(new.sum(0, keepdim=True), splits) / samples
+                running.lerp_(new.flatten().to(running.dtype), momentum)
     return out
 
 
