@@ -200,8 +200,9 @@ class Field(torch.Tensor):
         if writes and target is not None and not isinstance(target, Field):
             return _written(func, given[0].grid_layout, args, kwargs)
         if kwargs.get("inplace") is True and getattr(target, "written", None) is not None:
-            out = cls.__torch_function__(func, types, args, kwargs | {"inplace": False})
-            return target.copy_(out)
+            rest = {word: value for word, value in kwargs.items() if word != "input"}
+            out = func(target.clone(), *args[1:], **rest | {"inplace": False})
+            return target.copy_(out)  # of which backward uses the clone
         if found is None or name not in _ALSO_WHOLE:
             layout = given[0].grid_layout
             if not any(one.grid_layout.splits for one in given):

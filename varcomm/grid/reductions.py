@@ -206,8 +206,8 @@ class Moments(NamedTuple):
 
 def moments(local: Tensor, over: Over) -> Moments:
     """Return the moments of values of which this rank has a part."""
-    if local.is_complex():
-        raise refused("a variance of complex numbers")
+    if not local.is_floating_point():
+        raise refused(f"a variance of {local.dtype}")
     sample, dims = local.detach(), [*over.dims]
     if local.dim() - 2 in dims:
         sample = sample[..., ::8, :]
