@@ -18,8 +18,8 @@ from varcomm.errors import ArgumentError
 from varcomm.graph.index.node_groups import (
     STARTS_FROM_ZERO,
     Extreme,
+    end_of,
     extreme_of_parts,
-    number_of,
 )
 from varcomm.graph.index.partitioned_index import How, Kind, Numbering, PartitionedIndex, ordinary
 from varcomm.graph.node_shard import NodeShard
@@ -322,7 +322,7 @@ class EdgeRules(Numbering, OfGroup):
         if count is None:
             owned = self.sources.owned_ids
             ids = torch.cat([owned, self.halo_ids])[index]
-            count = int((owned < number_of(ids, self.group)).sum())
+            count = int((owned < end_of(ids, self.group)).sum())
             if whole:
                 self._up_to_last_edge_of_all = count
         self._up_to_last_edge = count

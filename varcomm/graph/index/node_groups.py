@@ -73,9 +73,14 @@ class NodeGroups(Numbering):
 
 
 def number_of(ids: torch.Tensor, group: Group) -> int:
+    """Return :func:`end_of` as an int; the host waits for a GPU."""
+    return int(end_of(ids, group))
+
+
+def end_of(ids: torch.Tensor, group: Group) -> torch.Tensor:
     """Return one more than the largest id on any rank; 8 bytes per rank."""
     own = ids.max().view(1) + 1 if ids.numel() else ids.new_zeros(1)
-    return int(all_gather_v(own, [1] * group.size, group=group.process_group).max())
+    return all_gather_v(own, [1] * group.size, group=group.process_group).max()
 
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:
