@@ -1,4 +1,4 @@
-"""Convolutions of large fields, whose inner outputs are computed while rows travel."""
+"""Convolutions of large fields: of own rows while other ranks' rows travel, then of these."""
 
 import pytest
 import torch

@@ -194,7 +194,7 @@ def _conv(
     dims, kernels = weight.dim() - 2, [*weight.shape[2:]]
     if padding == "same":
         if any(s != 1 for s in each(stride, dims)):
-            raise ArgumentError(f"{func.__name__}: padding='same' is for a stride of 1.")
+            raise ArgumentError(f"{func.__name__}: padding='same' needs stride=1.")
         more = [d * (k - 1) for d, k in zip(each(dilation, dims), kernels, strict=True)]
         padding = [(n // 2, n - n // 2) for n in more]
     windows = windows_of(dims, kernels, stride, 0 if padding == "valid" else padding, dilation)
@@ -290,10 +290,11 @@ def _halo(x: Any, windows: Sequence[Window]) -> _Halo | None:
     """Return the halo along the first split dimension that has one.
 
     None on all ranks if some rank has few outputs, if own rows would need other numbers of zeros
-    before and behind them, if another dimension has other padding before than behind, or if the
-    field is small.
+    before and behind them, if another dimension has other padding before than behind, if the field
+    is small, or if outputs are narrow: the sum of two parts would be rounded twice.
     """
-    if prod(x.shape) < _LARGE * x.grid_layout.ranks:
+    is_narrow = x.dtype.itemsize < 4 or torch.is_autocast_enabled(x.device.type)
+    if is_narrow or prod(x.shape) < _LARGE * x.grid_layout.ranks:
         return None
     for split in x.grid_layout.splits:
         if split.dim < -len(windows):
@@ -310,7 +311,9 @@ def _halo(x: Any, windows: Sequence[Window]) -> _Halo | None:
             if b - a < window.reach or low > first or own.outputs(end - first) < b - a:
                 return None
             zeros.append(first - low)
-            sides = ((low, first),) * (first > 0) + ((end, high),) * (end < split.rows)
+            sides = ((low, min(first, high)),) * (first > 0) + ((max(low, end), high),) * (
+                end < split.rows
+            )
             spans.append(tuple((i, j) for i, j in sides if i < j))
         reached = window.kernel if window.dilation == 1 else 1
         if window.stride > reached and any(spans):
