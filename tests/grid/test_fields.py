@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import varcomm as vc
@@ -494,6 +495,25 @@ def test_running_statistics_of_samples_on_ranks(rank):
         found.append((torch.zeros(2, dtype=x.dtype), torch.ones(2, dtype=x.dtype)))
         F.instance_norm(data, *found[-1])
     torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+
+
+@on_ranks(3)
+def test_norms_in_forward_mode_over_backward(rank):
+    def gradient(x, **how):
+        y = F.group_norm(x, 2) + F.batch_norm(x, None, None, training=True)
+        return torch.autograd.grad(y.sin().square().sum(), x, **how)[0]
+
+    torch.manual_seed(0)
+    whole = torch.randn(2, 4, 6, 8, dtype=torch.float64).requires_grad_()
+    product = (gradient(whole, create_graph=True) * whole.detach().cos()).sum()
+    (expected,) = torch.autograd.grad(product, whole)
+    grid = vc.grid.Grid((6, 8), sizes=[[4, 0, 2], None])
+    with forward_ad.dual_level():
+        own = whole.detach()[:, :, grid.ranges[0].start : grid.ranges[0].stop]
+        x = forward_ad.make_dual(own.clone().requires_grad_(), own.cos())
+        found = gradient(grid.field(x)).gather()
+        tangent = forward_ad.unpack_dual(found).tangent
+    torch.testing.assert_close(tangent, expected, rtol=1e-11, atol=1e-12)
 
 
 NORMS = {

@@ -202,7 +202,7 @@ class Field(torch.Tensor):
         if kwargs.get("inplace") is True and getattr(target, "written", None) is not None:
             rest = {word: value for word, value in kwargs.items() if word != "input"}
             out = func(target.clone(), *args[1:], **rest | {"inplace": False})
-            return target.copy_(out)  # of which backward uses the clone
+            return target.copy_(out)  # backward of `func` reads the clone
         if found is None or name not in _ALSO_WHOLE:
             layout = given[0].grid_layout
             if not any(one.grid_layout.splits for one in given):

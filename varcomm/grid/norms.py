@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from varcomm.errors import ArgumentError
@@ -33,7 +34,7 @@ class _Norm(torch.autograd.Function):
         inverse = (var + eps).rsqrt()
         scale = inverse if weight is None else inverse * weight
         shift = -offset * scale if bias is None else bias - offset * scale
-        out = _affine(centred, scale, shift, points, torch.empty_like(centred))
+        out = _affine(centred, scale, shift, points)
         return out, centred, offset, inverse, mean, var
 
     @staticmethod
@@ -86,30 +87,29 @@ class _Norm(torch.autograd.Function):
 
 
 def _in_kernels(points: int, *tensors: Tensor) -> bool:
-    """Whether to call torch's kernels, which loop over channels and have no derivatives here."""
-    shape = tensors[0].shape
-    is_dense = all(x.is_contiguous() for x in tensors)
-    return is_dense and not torch.is_grad_enabled() and 0 not in shape and prod(shape[points:]) > 15
+    """Whether to call torch's kernels, which loop over channels and have no derivatives here.
 
-
-def _affine(
-    x: Tensor, scale: Tensor, shift: Tensor, points: int, out: Tensor | None = None
-) -> Tensor:
-    """Return values scaled and shifted channel by channel; the points are from a dimension on.
-
-    The result is in the memory `out`, if that is given: a view may not be an output of autograd.
+    For few points of each channel the loop is slower than other operators.
     """
+    if torch.is_grad_enabled() or not all(x.is_contiguous() for x in tensors):
+        return False
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        return False
+    shape = tensors[0].shape
+    return 0 not in shape and prod(shape[points:]) >= 16
+
+
+def _affine(x: Tensor, scale: Tensor, shift: Tensor, points: int) -> Tensor:
+    """Return values scaled and shifted by channels, which the dimensions before `points` number."""
     if not _in_kernels(points, x):
-        return torch.addcmul(shift, x, scale, out=out)
-    # faster than addcmul of operands that are broadcast
+        return torch.addcmul(shift, x, scale)
+    # faster than addcmul of operands that are broadcast; a view may not be an output of autograd
     shape = [*x.shape[:points], *[1] * (x.dim() - points)]
     scale, shift = (v.expand(shape).reshape(-1) for v in (scale, shift))
-    zeros, values = torch.zeros_like(scale), x.view(1, len(scale), -1)
-    how = scale, shift, zeros, zeros + 1, False, 0.0, 0.0
-    if out is None:  # torch has derivatives of this form
-        return torch.native_batch_norm(values, *how)[0].view(x.shape)
-    unused = x.new_empty(0), x.new_empty(0)
-    torch.native_batch_norm(values, *how, out=(out.view(values.shape), *unused))
+    zeros, ones, out = torch.zeros_like(scale), torch.ones_like(scale), torch.empty_like(x)
+    rows, unused = (1, len(scale), -1), (x.new_empty(0), x.new_empty(0))
+    how = scale, shift, zeros, ones, False, 0.0, 0.0
+    torch.native_batch_norm(x.view(rows), *how, out=(out.view(rows), *unused))
     return out
 
 
@@ -139,7 +139,7 @@ def _normalised(
     if groups is not None:
         local, points, shape = local.unflatten(1, (groups, -1)), 3, [groups, *shape]
         of = Over([*range(2, local.dim())], of.splits, of.elements * x.shape[1] // groups)
-    weight, bias = (v if v is None else widened(v).view(1, *shape) for v in (weight, bias))
+    weight, bias = (v if v is None else v.to(local.dtype).view(1, *shape) for v in (weight, bias))
     out, _, _, _, mean, var = _Norm.apply(local, weight, bias, of, points, eps)  # type: ignore[no-untyped-call]
     out = out if groups is None else out.flatten(1, 2)
     return wrap(out.to(x.dtype), x.grid_layout), mean, var
@@ -184,10 +184,10 @@ def _batch_norm(
     out, mean, var = _normalised(input, over, weight, bias, eps)
     splits, samples = reduced_splits(input, [0]), input.shape[0]
     with torch.no_grad():
+        if func is F.instance_norm and (running_mean is not None or running_var is not None):
+            mean, var = sum_over(torch.stack([mean, var]).sum(1), splits) / samples
         for running, new in ((running_mean, mean), (running_var, var * elements / (elements - 1))):
             if running is not None:
-                if func is F.instance_norm:
-                    new = sum_over(new.sum(0, keepdim=True), splits) / samples
                 running.lerp_(new.flatten().to(running.dtype), momentum)
     return out
 

@@ -232,11 +232,14 @@ class _Sums(torch.autograd.Function):
     """Sums whose derivative is faster than torch's derivative of a norm."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
-        ctx.dims = dims
+    def forward(x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
+        return _sums(x, dims)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, list[int]], _: Any) -> None:
+        x, ctx.dims = inputs
         ctx.save_for_backward(x)
         ctx.save_for_forward(x)
-        return _sums(x, dims)
 
     @staticmethod
     def backward(ctx: Any, of_sum: Tensor, of_squares: Tensor) -> tuple[Tensor, None]:
