@@ -434,7 +434,7 @@ FUNCTIONS = {
         IMAGE,
         lambda x, w: (
             F.embedding((x > 0).long()[:, 0], w) * F.one_hot((x > 0).long()[:, 1], 2).to(x.dtype)
-        ),
+        ).movedim(-1, 1),
         [(2, 2)],
     ),
     "hardsigmoid": (IMAGE, *only(lambda x: F.hardsigmoid(x) * 2)),
