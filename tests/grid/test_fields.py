@@ -516,6 +516,49 @@ def test_norms_in_forward_mode_over_backward(rank):
     torch.testing.assert_close(tangent, expected, rtol=1e-11, atol=1e-12)
 
 
+@on_ranks(3)
+def test_writes_into_reshaped_rows_of_a_rank_with_one(rank):
+    """A reshape is a view, or a copy, on all ranks as on one process."""
+    turns = {
+        "copy": lambda x: x.mT.reshape(-1),
+        "view": lambda x: x.reshape(-1),
+        "copy of some": lambda x: x[:, 1:].reshape(-1),
+        "view of turned": lambda x: x.T.reshape(4, 5, 1),
+        "copy in order": lambda x: x.T.contiguous(),
+        "in order": lambda x: x.contiguous(),
+    }
+    for name, turned in turns.items():
+        whole = torch.arange(20.0).view(5, 4)
+        x = vc.grid.Grid((5, 4), sizes=[[1, 3, 1], None]).scatter(whole)
+        for data in (whole, x):
+            turned(data).zero_()
+        assert torch.equal(x.gather(), whole), name
+
+
+@on_ranks(3)
+def test_second_derivatives_of_writes_through_views(rank):
+    """Also of a rank without rows, whose views have no elements."""
+    torch.manual_seed(0)
+    whole, vector = torch.randn(5, 4).double(), torch.randn(4).double().requires_grad_()
+    x = vc.grid.Grid((5, 4), sizes=[[2, 0, 3], None]).scatter(whole)
+
+    def first(x, view):
+        y = x.clone().requires_grad_() * 1
+        view(y)[:, 1] = vector[1] * x[:, 0]
+        return torch.autograd.grad(y.sin().sum(), vector, create_graph=True)[0]
+
+    views = (
+        torch.Tensor.contiguous, torch.positive, torch.Tensor.double, lambda y: y.reshape(5, 4),
+        lambda y: y.to(torch.float64), lambda y: F.dropout(y, 0.5, training=False),
+    )  # fmt: skip
+    for view in views:
+        found, expected = vc.all_reduce(first(x, view)), first(whole, view)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        (twice,) = torch.autograd.grad(found.square().sum() / 3, vector)
+        (of_one,) = torch.autograd.grad(expected.square().sum(), vector)
+        torch.testing.assert_close(vc.all_reduce(twice), of_one, rtol=1e-12, atol=1e-12)
+
+
 NORMS = {
     "batch": lambda x, w, b: F.batch_norm(x, None, None, w, b, True),
     "evaluation": lambda x, w, b: F.batch_norm(

@@ -13,6 +13,7 @@ from varcomm.errors import ArgumentError
 from varcomm.grid.field import (
     RULES,
     Field,
+    alias,
     common,
     counting_once,
     map_plain,
@@ -40,7 +41,7 @@ Func = Callable[..., Any]
     "logical_not logical_xor and or xor bitwise_and bitwise_or bitwise_xor bitwise_not",
     "masked_fill nan_to_num heaviside hypot sinc xlogy relu relu6 gelu silu elu selu celu mish",
     "softplus softsign leaky_relu rrelu hardtanh hardsigmoid hardswish hardshrink softshrink",
-    "tanhshrink threshold log_sigmoid dropout alpha_dropout clone detach contiguous float double",
+    "tanhshrink threshold log_sigmoid dropout alpha_dropout clone detach float double",
     "half bfloat16 byte int long bool cpu cuda real imag conj angle complex polar",
     "zeros_like ones_like empty_like full_like rand_like randn_like randint_like bernoulli",
     "isclose signbit positive deg2rad rad2deg copysign resolve_conj resolve_neg",
@@ -50,7 +51,9 @@ def elementwise(func: Func, *args: Any, **kwargs: Any) -> Any:
     """Compute with each rank's own rows of all operands, which are aligned if they differ."""
     layout = common([*args, *kwargs.values()])
     local = [placed(one, layout) for one in args]
-    return wrap(func(*local, **{name: placed(one, layout) for name, one in kwargs.items()}), layout)
+    made = func(*local, **{name: placed(one, layout) for name, one in kwargs.items()})
+    out = wrap(made, layout)
+    return alias(out, args[0]) if local and made is local[0] else out
 
 
 @rule("where", several=True)
@@ -87,7 +90,10 @@ def _converted(func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(x, torch.nn.Parameter):
             return torch.nn.Parameter(copy, x.requires_grad)
         return copy
-    return wrap(func(plain(x), *map_plain(args), **kwargs), x.grid_layout)
+    local = plain(x)
+    made = func(local, *map_plain(args), **kwargs)
+    out = wrap(made, x.grid_layout)
+    return alias(out, x) if made is local else out
 
 
 @rule("new_empty new_zeros new_ones new_full new_tensor can_cast result_type", several=True)

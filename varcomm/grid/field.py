@@ -374,6 +374,13 @@ def _copied(name: str, source: Field, out: Any) -> Any:
     return out
 
 
+def alias(out: Any, of: Any) -> Any:
+    """Return the result of a function that returned its argument: writes into one change both."""
+    if isinstance(of, Field):
+        out.copied, out.written = of.copied, of.written
+    return out
+
+
 def _drawn_alike(
     name: str, func: Callable[..., Any], layout: Layout, args: Sequence[Any], kwargs: Any
 ) -> Any:

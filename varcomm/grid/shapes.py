@@ -17,6 +17,7 @@ from varcomm.grid.fetch import rows, span
 from varcomm.grid.field import (
     RULES,
     Field,
+    alias,
     common,
     copy_of,
     gathered,
@@ -152,6 +153,15 @@ def _reshape(func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     return _reshaped(x, old, new, *_equal(old, new, left_out))
 
 
+@rule("contiguous")
+def _contiguous(func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+    local = plain(x)
+    made, is_view = func(local, *args, **kwargs), _is_view(x, [x.numel()])
+    is_same = made.data_ptr() == local.data_ptr()
+    out = wrap(made if is_view or not is_same else made.clone(), x.grid_layout)
+    return alias(out, x) if is_view and is_same else out
+
+
 def _equal(old: Sequence[int], new: Sequence[int], left_out: int | None) -> tuple[int, int]:
     """Return the numbers of equal dimensions at the beginning and at the end.
 
@@ -215,9 +225,34 @@ def _reshaped(x: Any, old: Sequence[int], shape: Sequence[int], lead: int, tail:
             lead=split.lead * (inner == behind),
         )
         lengths[at] = after[at].own * after[at].repeats
-    out = wrap(local.reshape(lengths), x.grid_layout.having(after, len(shape)))
+    made = local.reshape(lengths)
+    if made.data_ptr() == local.data_ptr() and not _is_view(x, shape):
+        made = made.clone()
+    out = wrap(made, x.grid_layout.having(after, len(shape)))
     out.copied = copied
     return out
+
+
+def _is_view(x: Any, shape: Sequence[int]) -> bool:
+    """Whether a reshape on one process returns a view, which a rank of one row might get anyway.
+
+    The whole field has the order of dimensions, and the gaps in memory, of the local tensor.
+    """
+    local, whole = plain(x), x.shape
+    if all(split.own > 1 or split.rows < 2 for split in x.grid_layout.splits):
+        return True
+    sizes, steps = local.shape, local.stride()
+    order = sorted(range(local.dim()), key=lambda dim: (steps[dim], sizes[dim] > 1, -dim))
+    strides, step, near = [0] * local.dim(), 1, 1
+    for dim in order:
+        if steps[dim]:
+            strides[dim] = step = step * (1 if steps[dim] == near else 2)
+            step, near = step * whole[dim], steps[dim] * max(sizes[dim], 1)
+    try:
+        torch.empty_strided(whole, strides, device="meta").view(shape)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _runs(
