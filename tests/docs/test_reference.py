@@ -39,7 +39,6 @@ CANNOT_FAIL = {
 }
 # Results of calls, whose examples show them; and functions that need a minute, or a file.
 WITHOUT_EXAMPLE = {
-    "varcomm.CapturedStep",
     "varcomm.graph.Mesh",
 } | {
     f"varcomm.simulate.{name}"

@@ -29,6 +29,16 @@ class CapturedStep(Generic[T]):
     See Also
     --------
     capture, Handle
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> x = torch.ones(3, device="cuda" if torch.cuda.is_available() else "cpu")
+    >>> def step():
+    ...     return x * 2
+    >>> run = varcomm.capture(step).replay if x.is_cuda else step
+    >>> run().tolist()
+    [2.0, 2.0, 2.0]
     """
 
     def __init__(self, cuda_graph: torch.cuda.CUDAGraph, step: Callable[[], T], outputs: T) -> None:
