@@ -182,10 +182,10 @@ def _batch_norm(
             f"Expected more than 1 {value} when training, got input size {input.shape}"
         )
     out, mean, var = _normalised(input, over, weight, bias, eps)
-    splits, samples = reduced_splits(input, [0]), input.shape[0]
     with torch.no_grad():
         if func is F.instance_norm and (running_mean is not None or running_var is not None):
-            mean, var = sum_over(torch.stack([mean, var]).sum(1), splits) / samples
+            of_own = torch.stack([mean, var]).sum(1)
+            mean, var = sum_over(of_own, reduced_splits(input, [0])) / input.shape[0]
         for running, new in ((running_mean, mean), (running_var, var * elements / (elements - 1))):
             if running is not None:
                 running.lerp_(new.flatten().to(running.dtype), momentum)

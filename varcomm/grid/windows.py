@@ -311,10 +311,10 @@ def _halo(x: Any, windows: Sequence[Window]) -> _Halo | None:
             if b - a < window.reach or low > first or own.outputs(end - first) < b - a:
                 return None
             zeros.append(first - low)
-            sides = ((low, min(first, high)),) * (first > 0) + ((max(low, end), high),) * (
-                end < split.rows
-            )
-            spans.append(tuple((i, j) for i, j in sides if i < j))
+            # rows outside of the field are zeros, as those that own rows have beside them
+            before = low, min(first, high) if first > 0 else low
+            behind = max(low, end), high if end < split.rows else 0
+            spans.append(tuple((i, j) for i, j in (before, behind) if i < j))
         reached = window.kernel if window.dilation == 1 else 1
         if window.stride > reached and any(spans):
             return None  # rows that no output reads would travel
