@@ -263,7 +263,10 @@ def test_overlap(rank):
     of_all = data_of().x
     with pytest.raises(ArgumentError, match=r"x must have .* rows, those of the targets"):
         model((graph.x, of_all), graph.edge_index, 1.0)
-    with pytest.raises(DisagreementError, match="disagree on overlap"):
+    with pytest.raises(
+        DisagreementError,
+        match=r"disagree on overlap: rank 0 has False; rank 1 has True.*differ from rank 0: 1",
+    ):
         distribute(model, graph, overlap=rank == 1)
     with pytest.raises(ArgumentError, match="overlap must be True or False"):
         distribute(model, graph, overlap=1 if rank == 1 else True)
